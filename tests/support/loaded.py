@@ -1,5 +1,7 @@
 """A repository of tensor models in an event loop, without a server."""
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,9 @@ def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:
     data = np.array(values, dtype=np.float32).reshape(-1, 1)
     model.checker.take(request, [Given("INPUT0", datatype, data.shape, data)])
     return request
+
+
+async def becomes(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not what():
+            await asyncio.sleep(0.01)

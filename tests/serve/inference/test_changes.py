@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,13 @@ from millrace.serve.inference.backends import importing
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.stamps import stamp
-from tests.support.loaded import BATCHES, Loaded, asked
+from tests.support.loaded import BATCHES, Loaded, asked, becomes
 from tests.support.python_models import ANY, HEAD, SAY, loaded, one, text, write
 from tests.support.repository import write_models
 
 HANGS = "import time\nfrom pathlib import Path\nwhile not Path({!r}).exists():\n    time.sleep(0.005)\n"
 SAYS_NAME = HEAD + "    def execute(self, requests):\n        return [said(utils.NAME)]\n" + SAY
 UTILS = "import utils\n" + SAYS_NAME
-
-
-async def becomes(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not what():
-            await asyncio.sleep(0.01)
 
 
 def test_a_model_whose_import_hangs_keeps_no_other_from_loading(
@@ -52,6 +45,39 @@ def test_a_model_whose_import_hangs_keeps_no_other_from_loading(
 
     asyncio.run(run())
     assert "model.py of hangs is still being imported after 0.3 s" in caplog.text
+
+
+def test_the_index_says_what_is_being_loaded_and_a_reload_takes_nothing_away(tmp_path: Path) -> None:
+    mark, root = tmp_path / "mark", tmp_path / "models"
+    write(root, "m", HANGS.format(str(mark)) + UTILS, ANY % "", utils="NAME = 'm'")
+    loading = {"name": "m", "version": "1", "state": "LOADING"}
+    ready = {"name": "m", "version": "1", "state": "READY"}
+
+    async def run() -> None:
+        async with loaded(root) as repository:
+            first = asyncio.ensure_future(repository.load("m"))
+            async with asyncio.timeout(10):
+                while await repository.index(only_ready=False) != [loading]:
+                    await asyncio.sleep(0.01)
+            assert await repository.index(only_ready=True) == [] and not repository.is_ready()
+            with pytest.raises(StatusError, match="'m' version 1 is not at ready state"):
+                repository.get("m", 1)
+            mark.touch()
+            await first
+            assert await repository.index(only_ready=False) == [ready] and repository.is_ready()
+            mark.unlink()
+            again = asyncio.ensure_future(repository.load("m"))
+            await becomes(lambda: bool(repository._turns))
+            assert await repository.index(only_ready=False) == [ready], "the old one serves"
+            mark.touch()
+            await again
+            write(root, "bad", "raise ValueError('no')\n", ANY % "", utils="")
+            with pytest.raises(StatusError):
+                await repository.load("bad")
+            states = {each["name"]: each["state"] for each in await repository.index(only_ready=False)}
+            assert states == {"m": "READY", "bad": "UNAVAILABLE"}
+
+    asyncio.run(run())
 
 
 def test_changes_of_one_model_wait_for_one_another_and_only_so_many(tmp_path: Path) -> None:

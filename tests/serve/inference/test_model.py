@@ -12,7 +12,7 @@ from millrace.serve.inference.batching import Closed
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from tests.support.loaded import BATCHES, Loaded, asked
+from tests.support.loaded import BATCHES, Loaded, asked, becomes
 from tests.support.repository import REPEAT, identity, write_models
 
 
@@ -185,6 +185,42 @@ def test_what_was_taken_is_answered_before_a_model_goes(root: Path) -> None:
             await asyncio.sleep(0)
             await model.retire()
             assert [a.result().outputs["OUTPUT0"].item() for a in asking] == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_was_read_while_its_model_was_unloaded_is_refused(root: Path) -> None:
+    async def run() -> None:
+        async with Loaded(root, model_control_mode="explicit", load_model=("m",)) as repository:
+            model = repository.get("m")
+            late = asked(model, 1)
+            await repository.unload("m")
+            await becomes(lambda: all(worker.closed.done() for worker in model._workers))
+            with pytest.raises(StatusError) as refused:
+                await model.infer(late)
+            assert refused.value.code is Code.UNAVAILABLE
+            assert str(refused.value) == "Request for unknown model: 'm' version 1 is not at ready state"
+            assert model.statistics.failures == {"REJECTED": 1} and model.n_pending == 0
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_is_stuck_is_told_of(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace.serve.inference.model.PATIENCE_S", 0.02)
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
+
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            assert model._watch is None
+            asking = asyncio.ensure_future(model.infer(asked(model, 1)))
+            await becomes(lambda: "m version 1: m_0 computes one batch for 0." in caplog.text)
+            assert not asking.done()
+            assert (await asking).outputs["OUTPUT0"].item() == 1
+            await becomes(lambda: model._watch is None)
+            assert all(worker.busy_since_s is None for worker in model._workers)
 
     asyncio.run(run())
 

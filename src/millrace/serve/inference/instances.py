@@ -72,6 +72,7 @@ class Worker:
         """freed: called in the event loop when a batch is done with, after whatever it answered"""
         self.name, self._make, self._outbox, self._freed = name, make, outbox, freed
         self.answers_later, self._quick_bytes = False, 0
+        self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
         self.ready: Future[None] = Future()  # loaded; or what loading raised
         self.closed: Future[None] = Future()

@@ -217,6 +217,9 @@ class ModelRepository:
             if read is not None:
                 self._note(name, read.served or read.versions, error)
             raise error
+        entry = self._entries.setdefault(name, _Entry())
+        if not entry.models:
+            entry.states.update({version: (State.LOADING, "") for version in read.served})
         loading: dict[int, Model] = {}
         try:
             _refuse_not_yet(read.config)

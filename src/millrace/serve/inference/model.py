@@ -4,6 +4,7 @@ Everything here runs in the event loop; instances have threads of their own (`in
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.config import ModelConfig
 
+log = logging.getLogger(__name__)
+PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
 _Answer = tuple[InferResponse | None, StatusError | None, bool]
 _NOTHING = "received an unexpected null response"
 
@@ -48,6 +51,7 @@ class Model:
         self._loop, self._outbox = loop, Outbox(loop)
         self._queue = BatchQueue(self.rules)
         self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None  # while instances compute
         self._max_open = of.max_requests
         self.unread_bytes = 0  # of responses that wait for their readers: `responses.py` counts them
         self._n_open = 0  # requests that were taken and not answered to the end
@@ -77,12 +81,14 @@ class Model:
         return len(self._queue)
 
     def submit(self, request: InferRequest, receive: Receiver) -> None:
-        """request: `checker` took it. receive: called in the event loop. raises StatusError where it is full"""
-        assert not self._is_retired, "whoever unloads a model takes its name away first"
+        """request: `checker` took it. receive: called in the event loop. raises StatusError: it is full, or unloaded"""
         now_ns = time.monotonic_ns()
         request.receive, request.send_by = receive, self._send
         request.received_ns = request.received_ns or now_ns
         try:
+            if self._is_retired:  # while the request was read, which threads do: its instances may be gone
+                what = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
+                raise StatusError(Code.UNAVAILABLE, what)
             if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
                 what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
                 raise StatusError(Code.UNAVAILABLE, request.named + what)
@@ -161,6 +167,8 @@ class Model:
             self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
 
     def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for worker in self._workers:
             worker.close()
 
@@ -182,7 +190,11 @@ class Model:
             for request in batch.requests:
                 request.send_by = self._send
             self._n_busy += 1
-            self._idle.popleft().take(batch)
+            worker = self._idle.popleft()
+            worker.busy_since_s = self._loop.time()
+            worker.take(batch)
+            if self._watch is None:
+                self._watch = self._loop.call_later(PATIENCE_S, self._look)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -194,10 +206,22 @@ class Model:
         self._timer = None
         self._dispatch(time.monotonic_ns())
 
+    def _look(self) -> None:
+        """Once in `PATIENCE_S`, for a timer for each batch would cost each: say which instances are stuck."""
+        since_s = self._loop.time() - PATIENCE_S
+        for worker in self._workers:
+            if worker.busy_since_s is not None and worker.busy_since_s <= since_s:
+                took_s = self._loop.time() - worker.busy_since_s
+                log.warning(
+                    "%s version %d: %s computes one batch for %.1f s", self.name, self.version, worker.name, took_s
+                )
+        self._watch = self._loop.call_later(PATIENCE_S, self._look) if self._n_busy else None
+
     def _freed(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
         self._end(worker, batch)
         self._n_busy -= 1
+        worker.busy_since_s = None
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
