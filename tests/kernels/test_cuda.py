@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda.step import blocks, step_tables
+from millrace.engine.cuda.step import blocks, splits, step_tables
 from millrace.engine.executor import StepInputs, plain_rows
-from millrace.kernels.attention.paged import LayerPages
+from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import attention
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
@@ -23,26 +24,28 @@ PAGE = 64
 STEPS = [(70, 1), (50, 30), (0, 5), (128, 1)]
 
 
-def tables(splits: int, group: int, rng: np.random.Generator) -> tuple[StepInputs, object]:
+def tables(n_splits: int, group: int, rng: np.random.Generator) -> tuple[StepInputs, StepTables]:
     counts = [-(-(first + n) // PAGE) for first, n in STEPS]
     step = StepInputs(
         i32(range(sum(n for _, n in STEPS))), i32([first + i for first, n in STEPS for i in range(n)]),
         i32([0, *np.cumsum([n for _, n in STEPS])]), i32(rng.permutation(sum(counts) + 3)[: sum(counts)]),
         i32([0, *np.cumsum(counts)]), plain_rows(1), i32([]), i32([]), np.zeros(0, np.float32),
     )  # fmt: skip
-    return step, step_tables(step, PAGE, torch.device("cpu"), group=group, splits=splits)
+    return step, replace(
+        step_tables(step, PAGE, torch.device("cpu"), group=group, kv_heads=1, multiprocessors=1), splits=n_splits
+    )
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "value_size", "splits", "rotates"),
+    ("heads", "kv_heads", "size", "value_size", "n_splits", "rotates"),
     [(4, 2, 16, 16, 1, True), (6, 2, 24, 40, 2, True), (3, 3, 8, 24, 4, False), (9, 3, 64, 64, 2, True)],
 )
 def test_attention_over_pages(
-    heads: int, kv_heads: int, size: int, value_size: int, splits: int, rotates: bool
+    heads: int, kv_heads: int, size: int, value_size: int, n_splits: int, rotates: bool
 ) -> None:
     """What no token of a sequence has written is NaN: it must not be read."""
     rng = np.random.default_rng(heads)
-    step, on_device = tables(splits, heads // kv_heads, rng)
+    step, on_device = tables(n_splits, heads // kv_heads, rng)
     last = step.starts[-1]
     angles = rng.uniform(0, 7, (200, size // 2))
     table = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
@@ -69,6 +72,14 @@ def test_attention_over_pages(
         keys, values = (np.concatenate(parts) for parts in zip(history[s], new[1:], strict=True))
         np.testing.assert_allclose(rotated[part].numpy(), new[0], atol=1e-5)
         np.testing.assert_allclose(y[part].numpy(), attention(new[0], keys, values, first, 0.3), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("programs", "pages", "found"), [(8, 64, 32), (8, 5, 4), (64, 64, 4), (300, 64, 1), (1, 1, 1), (1, 999, 64)]
+)
+def test_few_programs_share_their_pages(programs: int, pages: int, found: int) -> None:
+    """Of an H200's 132 multiprocessors."""
+    assert splits(programs, pages, 132) == found
 
 
 def test_programs_have_all_rows_once() -> None:

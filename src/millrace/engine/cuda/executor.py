@@ -39,10 +39,12 @@ class CudaExecutor(Executor):
                               "run it on the CPU")  # fmt: skip
         self.limits, self.dtype, self.device = limits, DTYPES[precision], torch.device(device)
         self._graph, self._constants = graph, self._loaded(graph)
-        self._kernels: ModuleType = plain if self.device.type == "cpu" else _kernels()
+        on_cpu = self.device.type == "cpu"
+        self._kernels: ModuleType = plain if on_cpu else _kernels()
+        self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._values: dict[Value, Tensor] = {}
-        self._tables: dict[int, StepTables] = {}
+        self._tables: dict[tuple[int, int], StepTables] = {}  # by heads and KV heads of layers
         self._step: StepInputs | None = None
         self._now: StepInputs
 
@@ -89,19 +91,16 @@ class CudaExecutor(Executor):
         return y
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
-        group = heads[0].shape[1] // heads[1].shape[1]
-        if group not in self._tables:
-            self._tables[group] = step_tables(
-                self._now, self.limits.page_tokens, self.device, group=group, splits=self._splits()
-            )
-        step, pages = self._tables[group], self._pages[layer_of(node)]
+        kind = heads[0].shape[1], heads[1].shape[1]
+        if kind not in self._tables:
+            self._tables[kind] = step_tables(
+                self._now, self.limits.page_tokens, self.device, group=kind[0] // kind[1], kv_heads=kind[1],
+                multiprocessors=self._multiprocessors,
+            )  # fmt: skip
+        step, pages = self._tables[kind], self._pages[layer_of(node)]
         q = self._kernels.keep_rotated(heads, step, table, pages)
         y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"))
         return y
-
-    def _splits(self) -> int:
-        """So many that few sequences with long contexts have work for all of a GPU."""
-        return 1
 
     def _page_memory(self, node: Node) -> LayerPages:
         heads, key_size, value_size = size(node.inputs[1], 1), size(node.inputs[1], 2), size(node.inputs[2], 2)

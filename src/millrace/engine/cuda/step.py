@@ -7,21 +7,33 @@ from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables
 
 FEW_ROWS, MANY_ROWS = 16, 64  # that a program of attention takes: a tensor core's least, and what prompts fill
+PROGRAMS, MOST_SPLITS = 2, 64  # for each multiprocessor, at least; of one program's pages
 
 
-def step_tables(step: StepInputs, page_tokens: int, device: torch.device, *, group: int, splits: int) -> StepTables:
-    """group: query heads of a KV head; splits: of each program's pages, a power of two"""
+def step_tables(
+    step: StepInputs, page_tokens: int, device: torch.device, *, group: int, kv_heads: int, multiprocessors: int
+) -> StepTables:
+    """group: query heads of a KV head; multiprocessors: of the device"""
     lengths = np.diff(step.starts)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     pages = step.pages[step.page_starts[owner] + step.positions // page_tokens]
     rows = FEW_ROWS if lengths.max(initial=1) * group <= FEW_ROWS else MANY_ROWS
+    programs = blocks(lengths * group, rows)
+    longest = int(step.positions.max(initial=0)) // page_tokens + 1
     parts = (
         step.positions, pages * page_tokens + step.positions % page_tokens, step.starts, step.page_starts, step.pages,
-        blocks(lengths * group, rows).reshape(-1),
+        programs.reshape(-1),
     )  # fmt: skip
     whole = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
     positions, slots, starts, table_starts, tables, flat = whole.split([len(p) for p in parts])
-    return StepTables(positions, slots, starts, tables, table_starts, flat.view(-1, 2), rows, splits)
+    return StepTables(positions, slots, starts, tables, table_starts, flat.view(-1, 2), rows,
+                      splits(len(programs) * kv_heads, longest, multiprocessors))  # fmt: skip
+
+
+def splits(programs: int, pages: int, multiprocessors: int) -> int:
+    """Into how many parts each program's pages go, a power of two: few sequences have work for all of a GPU, too."""
+    wanted = min(-(-PROGRAMS * multiprocessors // max(programs, 1)), pages, MOST_SPLITS)
+    return 1 << (max(wanted, 1).bit_length() - 1)
 
 
 def blocks(rows: IntArray, of: int) -> IntArray:
