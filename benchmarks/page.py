@@ -216,11 +216,11 @@ def _judged_now(result: Result) -> list[Result]:
 def _others() -> Iterator[str]:
     yield (
         "## Embeddings, contexts, starts, server, tensor models, sampling, masks, statistics, MMLU, products, rounding,"
-        " versions"
+        " versions, kernels for GPUs"
     )
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [*_tensors(), *_grammars(), *_calibrations(), *_mmlu(), *_versions()]
+    rows += [*_tensors(), *_grammars(), *_calibrations(), *_mmlu(), *_versions(), *_gpu_kernels()]
     yield table(header, rows)
 
 
@@ -344,6 +344,14 @@ def _hadamard() -> Iterator[list[str]]:
             told = ", ".join(f"{w['name']} {w['ratio'] - 1:+.1%}" for w in others)
             figure = f"{plain['median_s'] * 1e3:.3f} ms with activations in {plain['name']}; {told}"
             yield [who, figure, label(r)]
+
+
+def _gpu_kernels() -> Iterator[list[str]]:
+    for _, r in of_kind("gpu_kernels"):
+        for k in r["kernels"]:
+            name = f"{k['kernel']}, {k['about']}" if k["about"] else k["kernel"]
+            told = f"{k['registers']} registers, {k['shared_bytes']:,} bytes shared, {k['spilled_bytes']} spilled"
+            yield [f"GPU kernel, compiled alone: {name}, {k['architecture']}", told, label(r)]
 
 
 def _engines() -> Iterator[str]:
