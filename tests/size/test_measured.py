@@ -67,6 +67,8 @@ def test_limits_that_nothing_keeps_name_the_closest(tmp_path: Path) -> None:
     ([HEAD, ROW.replace(",50", "")], "line 2: req_s is None"),
     ([HEAD, ROW.replace(",200,50", ",200000,50")], "none has concurrency = rate x time"),
     ([HEAD], "of 0 rows none"),
+    ([f"{HEAD},req_s", f"{ROW},70"], "several columns req_s"),
+    ([HEAD, ROW, ROW.replace(",fp8,1,", ",fp8,0.5,")], "line 3: tp is 0.5"),
 ])  # fmt: skip
 def test_broken_tables_are_refused_by_line(tmp_path: Path, lines: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -97,6 +99,12 @@ def test_rows_that_no_device_could_do_are_refused_by_line(
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_points(tmp_path / "none.csv")
+
+
+def test_a_table_without_end_is_not_read_to_it() -> None:
+    """A device has no size, and a line without end is one row."""
+    with pytest.raises(ConfigError, match="/dev/zero is larger than 67108864 bytes"):
+        read_points(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize("wrong", [{"ttft_s": 0}, {"itl_s": -1}, {"e2e_s": float("nan")}, {"of": "median"}])

@@ -6,11 +6,13 @@ also what no such devices could do.
 """
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from millrace.errors import ConfigError
+from millrace.settings import read_given
 from millrace.size.models import PRESETS, ModelShape
 from millrace.size.points import Point, Source, Waits
 from millrace.size.refit import check_point
@@ -28,10 +30,11 @@ def read_points(path: Path, shapes: Mapping[str, ModelShape] = PRESETS) -> tuple
     no such devices could do
     """
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ConfigError(f"{path} has {size} bytes", f"at most {_MOST_BYTES}", "split it")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            points = list(_read(csv.DictReader(file), path, shapes))
+        data = read_given(path, _MOST_BYTES)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"{path} is larger than {_MOST_BYTES} bytes", "measurements", "split it")
+        text = io.StringIO(data.decode("utf-8-sig"), newline="")
+        points = list(_read(csv.DictReader(text), path, shapes))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "measurements", "check the path") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -50,6 +53,8 @@ def _read(rows: "csv.DictReader[str]", path: Path, shapes: Mapping[str, ModelSha
         raise ConfigError(
             f"{path} has no column {', '.join(missing)}", f"columns {', '.join(_NEEDED)}", "complete its first line"
         )
+    if twice := [name for name in (*_NEEDED, *_P95) if (rows.fieldnames or []).count(name) > 1]:
+        raise ConfigError(f"{path} has several columns {', '.join(twice)}", "one each", "leave the others out")
     for row in rows:
         where = f"{path}, line {rows.line_num}"
         if rows.line_num > _MOST_ROWS:
@@ -75,8 +80,11 @@ def _point(row: Mapping[str, str | None], where: str) -> Point:
     def waits(names: tuple[str, ...]) -> Waits:
         return Waits(*(number(name) / 1e3 for name in names))
 
+    tp = number("tp")
+    if tp != int(tp):
+        raise ConfigError(f"{where}: tp is {tp:g}", "a whole number of devices", "correct it")
     return Point(
-        model=str(row["model"]), device=str(row["gpu"]), precision=str(row["precision"]), tp=int(number("tp")),
+        model=str(row["model"]), device=str(row["gpu"]), precision=str(row["precision"]), tp=int(tp),
         input_tokens=number("isl"), output_tokens=number("osl"), concurrency=number("concurrency"),
         rate=number("req_s"), mean=waits(("ttft_ms", "itl_ms", "e2e_ms")),
         p95=waits(_P95) if all(row.get(name) for name in _P95) else None, source=Source.MEASURED,
