@@ -20,16 +20,18 @@ from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
 from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
+from millrace.kernels.matmul.cuda import BLOCK_K, BLOCK_M, BLOCK_N, few_rows
 from millrace.kernels.rms_norm.cuda import normalise
 
 ARCHITECTURES = 80, 89, 90
+FP8_FROM = 89  # an A100 has no E4M3
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _HEADS = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64}
 _TILE = {"DEEP": 128, "WIDTH": 128, "WHOLE": False}
 _TYPES = {
     "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "table_starts": "*i32", "blocks": "*i32",
     "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
-    "v_row": "i32",
+    "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp32", "M": "i32", "N": "i32", "K": "i32",
 }  # fmt: skip
 CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     (attend, "decode, 4 splits", {**_HEADS, **_TILE, "SPLITS": 4, "BLOCK_M": 16}),
@@ -38,13 +40,15 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     (merge, "4 splits", {"DV": 128, "SPLITS": 4, "WIDTH": 128}),
     (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128}),
     (normalise, "4,096 columns", {"N": 4096, "WIDTH": 4096}),
+    (few_rows, "fp8", {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}),
 )
 
 
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
     """What one of them takes. Tensors that are not of another type by name are of bfloat16."""
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else _TYPES.get(n, "*bf16") for n in names}
+    types = _TYPES | {"x": "*fp8e4nv", "w": "*fp8e4nv"} if kernel is few_rows else _TYPES
+    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": warps(constants["BLOCK_M"])} if kernel is attend else {}
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -63,6 +67,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
 def every(architectures: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     for arch in architectures:
         for kernel, about, constants in CASES:
+            if kernel is few_rows and arch < FP8_FROM:
+                continue
             yield compiled(kernel, about, constants, arch)
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.engine.cuda import plain
 from millrace.engine.cuda.step import blocks, splits, step_tables
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import attention
+from millrace.kernels.matmul.fp8 import quantised
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
 from tests.support.one_step import i32
@@ -99,6 +101,22 @@ def test_rms_norm(n: int, dtype: torch.dtype) -> None:
     np.testing.assert_allclose(y.double().numpy(), rms_norm(rounded, w, 1e-5), atol=tolerance)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 37, 129), (17, 70, 300), (16, 32, 128)])
+def test_fp8_products(m: int, n: int, k: int) -> None:
+    """Beside float64 over the same codes; and the codes are within E4M3's half step of what they stand for."""
+    rng = np.random.default_rng(k)
+    given = [torch.from_numpy(rng.normal(size=(rows, k)) * 10.0 ** rng.integers(-4, 4, (rows, 1))) for rows in (m, n)]
+    x, w = (quantised(t) for t in given)
+    exact = [(q.data.double() * q.scales.double()[:, None]).numpy() for q in (x, w)]
+    for codes, q, t in zip(exact, (x, w), given, strict=True):
+        least = q.scales.double().numpy()[:, None] * 2.0**-10  # half a step of subnormals
+        assert (np.abs(codes - t.numpy()) <= np.maximum(np.abs(t.numpy()) / 16, least) * (1 + 1e-5)).all()
+    bound = 1e-5 * np.abs(exact[0]) @ np.abs(exact[1]).T
+    for kernels in (triton_kernels, plain):
+        y = kernels.fp8_product(x, w, torch.float32).double().numpy()
+        assert (np.abs(y - exact[0] @ exact[1].T) <= bound).all(), kernels.__name__
+
+
 def test_they_compile_for_a_gpu() -> None:
     """In a process of its own, which interprets nothing: for one that has all that they use, without spilling."""
     command = [sys.executable, "-m", "benchmarks.gpu_kernels", "--arch", "90", "--json"]
@@ -106,6 +124,6 @@ def test_they_compile_for_a_gpu() -> None:
         command, capture_output=True, text=True, check=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
     found = json.loads(out.stdout)
-    assert {row["kernel"] for row in found} == {"attend", "merge", "normalise", "rotate_and_keep"}
+    assert {row["kernel"] for row in found} == {"attend", "few_rows", "merge", "normalise", "rotate_and_keep"}
     for row in found:
         assert row["spilled_bytes"] == 0 and row["registers"] <= 255 and row["shared_bytes"] <= 227 * 1024, row

@@ -7,12 +7,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.matmul.fp8 import Fp8Rows
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x (..., N), w (N,) float32 -> (..., N) of `dtype`."""
     found = x.float()
     return (found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
+
+
+def fp8_product(x: Fp8Rows, w: Fp8Rows, dtype: torch.dtype) -> Tensor:
+    """x of M rows, w of N -> (M, N) of `dtype`."""
+    y = functional.linear(x.data.float(), w.data.float())
+    return (y * x.scales[:, None] * w.scales).to(dtype)
 
 
 def keep_rotated(
