@@ -79,14 +79,15 @@ void score_code_page(AttentionTile& t, int row, uint8_t* keys, int at) {
 template <KvFormat Format>
 struct CodeWeights {
   AttentionTile& t;
-  const int r, from;
+  const SpanScales& scales_of;
+  const int r;
   F check = zero(), most = zero(), offset = zero();
 
-  CodeWeights(AttentionTile& t, int r, int from) : t(t), r(r), from(from) {}
+  CodeWeights(AttentionTile& t, const SpanScales& scales_of, int r) : t(t), scales_of(scales_of), r(r) {}
 
   // Sixteen keys from `at` on, of which n are the row's own: scales of others may be anything.
-  F operator()(int at, F p, int n) {
-    const float* scales = t.cache->layout.value_scales(block_of(t, from + at)) + at % kPageTokens;
+  [[gnu::always_inline]] F operator()(int at, F p, int n) {
+    const float* scales = scales_of.at(at);
     const F w = n == 16 ? p * load(scales) : first(p * load(scales), n, zero());
     store(t.scores[r] + at, w);
     check = fma(w, zero(), check);

@@ -115,10 +115,10 @@ void soften_floats(float* scores, int count, int span, float scale, float& m, fl
 }
 
 // fp8: the rounded p is summed, and kept times the scales of the row's own values, which are powers of two.
-inline void soften_scaled(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
+inline void soften_scaled(AttentionTile& t, const SpanScales& scales, int r, int count, int span, float& m, float& l) {
   soften<true>(t.scores[r], count, span, 1.0f, m, l, [&](int i, F p, int n) {
     const F rounded = as_float(shift_left(to_bf16(p), 16));
-    const F w = rounded * load(t.cache->layout.value_scales(block_of(t, from + i)) + i % kPageTokens);
+    const F w = rounded * load(scales.at(i));
     store_u16(reinterpret_cast<uint16_t*>(t.scores[r]) + i, to_bf16(n == 16 ? w : first(w, n, zero())));
     return rounded;
   });
@@ -178,6 +178,15 @@ inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
   for (int64_t d = 0; d < width; d += 16) store(t.out[r] + d, load(t.out[r] + d) * keep + load(t.span_out[r] + d) * add);
 }
 
+// work(r, count) for each row with so many keys of its own among the `reach` of a span.
+template <class Work>
+[[gnu::always_inline]] inline void each_own(const AttentionTile& t, int from, int reach, Work work) {
+  for (int r = 0; r < t.rows; ++r) {
+    const int own = t.positions[r] + 1 - from;
+    work(r, own < reach ? (own > 0 ? own : 0) : reach);
+  }
+}
+
 // How each format takes its steps: `score` and `weigh` for several rows at once. One lives for a tile of rows.
 template <KvFormat Format>
 struct FloatSteps {
@@ -187,11 +196,13 @@ struct FloatSteps {
   static void score(AttentionTile& t, uint8_t* block, int at) {
     each_tile<kAttentionTile>(t.rows, 0, [&]<int R>(int row) { score_page<Format, R>(t, row, block, at); });
   }
-  static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
-    if constexpr (Format == KvFormat::fp8)
-      soften_scaled(t, r, from, count, span, m, l);
-    else
-      soften_floats<kPairs<Format>>(t.scores[r], count, span, 1.0f, m, l);
+  static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
+    if constexpr (Format == KvFormat::fp8) {
+      const SpanScales scales(t, from, span);
+      each_own(t, from, reach, [&](int r, int count) { soften_scaled(t, scales, r, count, span, m[r], l[r]); });
+    } else {
+      each_own(t, from, reach, [&](int r, int count) { soften_floats<kPairs<Format>>(t.scores[r], count, span, 1.0f, m[r], l[r]); });
+    }
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
     each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<Format, R>(t, row, from, count); });
@@ -200,8 +211,8 @@ struct FloatSteps {
 struct TiledSteps : TileSteps {
   using TileSteps::TileSteps;
   static void load(AttentionTile& t) { load_queries(t); }
-  static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
-    soften_floats<true, false>(t.scores[r], count, span, t.a->scale, m, l);
+  static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
+    each_own(t, from, reach, [&](int r, int count) { soften_floats<true, false>(t.scores[r], count, span, t.a->scale, m[r], l[r]); });
   }
 };
 template <KvFormat Format>
@@ -212,10 +223,14 @@ struct CodeSteps {
   static void score(AttentionTile& t, uint8_t* block, int at) {
     each_tile<kWordRows>(t.rows, 0, [&]<int R>(int row) { score_code_page<Format, R>(t, row, block, at); });
   }
-  static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
-    CodeWeights<Format> weights(t, r, from);
-    MILLRACE_ISA::soften<true>(t.scores[r], count, span, 1.0f, m, l, [&](int i, F p, int n) { return weights(i, p, n); });
-    weights.round_to(span);
+  static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
+    const SpanScales scales(t, from, span);
+    each_own(t, from, reach, [&](int r, int count) {
+      CodeWeights<Format> weights(t, scales, r);
+      const auto keep = [&] [[gnu::always_inline]] (int i, F p, int n) { return weights(i, p, n); };
+      MILLRACE_ISA::soften<true>(t.scores[r], count, span, 1.0f, m[r], l[r], keep);
+      weights.round_to(span);
+    });
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
     each_tile<kWordRows>(first + rows, first, [&]<int R>(int row) { weigh_code_values<Format, R>(t, row, from, count); });
@@ -233,10 +248,7 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
     t.next_keys = keys_beside(t, from + at);
     Steps::score(t, block_of(t, from + at), at);
   }
-  for (int r = 0; r < t.rows; ++r) {
-    const int own = t.positions[r] + 1 - from;
-    Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
-  }
+  Steps::soften(t, from, reach, span, m, l);
   Steps::weigh(t, 0, t.rows, from, reach);
   if (!Steps::kZeroTimesNan) return;
   const auto each_short = [&](auto work) {  // rows that end before the last one does

@@ -51,6 +51,19 @@ inline uint8_t* block_of(const AttentionTile& t, int position) {
   return t.cache->block(t.a->layer, t.sequence, position, t.kv_head);
 }
 
+// The scales of values that a span's weights meet; each page's is looked up once.
+struct SpanScales {
+  const float* pages[kSpan / kPageTokens];
+
+  SpanScales(const AttentionTile& t, int from, int span) {
+    for (int at = 0; at < span; at += kPageTokens) pages[at / kPageTokens] = t.cache->layout.value_scales(block_of(t, from + at));
+  }
+  [[gnu::always_inline]] const float* at(int key) const {
+    const auto place = static_cast<unsigned>(key);
+    return pages[place / kPageTokens] + place % kPageTokens;
+  }
+};
+
 // Pages lie apart, so the hardware does not see what is read next. While keys are read, the values behind them are
 // fetched, and in a task's first span the next page's keys; while values are read, the keys of the task's next span:
 inline const uint8_t* keys_after(const AttentionTile& t, int position, const uint8_t* otherwise) {
