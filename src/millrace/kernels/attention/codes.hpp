@@ -52,13 +52,13 @@ void score_code_page(AttentionTile& t, int row, uint8_t* keys, int at) {
       q += 4;
     };
     for (int d = 0; d < t.a->head_dim; d += kNibbles ? 8 : 4) {
-      I line[kWordLines];
-      lines.load<Format>(line, d * (kNibbles ? 32 : 64) + v * 64);
       if constexpr (kNibbles) {
+        I line[kWordLines];
+        lines.load<Format>(line, d * 32 + v * 64);
         add_four([&](int w) { return lower_halves(line[w]); });
         add_four([&](int w) { return upper_halves(line[w]); });
       } else {
-        add_four([&](int w) { return line[w]; });
+        add_four([&](int w) { return lines.load<Format>(d * 64 + (v + w) * 64); });
       }
     }
 #pragma GCC unroll 32
@@ -108,19 +108,32 @@ struct CodeWeights {
   }
 };
 
-// NV vectors of a line of values, from column d on.
+// NV vectors of a line of values, from column d on. Bytes are read one vector at a time: beside the sums of three rows the
+// registers hold no more.
 template <KvFormat Format, int NV>
-[[gnu::always_inline]] inline void load_values(I (&values)[NV], const uint8_t* now, const uint8_t* ahead, int64_t d, bool near) {
-  if constexpr (Format != KvFormat::int4) {
-    load_lines<Format>(values, now, ahead, near);
-  } else {
-    I both[(NV + 1) / 2];
-    load_lines<Format>(both, now, ahead, near);
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v)
-      values[v] = (NV > 1 ? v % 2 : d % 32 != 0) ? upper_halves(both[v / 2]) : lower_halves(both[v / 2]);
+struct Values {
+  const uint8_t *now, *ahead;
+  const bool near;
+
+  Values(const uint8_t* now, const uint8_t* ahead, int64_t, bool near) : now(now), ahead(ahead), near(near) {}
+  [[gnu::always_inline]] I operator[](int v) const {
+    I value[1];
+    load_lines<Format>(value, now + v * 64, ahead + v * 64, near);
+    return value[0];
   }
-}
+};
+template <int NV>
+struct Values<KvFormat::int4, NV> {
+  I both[(NV + 1) / 2];
+  const bool upper;
+
+  [[gnu::always_inline]] Values(const uint8_t* now, const uint8_t* ahead, int64_t d, bool near) : upper(d % 32 != 0) {
+    load_lines<KvFormat::int4>(both, now, ahead, near);
+  }
+  [[gnu::always_inline]] I operator[](int v) const {
+    return (NV > 1 ? v % 2 : upper) ? upper_halves(both[v / 2]) : lower_halves(both[v / 2]);
+  }
+};
 
 // o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
 template <KvFormat Format, int R, int NV>
@@ -137,8 +150,7 @@ void weigh_code_columns(AttentionTile& t, int row, int from, int count, int64_t 
     if (row == 0 && d == 0) fetch_lines<kScaleLines>(ahead + t.cache->layout.key_bytes() - kScaleLines * 64, t.near);
     const uint8_t *p = t.codes.p[row][0] + at, *end = p + (at + kPageTokens < count ? kPageTokens : count - at);
     for (; p < end; p += 4, line += line_bytes, ahead += line_bytes) {
-      I values[NV];
-      load_values<Format>(values, line, ahead, d, t.near);
+      const Values<Format, NV> values(line, ahead, d, t.near);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         const Words value = words<Bytes::plain>(values[v]);

@@ -114,6 +114,12 @@ struct KeyLines {
     load_lines<Format>(lines, keys + at, values + at, near);
     if (next) fetch_lines<(NV * kLaneBytes<Format> + 63) / 64>(next + at, near);
   }
+  template <KvFormat Format>
+  [[gnu::always_inline]] I load(int64_t at) const {
+    I line[1];
+    load<Format>(line, at);
+    return line[0];
+  }
 };
 
 // work.operator()<NV>(d) for the columns of a head, NV vectors of 16 from column d on, at most `Most`.
