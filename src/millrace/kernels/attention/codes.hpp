@@ -146,7 +146,8 @@ void weigh_code_columns(AttentionTile& t, int row, int from, int count, int64_t 
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = no_words();
   for (int at = 0; at < count; at += kPageTokens) {
     const uint8_t* line = block_of(t, from + at) + t.cache->layout.key_bytes() + column;
-    const uint8_t* ahead = keys_after(t, from + at, line - column) + column;
+    const bool fetched = at < t.rows * kPageTokens;  // while weights were found
+    const uint8_t* ahead = (fetched ? line - column : keys_after(t, from + at, line - column)) + column;
     if (row == 0 && d == 0) fetch_lines<kScaleLines>(ahead + t.cache->layout.key_bytes() - kScaleLines * 64, t.near);
     const uint8_t *p = t.codes.p[row][0] + at, *end = p + (at + kPageTokens < count ? kPageTokens : count - at);
     for (; p < end; p += 4, line += line_bytes, ahead += line_bytes) {

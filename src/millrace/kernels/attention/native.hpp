@@ -227,7 +227,11 @@ struct CodeSteps {
     const SpanScales scales(t, from, span);
     each_own(t, from, reach, [&](int r, int count) {
       CodeWeights<Format> weights(t, scales, r);
-      const auto keep = [&] [[gnu::always_inline]] (int i, F p, int n) { return weights(i, p, n); };
+      const KeysMeanwhile keys(t, r, from);
+      const auto keep = [&] [[gnu::always_inline]] (int i, F p, int n) {
+        keys.fetch_beside(i);
+        return weights(i, p, n);
+      };
       MILLRACE_ISA::soften<true>(t.scores[r], count, span, 1.0f, m[r], l[r], keep);
       weights.round_to(span);
     });

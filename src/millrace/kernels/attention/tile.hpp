@@ -86,6 +86,26 @@ template <int NV>
       __builtin_prefetch(ahead + v * 64, 0, 2);
 }
 
+// Finding a row's weights over integers reads nothing from memory, and takes about as long as a page needs to come. So
+// row r fetches the keys of page r of the task's next span, a sixteenth beside each sixteen weights.
+struct KeysMeanwhile {
+  static_assert(kSpan == 16 * 16);
+  const uint8_t* page = nullptr;
+  const unsigned lines;
+  const bool near;
+
+  KeysMeanwhile(const AttentionTile& t, int row, int from)
+      : lines(static_cast<unsigned>(t.cache->layout.key_bytes() / 64)), near(t.near) {
+    const int position = from + kSpan + row * kPageTokens;
+    if (row < kSpan / kPageTokens && position < t.end) page = block_of(t, position);
+  }
+  [[gnu::always_inline]] void fetch_beside(int weight) const {
+    if (!page) return;
+    const unsigned part = static_cast<unsigned>(weight) / 16;
+    for (unsigned line = part * lines / 16; line < (part + 1) * lines / 16; ++line) fetch_lines<1>(page + line * 64, near);
+  }
+};
+
 // The bytes of sixteen lanes: of E4M3 they become bfloat16 pairs as they are read.
 template <KvFormat Format>
 constexpr int kLaneBytes = Format == KvFormat::fp8 ? 32 : 64;
