@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import RequestError
+from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
@@ -227,10 +228,8 @@ class ModelRepository:
             config = await in_own_thread(name, partial(backend.completed, read.config, read.folder))
             loop = asyncio.get_running_loop()
             for version in read.served:
-                loadable = Loadable(
-                    name, version, config, read.folder, read.labels, backend, self.flags.max_model_requests
-                )
-                loading[version] = Model(loadable, loop)
+                loadable = Loadable(name, version, config, read.folder, read.labels, self.flags.max_model_requests)
+                loading[version] = BackendModel(loadable, backend, loop)
                 await loading[version].loaded()
         except StatusError as failed:
             version = max(loading, default=max(read.served))
