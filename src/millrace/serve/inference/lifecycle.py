@@ -95,7 +95,8 @@ class ModelRepository:
     def is_ready(self) -> bool:
         """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
         states = (state for entry in self._entries.values() for state in entry.states.values())
-        return all(state in (State.READY, State.UNLOADING) or reason == _UNLOADED for state, reason in states)
+        by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, _UNLOADED))
+        return all(state[0] is State.READY or state in by_wish for state in states)
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
@@ -296,9 +297,9 @@ class ModelRepository:
     def _remove(self, name: str, reason: str = _UNLOADED) -> None:
         """With the ensembles that need it, which come back when it does."""
         entry = self._entries[name]
-        entry.wanted = frozenset[str]() if reason is _UNLOADED else entry.members
+        entry.wanted = frozenset[str]() if reason == _UNLOADED else entry.members
         for version, model in entry.models.items():
-            entry.states[version] = (State.UNLOADING, "")
+            entry.states[version] = (State.UNLOADING, "" if reason == _UNLOADED else reason)
             self._in_background(self._retired(entry, version, model, reason))
         entry.models, entry.stamp = {}, None
         for other in self._made_of(name):
