@@ -167,6 +167,36 @@ def test_the_first_error_wins_and_what_runs_is_cancelled(tmp_path: Path) -> None
     asyncio.run(run())
 
 
+SPOILER = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            values = request.inputs()[0].as_numpy()
+            values += 1
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", values)]))
+        return answers
+"""
+
+
+def test_a_model_that_writes_into_its_inputs_changes_nobody_elses(tmp_path: Path) -> None:
+    links = [("spoiler", {"INPUT0": "b"}, {"OUTPUT0": tensor}) for tensor in ("c", "d")]
+    pipe = ensemble(["a"], ["b", "c", "d"], [("same", IN, OUT), *links])
+    write(tmp_path, {"same": SAME, "spoiler": SAME.replace('"identity"', '"python"'), "e": pipe})
+    (tmp_path / "spoiler" / "1" / "model.py").write_text(SPOILER)
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("e")
+            found = (await model.infer(asking(model, a=row(5)))).outputs
+            assert {name: array[0, 0] for name, array in found.items()} == {"b": 5, "c": 6, "d": 6}
+
+    asyncio.run(run())
+
+
 def test_one_ensemble_holds_so_many_requests(tmp_path: Path) -> None:
     write(tmp_path, {"slow": SLOW % 100, "e": ensemble(["a"], ["b"], [("slow", IN, OUT)])})
 

@@ -76,6 +76,7 @@ class Ensemble(Model):
 
     @property
     def n_pending(self) -> int:
+        """None ever: what waits, waits at a member, which counts it."""
         return 0
 
     def _take(self, request: InferRequest, now_ns: int) -> None:
@@ -206,7 +207,7 @@ class _Run:
         asking.correlation_id, asking.flags = request.correlation_id, request.flags
         asking.priority, asking.timeout_us = request.priority, request.timeout_us
         given = [
-            Given(name, named_type(tensor, array), array.shape, array)
+            Given(name, named_type(tensor, array), array.shape, _shared(array))
             for name, tensor in step.inputs
             if (array := branch.tensors.get(tensor)) is not None
         ]
@@ -298,3 +299,10 @@ class _Run:
         if final:
             self._close()
         self._of.answered(self._request, InferResponse(found), None, final)
+
+
+def _shared(array: Array) -> Array:
+    """Read-only: other steps, or the answer, may have the same; a model that writes into its inputs gets a copy."""
+    view = array.view()
+    view.flags.writeable = False
+    return view

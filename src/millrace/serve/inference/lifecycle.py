@@ -128,9 +128,8 @@ class ModelRepository:
         """By a client. config: in place of its file's. raises StatusError"""
         self._check_mode()
         given = None if config is None else text_of(config).encode("utf-8", "surrogatepass")
-        self._asked.add(name)
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
-        await asyncio.shield(self._in_background(self._load(name, given)))
+        await asyncio.shield(self._in_background(self._load_asked(name, given)))
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
@@ -166,6 +165,10 @@ class ModelRepository:
         if self.flags.model_control_mode != "explicit":
             what = "explicit model load / unload is not allowed if polling is enabled"
             raise StatusError(Code.UNAVAILABLE, what)
+
+    async def _load_asked(self, name: str, given: bytes | None) -> None:
+        await self._load(name, given)
+        self._asked.add(name)
 
     async def _tried(self, name: str, given: bytes | None = None) -> StatusError | None:
         try:
@@ -209,6 +212,7 @@ class ModelRepository:
                 self._note(name, read.served or read.versions, error)
             raise error
         entry = self._entries.setdefault(name, Entry())
+        entry.wanted = frozenset()
         if not entry.models:
             entry.states.update({version: (State.LOADING, "") for version in read.served})
         loading: dict[int, Model] = {}
