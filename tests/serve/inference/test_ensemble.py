@@ -250,6 +250,24 @@ class TritonPythonModel:
 """
 
 
+def test_responses_that_the_next_step_is_too_slow_for_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.serve.inference.responses.FREE_BYTES", 0)
+    monkeypatch.setattr("millrace.serve.inference.responses.MOST_UNREAD_BYTES", 10_000)
+    wobbly = identity("INT32", "-1", 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }')
+    write_models(tmp_path, {"repeat": REPEAT, "wobbly": wobbly, "s": STREAM % ("two", AFTER % 1)})
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("s")
+            with pytest.raises(StatusError, match=r"responses of \d+ bytes wait for their readers") as failed:
+                await Responses(model, repeated(model, *range(100))).next()
+            assert failed.value.code is Code.UNAVAILABLE and model.unread_bytes == model._n_open == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("n_inflight", [0, 1, 3])
 def test_each_response_of_a_decoupled_step_goes_on_its_way_in_order(tmp_path: Path, n_inflight: int) -> None:
     wobbly = identity("INT32", "-1", "instance_group { count: 4 }").replace('"identity"', '"python"')

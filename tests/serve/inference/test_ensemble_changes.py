@@ -224,6 +224,48 @@ def test_ensembles_in_ensembles_have_an_end(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_few_files_are_not_many_requests(tmp_path: Path) -> None:
+    """Each ensemble asks the one before it four times: in seven levels, 4 ** 7 requests for one."""
+    several = ensemble(["INPUT0"], list("abcd"), [("%s", {"INPUT0": "INPUT0"}, {"%s": one}) for one in "abcd"])
+
+    def of(model: str, outputs: str) -> str:
+        return several.replace('model_name: "%s"', f'model_name: "{model}"').replace('"%s"', f'"{outputs}"')
+
+    names = [f"e{k}" for k in range(7)]
+    models = {n: of(i, "OUTPUT0" if i == "m" else "a") for n, i in zip(names, ["m", *names], strict=False)}
+    write_models(tmp_path, {"m": SAME, **models})
+
+    async def run() -> None:
+        async with Loaded(tmp_path, model_control_mode="explicit") as repository:
+            await repository.load("e4")
+            with pytest.raises(StatusError) as refused:
+                await repository.load("e6")
+            said = str(refused.value)
+            assert "ensemble 'e6' depends on 'e5' which has no loaded version. Model 'e5' loading failed with" in said
+            assert "'e5' is made of 5460 steps, with those of its ensembles, at most 4096 are supported" in said
+            assert served(repository) == {"m", *names[:5]}
+            model = repository.get("e2")
+            assert (await model.infer(asking(model, ["a"], INPUT0=ONES))).outputs["a"].tolist() == ONES.tolist()
+            assert repository.get("m").statistics.n_inferences == 1, "only what was asked for"
+
+    asyncio.run(run())
+
+
+def test_an_ensemble_of_ensembles_follows_what_is_far_below(tmp_path: Path) -> None:
+    """A member becomes decoupled: so does what is made of what is made of it."""
+    write_models(tmp_path, {"m": SAME, "inner": through("m"), "pipe": through("inner"), "twice": through("m", "m")})
+
+    async def run() -> None:
+        async with Loaded(tmp_path, model_control_mode="explicit", load_model=("*",)) as repository:
+            assert not repository.get("pipe").is_decoupled
+            (tmp_path / "m" / "config.pbtxt").write_text(SAME + "model_transaction_policy { decoupled: true }")
+            await repository.load("m")
+            assert repository.get("inner").is_decoupled and repository.get("pipe").is_decoupled
+            assert served(repository) == {"m", "inner", "pipe"} and not repository.is_ready()
+
+    asyncio.run(run())
+
+
 def test_over_http(tmp_path: Path) -> None:
     """With labels of the member, statistics, and what a decoupled member makes of the ensemble."""
     labelled = SAME.replace('name: "OUTPUT0"', 'name: "OUTPUT0" label_filename: "labels.txt"')

@@ -23,6 +23,7 @@ from millrace.serve.repository.config import TransactionPolicy
 
 MOST_INFLIGHT = 16  # responses of a decoupled step that the steps after it compute at a time, where it says no number
 _DEEPEST = 16  # ensembles in ensembles: each is some calls deep while quick models answer
+_MOST_STEPS = 4096  # with those of its ensembles: where each asks the next twice, 16 small files are 2 ** 16 requests
 _Find = Callable[[str, int | None], Model]
 
 
@@ -33,6 +34,7 @@ class Ensemble(Model):
         scheduling = of.config.ensemble_scheduling
         assert scheduling is not None, of.name
         self._of, self.steps, self.find = of, steps_of(scheduling), find
+        self.depth = self.n_steps = 0  # of ensembles in one another, and of all their steps; `fit` knows
         self.flow = Flow(self.steps)
         self.members = frozenset(step.model for step in self.steps)
         self.max_inflight = scheduling.max_inflight_requests or MOST_INFLIGHT
@@ -41,14 +43,24 @@ class Ensemble(Model):
         self._is_closed = asyncio.Event()
         self.fit()
 
-    def fit(self) -> None:
-        """To its members as they are served now. raises StatusError where it does not, and it is to be unloaded"""
+    def fit(self) -> bool:
+        """To its members as they are served now; whether ensembles that it is a step of see another one.
+
+        raises StatusError where it does not fit, and is to be unloaded
+        """
+        before = (self.depth, self.n_steps, self.is_decoupled, self.labels)
         members = find_members(self.name, self.steps, self.find)
         check_steps(self._of.config, members)
-        self.depth: int = 1 + max((m.depth for m in members.values() if isinstance(m, Ensemble)), default=0)
+        inner = [member for member in members.values() if isinstance(member, Ensemble)]
+        self.depth = 1 + max((member.depth for member in inner), default=0)
+        self.n_steps = len(members) + sum(member.n_steps for member in inner)
+        what = f"ensemble '{self.name}' is made of"
         if self.depth > _DEEPEST:
-            what = f"ensemble '{self.name}' is made of ensembles in {self.depth} levels"
-            raise StatusError(Code.UNSUPPORTED, f"{what}, at most {_DEEPEST} are supported")
+            what = f"{what} ensembles in {self.depth} levels, at most {_DEEPEST} are supported"
+            raise StatusError(Code.UNSUPPORTED, what)
+        if self.n_steps > _MOST_STEPS:
+            what = f"{what} {self.n_steps} steps, with those of its ensembles, at most {_MOST_STEPS} are supported"
+            raise StatusError(Code.UNSUPPORTED, what)
         said = self._of.config.model_transaction_policy
         self.is_decoupled = any(m.is_decoupled for m in members.values()) or bool(said and said.decoupled)
         self.config = replace(
@@ -57,6 +69,7 @@ class Ensemble(Model):
         theirs = {tensor: member.labels.get(name, ()) for step, member in members.items()
                   for name, tensor in step.outputs}  # fmt: skip
         self.labels = theirs | dict(self._of.labels)
+        return before != (self.depth, self.n_steps, self.is_decoupled, self.labels)
 
     async def loaded(self) -> None:
         return

@@ -249,7 +249,10 @@ class ModelRepository:
     # ------------------------------------------------------------------ ensembles
 
     async def _try_members(self, name: str, scheduling: EnsembleScheduling, given: bytes | None) -> None:
-        """Load those that are not there, wait for those on their way. raises StatusError, without waiting, in a ring"""
+        """Load those that are not there, wait for those on their way.
+
+        raises StatusError where one cannot be loaded, and in a ring, before it waits
+        """
         entry = self._entries[name]
         entry.wanted, entry.given = frozenset(step.model_name for step in scheduling.step), given
         seen, left = set[str](), [(member, name) for member in entry.wanted]
@@ -260,14 +263,19 @@ class ModelRepository:
             if member in self._entries and member not in seen:
                 seen.add(member)
                 left.extend((m, member) for m in self._entries[member].members)
-        await asyncio.gather(*(self._try_member(member) for member in entry.wanted))
+        members = sorted(entry.wanted)
+        for member, error in zip(members, await asyncio.gather(*map(self._try_member, members)), strict=True):
+            if error is not None:
+                what = f"ensemble '{name}' depends on '{member}' which has no loaded version"
+                raise invalid(f"{what}. Model '{member}' loading failed with error: {error}")
 
-    async def _try_member(self, name: str) -> None:
+    async def _try_member(self, name: str) -> StatusError | None:
         turns = self._turns.get(name)
         if turns is not None:
             await turns.are_over.wait()
         elif name not in self._entries or not self._entries[name].models:
-            await self._tried(name)
+            return await self._tried(name)
+        return None
 
     def _made_of(self, name: str) -> list[str]:
         """The ensembles that need it."""
@@ -275,18 +283,18 @@ class ModelRepository:
 
     def _fit_ensembles(self, member: str) -> None:
         """It was loaded anew: those that wait for it are loaded, those that it fits no more are unloaded."""
-        for name in self._made_of(member):
-            entry = self._entries[name]
+        needing = {name: self._entries[name] for name in self._made_of(member)}
+        for name, entry in needing.items():
             if member in entry.wanted and name not in self._turns:
                 self._in_background(self._tried_again(name, entry.given))
+        for name, entry in needing.items():
             try:
-                for ensemble in entry.ensembles:
-                    ensemble.fit()
+                has_changed = [ensemble.fit() for ensemble in entry.ensembles]
             except StatusError as error:
                 log.error("%s: %s", name, error)
                 self._remove(name, str(error))
             else:
-                if entry.ensembles:
+                if any(has_changed):  # otherwise those that are made of it see what they saw
                     self._fit_ensembles(name)
 
     async def _tried_again(self, name: str, given: bytes | None) -> None:
