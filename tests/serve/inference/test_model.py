@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.batching import Closed
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -193,6 +194,7 @@ def test_a_request_that_was_read_while_its_model_was_unloaded_is_refused(root: P
     async def run() -> None:
         async with Loaded(root, model_control_mode="explicit", load_model=("m",)) as repository:
             model = repository.get("m")
+            assert isinstance(model, BackendModel)
             late = asked(model, 1)
             await repository.unload("m")
             await becomes(lambda: all(worker.closed.done() for worker in model._workers))
@@ -208,12 +210,13 @@ def test_a_request_that_was_read_while_its_model_was_unloaded_is_refused(root: P
 def test_an_instance_that_is_stuck_is_told_of(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("millrace.serve.inference.model.PATIENCE_S", 0.02)
+    monkeypatch.setattr("millrace.serve.inference.backend_model.PATIENCE_S", 0.02)
     write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
 
     async def run() -> None:
         async with Loaded(root) as repository:
             model = repository.get("m")
+            assert isinstance(model, BackendModel)
             assert model._watch is None
             asking = asyncio.ensure_future(model.infer(asked(model, 1)))
             await becomes(lambda: "m version 1: m_0 computes one batch for 0." in caplog.text)

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.serve.inference.model import Model
+from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.quick import MOST_KNOWN, QuickConnection
 from millrace.serve.kserve.quick_grpc import QuickCalls
@@ -232,10 +232,10 @@ def test_quick_requests_are_counted_and_logged_as_others(
 
 
 def test_a_model_that_is_loaded_anew_answers_and_the_old_one_is_forgotten(tmp_path: Path, n_quick: list[int]) -> None:
-    def models() -> list[Model]:
+    def models() -> list[BackendModel]:
         gc.collect()
         return [
-            found for found in gc.get_objects() if type(found) is Model
+            found for found in gc.get_objects() if type(found) is BackendModel
         ]  # isinstance would ask what others deprecate
 
     write_models(tmp_path, {"simple": ADD_SUB})

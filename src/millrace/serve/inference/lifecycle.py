@@ -7,20 +7,22 @@ the old ones answer what they have taken before they are unloaded. Where a new o
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import RequestError
+from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.ensemble import Ensemble
+from millrace.serve.inference.entries import Entry, State, Turns
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
-from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository import folders
-from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
 from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
 from millrace.serve.repository.stamps import stamp, stamps
@@ -56,37 +58,14 @@ class RepositoryFlags(Settings):
         return [Path(folder) for folder in self.model_repository]
 
 
-class State(Enum):
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass(slots=True)
-class _Entry:
-    """models: those that are served, by version. states: of every version that was ever tried, with its reason"""
-
-    models: dict[int, Model] = field(default_factory=dict)
-    states: dict[int, tuple[State, str]] = field(default_factory=dict)
-    stamp: object = None  # of its files, when they were read
-
-
-@dataclass(slots=True)
-class _Turns:
-    """n: changes of one model that are made or wait"""
-
-    n: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class ModelRepository:
     """Of the event loop in which it is made."""
 
     def __init__(self, flags: RepositoryFlags) -> None:
         self.flags = flags
-        self._entries: dict[str, _Entry] = {}
-        self._turns: dict[str, _Turns] = {}  # of the models that are being changed
+        self._entries: dict[str, Entry] = {}
+        self._turns: dict[str, Turns] = {}  # of the models that are being changed
+        self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
 
     # ------------------------------------------------------------------ what there is
@@ -116,7 +95,8 @@ class ModelRepository:
     def is_ready(self) -> bool:
         """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
         states = (state for entry in self._entries.values() for state in entry.states.values())
-        return all(state in (State.READY, State.UNLOADING) or reason == _UNLOADED for state, reason in states)
+        by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, _UNLOADED))
+        return all(state[0] is State.READY or state in by_wish for state in states)
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
@@ -141,6 +121,7 @@ class ModelRepository:
             names = list(self.flags.load_model)
         if self.flags.model_control_mode == "poll":  # now: one that hangs must not keep the others from changing
             self._in_background(self._poll())
+        self._asked.update(names)
         return [str(e) for e in await asyncio.gather(*(self._tried(name) for name in names)) if e is not None]
 
     async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None:
@@ -148,24 +129,32 @@ class ModelRepository:
         self._check_mode()
         given = None if config is None else text_of(config).encode("utf-8", "surrogatepass")
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
-        await asyncio.shield(self._in_background(self._load(name, given)))
+        await asyncio.shield(self._in_background(self._load_asked(name, given)))
 
-    async def unload(self, name: str) -> None:
-        """By a client; requests that it has taken are still answered. raises StatusError"""
+    async def unload(self, name: str, *, with_members: bool = False) -> None:
+        """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
+
+        with_members: also those of an ensemble that were loaded for it alone. raises StatusError
+        """
         self._check_mode()
         if name not in self._entries and name not in self._turns:
             raise _unknown(f"'{name}' is not found")
         async with self._turn(name):
             if name not in self._entries:
                 raise _unknown(f"'{name}' is not found")
+            members = self._entries[name].members
+            self._asked.discard(name)
             self._remove(name)
+        for member in sorted(members) if with_members else ():
+            if member in self._entries and member not in self._asked and not self._made_of(member):
+                await self.unload(member, with_members=True)
 
     async def close(self, within_s: float) -> None:
         """End what waits, unload everything; what takes longer is left behind."""
         for task in list(self._tasks):
             task.cancel()
         models = list(self.models())
-        for model in models:
+        for model in sorted(models, key=lambda m: not isinstance(m, Ensemble)):  # first what would ask others
             model.abort()
         self._entries.clear()
         with contextlib.suppress(TimeoutError):
@@ -177,9 +166,13 @@ class ModelRepository:
             what = "explicit model load / unload is not allowed if polling is enabled"
             raise StatusError(Code.UNAVAILABLE, what)
 
-    async def _tried(self, name: str) -> StatusError | None:
+    async def _load_asked(self, name: str, given: bytes | None) -> None:
+        await self._load(name, given)
+        self._asked.add(name)
+
+    async def _tried(self, name: str, given: bytes | None = None) -> StatusError | None:
         try:
-            await self._load(name)
+            await self._load(name, given)
         except StatusError as error:
             log.error("%s", error)
             return error
@@ -192,20 +185,21 @@ class ModelRepository:
             raise StatusError(Code.INVALID_ARG, error.what) from None
         async with self._turn(name):
             of_files, read = await asyncio.to_thread(self._read, name, given)
-            new = await self._new_models(name, read)
-            entry = self._entries.setdefault(name, _Entry())
-            old, entry.models, entry.stamp = entry.models, new, of_files
+            new = await self._new_models(name, read, given)
+            entry = self._entries.setdefault(name, Entry())
+            old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
             entry.states = {v: (State.UNAVAILABLE, _UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
             for model in old.values():
                 self._in_background(model.retire())
             log.info("loaded %s, version %s", name, ", ".join(map(str, sorted(new))))
+            self._fit_ensembles(name)
 
     def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
         roots = self.flags.roots
         return stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
 
-    async def _new_models(self, name: str, read: folders.Model | None) -> dict[int, Model]:
+    async def _new_models(self, name: str, read: folders.Model | None, given: bytes | None) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
         if read is None or not read.is_servable:
             why = next((p for p in read.problems if p.level is Level.ERROR), None) if read else None
@@ -217,47 +211,117 @@ class ModelRepository:
             if read is not None:
                 self._note(name, read.served or read.versions, error)
             raise error
-        entry = self._entries.setdefault(name, _Entry())
+        entry = self._entries.setdefault(name, Entry())
+        entry.wanted = frozenset()
         if not entry.models:
             entry.states.update({version: (State.LOADING, "") for version in read.served})
         loading: dict[int, Model] = {}
+        version = max(read.served)
         try:
             _refuse_not_yet(read.config)
-            backend = backend_named(read.config.backend)
-            config = await in_own_thread(name, partial(backend.completed, read.config, read.folder))
-            loop = asyncio.get_running_loop()
+            if read.config.ensemble_scheduling is not None:
+                await self._try_members(name, read.config.ensemble_scheduling, given)
+            made = await self._maker(read)
             for version in read.served:
-                loadable = Loadable(
-                    name, version, config, read.folder, read.labels, backend, self.flags.max_model_requests
-                )
-                loading[version] = Model(loadable, loop)
+                loading[version] = made(version)
                 await loading[version].loaded()
         except StatusError as failed:
-            version = max(loading, default=max(read.served))
-            await asyncio.gather(*(model.retire() for v, model in loading.items() if v != version))
+            await asyncio.gather(*(model.retire() for model in loading.values()))
             word = _CODE_NAMES.get(failed.code, failed.code.name.capitalize())
             self._note(name, read.served, failed)
             what = f"load failed for model '{name}': version {version} is at UNAVAILABLE state: {word}: {failed};"
             raise StatusError(Code.INTERNAL, what) from None
         return loading
 
+    async def _maker(self, read: folders.Model) -> Callable[[int], Model]:
+        """What makes a version of it, which begins to load. raises StatusError"""
+        loop, name, config = asyncio.get_running_loop(), read.name, read.config
+
+        def found(version: int) -> Loadable:
+            return Loadable(name, version, config, read.folder, read.labels, self.flags.max_model_requests)
+
+        if config.ensemble_scheduling is not None:
+            return lambda version: Ensemble(found(version), self.get, loop)
+        backend = backend_named(config.backend)
+        config = await in_own_thread(name, partial(backend.completed, config, read.folder))
+        return lambda version: BackendModel(found(version), backend, loop)
+
+    # ------------------------------------------------------------------ ensembles
+
+    async def _try_members(self, name: str, scheduling: EnsembleScheduling, given: bytes | None) -> None:
+        """Load those that are not there, wait for those on their way.
+
+        raises StatusError where one cannot be loaded, and in a ring, before it waits
+        """
+        entry = self._entries[name]
+        entry.wanted, entry.given = frozenset(step.model_name for step in scheduling.step), given
+        seen, left = set[str](), [(member, name) for member in entry.wanted]
+        while left:
+            member, by = left.pop()
+            if member == name:
+                raise invalid(f"circular dependency between ensembles: {name} -> ... -> {by} -> {name}")
+            if member in self._entries and member not in seen:
+                seen.add(member)
+                left.extend((m, member) for m in self._entries[member].members)
+        members = sorted(entry.wanted)
+        for member, error in zip(members, await asyncio.gather(*map(self._try_member, members)), strict=True):
+            if error is not None:
+                what = f"ensemble '{name}' depends on '{member}' which has no loaded version"
+                raise invalid(f"{what}. Model '{member}' loading failed with error: {error}")
+
+    async def _try_member(self, name: str) -> StatusError | None:
+        turns = self._turns.get(name)
+        if turns is not None:
+            await turns.are_over.wait()
+        elif name not in self._entries or not self._entries[name].models:
+            return await self._tried(name)
+        return None
+
+    def _made_of(self, name: str) -> list[str]:
+        """The ensembles that need it."""
+        return [other for other, entry in self._entries.items() if name in entry.members]
+
+    def _fit_ensembles(self, member: str) -> None:
+        """It was loaded anew: those that wait for it are loaded, those that it fits no more are unloaded."""
+        needing = {name: self._entries[name] for name in self._made_of(member)}
+        for name, entry in needing.items():
+            if member in entry.wanted and name not in self._turns:
+                self._in_background(self._tried_again(name, entry.given))
+        for name, entry in needing.items():
+            try:
+                has_changed = [ensemble.fit() for ensemble in entry.ensembles]
+            except StatusError as error:
+                log.error("%s: %s", name, error)
+                self._remove(name, str(error))
+            else:
+                if any(has_changed):  # otherwise those that are made of it see what they saw
+                    self._fit_ensembles(name)
+
+    async def _tried_again(self, name: str, given: bytes | None) -> None:
+        await self._tried(name, given)
+
     def _note(self, name: str, versions: Sequence[int], error: StatusError) -> None:
         """Why nothing is served; where an older one still is, its state stays what it was."""
-        entry = self._entries.setdefault(name, _Entry())
+        entry = self._entries.setdefault(name, Entry())
         if not entry.models:
             entry.states = {version: (State.UNAVAILABLE, str(error)) for version in versions}
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, reason: str = _UNLOADED) -> None:
+        """With the ensembles that need it, which come back when it does."""
         entry = self._entries[name]
+        entry.wanted = frozenset[str]() if reason == _UNLOADED else entry.members
         for version, model in entry.models.items():
-            entry.states[version] = (State.UNLOADING, "")
-            self._in_background(self._retired(entry, version, model))
+            entry.states[version] = (State.UNLOADING, "" if reason == _UNLOADED else reason)
+            self._in_background(self._retired(entry, version, model, reason))
         entry.models, entry.stamp = {}, None
+        for other in self._made_of(name):
+            if self._entries[other].models:
+                self._remove(other, f"ensemble '{other}' depends on '{name}' which has no loaded version")
 
-    async def _retired(self, entry: _Entry, version: int, model: Model) -> None:
+    async def _retired(self, entry: Entry, version: int, model: Model, reason: str) -> None:
         await model.retire()
         if version not in entry.models:
-            entry.states[version] = (State.UNAVAILABLE, _UNLOADED)
+            entry.states[version] = (State.UNAVAILABLE, reason)
 
     async def _poll(self) -> None:
         """Look at the folders again and again; what changed is loaded, what is gone is unloaded."""
@@ -282,7 +346,7 @@ class ModelRepository:
 
     async def _followed(self, name: str, of_files: object) -> None:
         await self._tried(name)
-        self._entries.setdefault(name, _Entry()).stamp = of_files  # tried once, whatever came of it
+        self._entries.setdefault(name, Entry()).stamp = of_files  # tried once, whatever came of it
 
     @contextlib.asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:
@@ -290,7 +354,7 @@ class ModelRepository:
 
         raises StatusError where too many wait
         """
-        turns = self._turns.setdefault(name, _Turns())
+        turns = self._turns.setdefault(name, Turns())
         if turns.n >= _MOST_CHANGES:
             raise StatusError(Code.UNAVAILABLE, f"{turns.n} changes of model '{name}' wait for one that is under way")
         turns.n += 1
@@ -301,6 +365,7 @@ class ModelRepository:
             turns.n -= 1
             if not turns.n:
                 del self._turns[name]
+                turns.are_over.set()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -316,8 +381,8 @@ def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
 def _refuse_not_yet(config: ModelConfig) -> None:
     """What would change the answers, and is not there yet. raises StatusError"""
     said = {
-        "sequence_batching": config.sequence_batching, "ensemble_scheduling": config.ensemble_scheduling,
-        "batch_input": config.batch_input, "batch_output": config.batch_output, "model_warmup": config.model_warmup,
+        "sequence_batching": config.sequence_batching, "batch_input": config.batch_input,
+        "batch_output": config.batch_output, "model_warmup": config.model_warmup,
     }  # fmt: skip
     for name, value in said.items():
         if value:

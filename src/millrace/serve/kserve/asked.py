@@ -76,10 +76,12 @@ def given_config(parameters: Mapping[str, Any], wrong: Wrong) -> dict[str, Any] 
     return json_object(parameters["config"].encode("utf-8", "surrogatepass")) if "config" in parameters else None
 
 
-def check_unload(parameters: Mapping[str, Any], wrong: Wrong) -> None:
-    """raises StatusError"""
-    if not isinstance(parameters.get("unload_dependents", False), bool):
+def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:
+    """Of an unload. raises StatusError"""
+    found = parameters.get("unload_dependents", False)
+    if not isinstance(found, bool):
         raise wrong("unload_dependents", "boolean")
+    return found
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class Front:
         if name == "RepositoryModelLoad":
             await self._repository.load(request.model_name, asked.given_config(parameters, _wrong))
         else:
-            asked.check_unload(parameters, _wrong)
-            await self._repository.unload(request.model_name)
+            with_members = asked.unloads_members(parameters, _wrong)
+            await self._repository.unload(request.model_name, with_members=with_members)
         return {}
 
 

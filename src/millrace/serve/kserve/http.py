@@ -218,8 +218,7 @@ class Front:
         if action == "load":
             await self._repository.load(name, asked.given_config(parameters, _wrong))
             return
-        asked.check_unload(parameters, _wrong)
-        await self._repository.unload(name)
+        await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
 
 
 _SHARED_ACTIONS = ("status", "register", "unregister")

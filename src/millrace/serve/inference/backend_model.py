@@ -1,0 +1,234 @@
+"""A model that a backend computes: its queue, its batches, its instances.
+
+Everything here runs in the event loop; instances have threads of their own (`instances.py`).
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from millrace.serve.inference.backend import InstanceGiven, ModelBackend
+from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
+from millrace.serve.inference.instances import Outbox, Worker
+from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
+_Answer = tuple[InferResponse | None, StatusError | None, bool]
+
+
+class BackendModel(Model):
+    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop) -> None:
+        """Its instances begin to load; `loaded` waits for them."""
+        super().__init__(of, loop, ragged=backend.takes_ragged)
+        self.rules = BatchRules.of(of.config)
+        self._outbox = Outbox(loop)
+        self._queue = BatchQueue(self.rules)
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None  # while instances compute
+        self._n_busy = 0  # instances that compute
+        batching = of.config.dynamic_batching
+        # with preserve_ordering: those that were begun, in order, and what waits for those before it
+        self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
+        self._held: dict[InferRequest, list[_Answer]] = {}
+        self._workers = [self._worker(backend, given) for given in _instances(of)]
+        self._idle = deque(self._workers)
+
+    def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
+        return Worker(given.name, lambda: backend.instance(given), self._outbox, self._freed)
+
+    async def loaded(self) -> None:
+        """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
+        found = await asyncio.gather(*(asyncio.wrap_future(w.ready) for w in self._workers), return_exceptions=True)
+        failed = next((error for error in found if isinstance(error, StatusError)), None)
+        if failed is not None:
+            await self.retire()
+            raise failed
+
+    @property
+    def n_pending(self) -> int:
+        """Requests that no instance has taken."""
+        return len(self._queue)
+
+    def _take(self, request: InferRequest, now_ns: int) -> None:
+        request.send_by = self._send
+        self._queue.put(request, now_ns)
+
+    def _begin(self, request: InferRequest, now_ns: int) -> None:
+        self._dispatch(now_ns)
+
+    def cancel(self, request: InferRequest) -> None:
+        """Nobody waits for it any more. One that no instance has taken ends at once."""
+        request.cancel()
+        if self._queue.leave(request):
+            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+
+    def answers_at_once(self, n_bytes: int) -> bool:
+        """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
+        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns:
+            return False
+        return self._idle[0].is_quick(n_bytes)
+
+    def infer_at_once(self, request: InferRequest) -> InferResponse:
+        """As `infer`, where it `answers_at_once`. raises StatusError"""
+        answers: list[tuple[InferRequest, InferResponse | None, StatusError | None, bool]] = []
+        request.send_by = lambda *answer: answers.append(answer)
+        request.received_ns = request.queued_ns = request.started_ns = time.monotonic_ns()
+        batch = self._queue.alone(request)
+        self._idle[0].compute(batch)
+        done_ns = time.monotonic_ns()
+        for _, response, error, final in answers:
+            if error is None and response is not None and final:
+                self.statistics.answered_alone(request, batch, done_ns)
+                return response
+            if error is not None or final:
+                break
+        else:
+            error = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+        self.statistics.executed(batch, done_ns)
+        self.statistics.failed(request, done_ns, "BACKEND")
+        raise error or StatusError(Code.INTERNAL, NO_RESPONSE)
+
+    async def retire(self) -> None:
+        self._is_retired = True
+        if self._timer is not None and not self._n_open:
+            self._timer.cancel()
+        self._close_if_done()
+        await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
+
+    def abort(self) -> None:
+        for request in list(self._queue.drained()):
+            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for worker in self._workers:
+            worker.close()
+
+    # ------------------------------------------------------------------ batches
+
+    def _dispatch(self, now_ns: int) -> None:
+        """Give idle instances what there is to compute, and be woken when that may change."""
+        for request in self._queue.expired(now_ns):
+            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
+        while self._idle and (batch := self._queue.take(now_ns)) is not None:
+            for request in batch.requests:
+                request.started_ns, request.batch = now_ns, batch
+                request.send_by = self._answered  # in this thread, if it is computed here
+                if self._begun is not None:
+                    self._begun.append(request)
+            if self._idle[0].run_here(batch):
+                self._end(self._idle[0], batch)
+                continue
+            for request in batch.requests:
+                request.send_by = self._send
+            self._n_busy += 1
+            worker = self._idle.popleft()
+            worker.busy_since_s = self._loop.time()
+            worker.take(batch)
+            if self._watch is None:
+                self._watch = self._loop.call_later(PATIENCE_S, self._look)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_ns = self._queue.due_ns()
+        if due_ns is not None:
+            self._timer = self._loop.call_later((due_ns - now_ns) / 1e9, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._dispatch(time.monotonic_ns())
+
+    def _look(self) -> None:
+        """Once in `PATIENCE_S`, for a timer for each batch would cost each: say which instances are stuck."""
+        since_s = self._loop.time() - PATIENCE_S
+        for worker in self._workers:
+            if worker.busy_since_s is not None and worker.busy_since_s <= since_s:
+                took_s = self._loop.time() - worker.busy_since_s
+                log.warning(
+                    "%s version %d: %s computes one batch for %.1f s", self.name, self.version, worker.name, took_s
+                )
+        self._watch = self._loop.call_later(PATIENCE_S, self._look) if self._n_busy else None
+
+    def _freed(self, worker: Worker, batch: Batch) -> None:
+        """An instance is done with a batch; what it answered has come before this."""
+        self._end(worker, batch)
+        self._n_busy -= 1
+        worker.busy_since_s = None
+        self._idle.append(worker)
+        self._dispatch(time.monotonic_ns())
+        self._close_if_done()
+
+    def _end(self, worker: Worker, batch: Batch) -> None:
+        self._count(batch, time.monotonic_ns())
+        if worker.answers_later:
+            return
+        for request in batch.requests:
+            if not request.finished:
+                failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+                self._answered(request, None, failed, True)
+
+    # ------------------------------------------------------------------ answers
+
+    def _send(
+        self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
+    ) -> None:
+        """From any thread."""
+        self._outbox.post(self._answered, request, response, error, final)
+
+    def _answered(
+        self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
+    ) -> None:
+        if request.finished:
+            return
+        request.n_responses += response is not None
+        if final:
+            now_ns = time.monotonic_ns()
+            if request.batch is not None:
+                self._count(request.batch, now_ns)
+            self._finished(request, error, now_ns)
+        if self._begun is None or not request.started_ns:
+            self._deliver(request, (response, error, final))
+        else:
+            self._held.setdefault(request, []).append((response, error, final))
+            self._release()
+        if final:
+            self._close_if_done()
+
+    def _count(self, batch: Batch, now_ns: int) -> None:
+        """At its first answer: whoever has one finds it in the statistics."""
+        if batch.requests[0].batch is not None:
+            self.statistics.executed(batch, now_ns)
+            for request in batch.requests:
+                request.batch = None
+
+    def _release(self) -> None:
+        """Answers whose turn it is: those of the oldest request that was begun, and once it has ended, of the next."""
+        assert self._begun is not None
+        while self._begun:
+            request = self._begun[0]
+            for answer in self._held.pop(request, ()):
+                self._deliver(request, answer)
+            if not request.finished:
+                return
+            self._begun.popleft()
+
+    def _deliver(self, request: InferRequest, answer: _Answer) -> None:
+        if request.receive is not None:
+            request.receive(*answer)
+
+    def _close_if_done(self) -> None:
+        if self._is_over and not self._n_busy:
+            self._close()
+
+
+def _instances(of: Loadable) -> list[InstanceGiven]:
+    return [
+        InstanceGiven(f"{group.name}_{i}", of.config, of.version, of.folder, group)
+        for group in of.config.instance_group
+        for i in range(group.count)
+    ]

@@ -1,0 +1,45 @@
+"""What is known of one model of a repository: the versions that are served, and what became of those that are not."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+
+from millrace.serve.inference.ensemble import Ensemble
+from millrace.serve.inference.model import Model
+
+
+class State(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(slots=True)
+class Entry:
+    """models: those that are served, by version. states: of every version that was ever tried, with its reason"""
+
+    models: dict[int, Model] = field(default_factory=dict)
+    states: dict[int, tuple[State, str]] = field(default_factory=dict)
+    stamp: object = None  # of its files, when they were read
+    # Of an ensemble that is not loaded yet, or could not be: its members, and the configuration that a client gave.
+    wanted: frozenset[str] = frozenset()
+    given: bytes | None = None
+
+    @property
+    def ensembles(self) -> list[Ensemble]:
+        return [model for model in self.models.values() if isinstance(model, Ensemble)]
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Of the ensemble that it is, or will be."""
+        return self.wanted.union(*(ensemble.members for ensemble in self.ensembles))
+
+
+@dataclass(slots=True)
+class Turns:
+    """n: changes of one model that are made or wait"""
+
+    n: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    are_over: asyncio.Event = field(default_factory=asyncio.Event)
