@@ -10,6 +10,7 @@ from typing import Any
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.case import Case, There, check_systems, systems_there
+from millrace.size.contradictions import check_question
 from millrace.size.demand import USER_REQUESTS, Demand, demand, hourly_peaks, users
 from millrace.size.hardware import measured_here
 from millrace.size.lengths import Work, work
@@ -121,6 +122,7 @@ def answered(
 
     raises ConfigError, as `plan`
     """
+    check_question(question)
     limits, here = limits_of(question.limits), cache(here)  # which may take seconds
     prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
     is_said = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
@@ -204,7 +206,8 @@ def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternati
         names = list(rest)
     with case.replicas.search.part(_MAIN):
         told = _each(case, found, costs, names, _MOST_SIMULATED if rest else len(names))
-    return (*sorted(told.values(), key=_order), *(one for name, one in rest.items() if name not in told))
+    refused = (Alternative(name, found, None, None, why) for name, why in found.refused.items())
+    return (*sorted(told.values(), key=_order), *(one for name, one in rest.items() if name not in told), *refused)
 
 
 def _each(case: Case, found: Offers, costs: "_Costs", names: Sequence[str], wanted: int) -> dict[str, Alternative]:

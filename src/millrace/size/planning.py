@@ -9,6 +9,7 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import Device, find_device
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
+from millrace.size.load import DAY_S
 from millrace.size.models import ModelShape
 from millrace.size.points import Limits, Point, Source, best, latency_optimal, throughput_optimal
 from millrace.size.served import served, shares
@@ -114,7 +115,9 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
     def bought(share: float) -> int:
         n = math.ceil(fractional * share / fleet.utilisation - 1e-9) + fleet.spare
         if n > _MOST_SYSTEMS:
-            raise ConfigError(f"{n} systems", f"at most {_MOST_SYSTEMS}", "check rate and units")
+            raise ConfigError(f"{rate:g} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
+                              f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
+                              f"are {rate / DAY_S:,.4g} a second")  # fmt: skip
         return n
 
     return Plan(

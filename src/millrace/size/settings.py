@@ -18,6 +18,7 @@ LENGTHS = {
     "chat": Usual((1155, 211), "mean of Azure's conversations of 2023"),
     "code": Usual((2048, 28), "mean of Azure's completions of code of 2023"),
 }
+SEARCH_S = 120.0
 READING = {"read": 0.200, "skim": 0.090}  # seconds a token, at 230 words a minute and at about 500
 
 
@@ -117,7 +118,7 @@ class SearchSettings(Settings):
 
     simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
     search_s: float = setting(
-        120.0, "seconds of simulation at most; then the best so far is the answer, and what is left is told",
+        SEARCH_S, "seconds of simulation at most; then the best so far is the answer, and what is left is told",
         low=0.01, high=86_400,
     )  # fmt: skip
     routing: str = setting(
