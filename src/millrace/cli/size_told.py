@@ -22,7 +22,7 @@ def show(answer: Answer) -> None:
     systems = f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; " if answer.demand else ""
     pairs([
         ("systems", systems + _bought(h.utilisation, h.spare)),
-        ("instances", f"{answer.instances} of TP{plan.point.tp} ({plan.point.precision}), "
+        ("instances", f"{answer.instances} of {plan.point.parallel} ({plan.point.precision}), "
                       f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),
@@ -122,8 +122,8 @@ def _memory(answer: Answer) -> None:
     m = answer.memory
     if m is None:
         return
-    tp, device = answer.plan.point.tp, answer.plan.point.device
-    _part("Memory of an instance", f"{tp} x {device}; GB are 10^9 bytes")
+    n, device = answer.plan.point.devices, answer.plan.point.device
+    _part("Memory of an instance", f"{n} x {device}; GB are 10^9 bytes")
     pairs([
         ("weights", f"{m.weights / GB:.1f} GB"),
         ("keys and values", f"{m.held / GB:.1f} GB of {answer.plan.point.concurrency:.4g} requests half-way; "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
+from millrace.machine.devices import Link
 from millrace.machine.roofline import Roofline
 from millrace.size.case import Case, There, check_systems, systems_there
 from millrace.size.contradictions import check_question
@@ -101,7 +102,7 @@ class Answer:
     @property
     def instances(self) -> int:
         """That the load needs; systems are rounded up from these."""
-        per_system = self.plan.point.system / self.plan.point.tp
+        per_system = self.plan.point.system / self.plan.point.devices
         return -int(-(self.plan.fractional / self.question.hardware.utilisation * per_system) // 1)
 
 
@@ -175,7 +176,7 @@ def _check_p95(case: Case, found: Offers) -> None:
 def _operating(case: Case, found: Offers, best: Plan) -> Point:
     """What users feel at the peak of what is bought, which is rounded up: the least point that bears their share."""
     h, point = case.question.hardware, best.point
-    instances = max(1, best.systems - h.spare) * point.system // point.tp
+    instances = max(1, best.systems - h.spare) * point.system // point.devices
     each = best.rate / instances
     if not each:
         return point
@@ -265,7 +266,7 @@ class _Costs:
         peaks = (best.rate,) * 24 if load is None else hourly_peaks(question.load, load)
         beside = 0.0 if load is None else load.peak - best.rate  # which systems that are there bear
         needed = Needed(
-            bought.whole, point.tp / bought.slices, point.system // bought.slices, best.systems, best.fractional,
+            bought.whole, point.devices / bought.slices, point.system // bought.slices, best.systems, best.fractional,
             engines([max(0.0, peak - beside) for peak in peaks], point.rate, h.utilisation),
         )  # fmt: skip
         rents = self.prices.rents(bought.whole, question.money.tier)
@@ -354,9 +355,26 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
         "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
         "software that takes 0.75 of the time": again(replace(case, question=faster)),
     }  # fmt: skip
+    if best.point.tp > 1 and h.pp is None and _is_by_pcie(found, best):
+        for pp in (2, 4):
+            told[f"layers in {pp} stages (--pp {pp})"] = _staged(case, best, pp)
     if not h.precision and h.profile is None:
         told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
     return told
+
+
+def _is_by_pcie(found: Offers, best: Plan) -> bool:
+    """Where devices that share layers wait for each other."""
+    bought = found.bought(best.point.device)
+    return bought is not None and bought.device.link == Link.PCIE and bought.most_tp > 1
+
+
+def _staged(case: Case, best: Plan, pp: int) -> Callable[[], float]:
+    def fractional() -> float:
+        offered = case.offers(pp=pp).of(best.point.device)
+        return case.plan(case.simulated(offered)).fractional
+
+    return fractional
 
 
 def _wide(found: Offers) -> Offers:

@@ -4,7 +4,7 @@ from millrace.errors import ConfigError, nearest
 from millrace.size.cost import WEIGHT_BYTES
 from millrace.size.hardware import THIS
 from millrace.size.load import WORDS_A_TOKEN
-from millrace.size.planning import TPS
+from millrace.size.planning import PPS, TPS
 from millrace.size.points import SYSTEM
 from millrace.size.question import Question
 from millrace.size.settings import SEARCH_S, HardwareSettings, LimitSettings, RequestSettings
@@ -48,8 +48,18 @@ def _check_hardware(asked: HardwareSettings) -> None:
             f"--tp {asked.tp}", f"{', '.join(map(str, TPS))}: heads are cut into equal parts, and what links take was "
             "fitted to these", "choose one of them (--measured takes any)",
         )  # fmt: skip
-    here = {"system-size": asked.system_size != SYSTEM, "tp": asked.tp not in (None, 1)}
-    if asked.hardware and all(name.casefold() == THIS for name in asked.hardware):
+    if asked.pp not in (None, *PPS):
+        raise ConfigError(f"--pp {asked.pp}", ", ".join(map(str, PPS)), "choose one of them")
+    if asked.pp not in (None, 1) and not is_computed:
+        by = "--measured" if asked.measured is not None else "--profile"
+        raise ConfigError(f"--pp {asked.pp} with {by}", "instances as they were measured, which are of one stage",
+                          "leave one out")  # fmt: skip
+    here = {
+        "pp": asked.pp not in (None, 1),
+        "system-size": asked.system_size != SYSTEM,
+        "tp": asked.tp not in (None, 1),
+    }
+    if is_computed and asked.hardware and all(name.casefold() == THIS for name in asked.hardware):
         for flag in (name for name, is_said in here.items() if is_said):
             raise ConfigError(f"--{flag} with --hardware {THIS}", "this machine, which is one device",
                               f"leave --{flag} out")  # fmt: skip

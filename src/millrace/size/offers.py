@@ -71,7 +71,7 @@ class Offers:
         found = self.bought(point.device)
         if self.model is None or found is None or point.precision not in WEIGHT_BYTES:
             return None
-        return instance_of(self.model, found.device, point.precision, point.tp)
+        return instance_of(self.model, found.device, point.precision, point.tp, point.pp, point.system)
 
 
 def offers(
@@ -116,10 +116,14 @@ def offers(
 def _computed(
     shape: ModelShape, one: Hardware, asked: HardwareSettings, work: Work, own: OwnStack | None
 ) -> list[Point]:  # fmt: skip
-    found = _calls(work, [_alone(shape, one.device, asked, call, own) for call in work.calls])
-    kept = [p for p in found if p.tp <= min(one.most_tp, one.system) and asked.tp in (None, p.tp)]
+    if asked.pp not in (None, 1) and one.most_tp == 1:
+        raise ConfigError(f"--pp {asked.pp} on {one.device.name}, which is linked to no other", "--pp 1",
+                          "leave --pp out, or name whole devices")  # fmt: skip
+    found = _calls(work, [_alone(shape, one, asked, call, own) for call in work.calls])
+    most, fits = min(one.most_tp, one.system), sorted({p.tp for p in found})
+    kept = [p for p in found if p.tp <= most and asked.tp in (None, p.tp)]
+    kept = [p for p in kept if p.devices <= one.system or p.devices % one.system == 0]  # whole systems beyond one
     if not kept:
-        most, fits = min(one.most_tp, one.system), sorted({p.tp for p in found})
         if asked.tp is not None and asked.tp > most:
             raise ConfigError(f"TP{asked.tp} on {one.device.name}, of which a system has {most}",
                               f"--tp {most} at most", "leave --tp out, or take larger systems")  # fmt: skip
@@ -131,15 +135,16 @@ def _computed(
 
 
 def _alone(
-    shape: ModelShape, device: Device, asked: HardwareSettings, call: Call, own: OwnStack | None
+    shape: ModelShape, one: Hardware, asked: HardwareSettings, call: Call, own: OwnStack | None
 ) -> list[Point]:  # fmt: skip
     """Of a call by itself, in closed form. raises ConfigError where nothing fits"""
     found: list[Point] = []
     why: ConfigError | None = None
+    device, pp = one.device, asked.pp or 1
     for precision, tp in product(asked.precision or _precisions(device), TPS):
         stack = own.of(device.name, precision) if own else None
         try:
-            instance, known = instance_of(shape, device, precision, tp), profile(device, precision)
+            instance, known = instance_of(shape, device, precision, tp, pp, one.system), profile(device, precision)
             found += [served(instance, known, call.lengths, n, stack) for n in CONCURRENCIES]
         except ConfigError as error:
             why = error

@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from millrace.errors import ConfigError
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Constants, Instance
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
-from millrace.size.planning import Plan, instance_of
+from millrace.size.planning import TPS, Plan
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
 from millrace.size.search import Search
 from millrace.size.served import CONCURRENCIES, served
@@ -64,8 +65,7 @@ def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
     known = profile(device, precision)
     ideal = replace(known, constants=_IDEAL)
     factor = known.constants.factor
-    least = _most(instance, ideal, work, found.point.system)
-    reached = _most(instance, known, work, found.point.system)
+    least, reached = _most(instance, ideal, work), _most(instance, known, work)
     return [
         Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
         Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
@@ -76,13 +76,14 @@ def _times(factor: float) -> str:
     return "" if factor == 1 else f", {factor:g} times"
 
 
-def _most(instance: Instance, known: Profile, work: Work, system: int) -> float:
-    """Requests a second of a system, in the best TP and at the best concurrency."""
+def _most(instance: Instance, known: Profile, work: Work) -> float:
+    """Requests a second of a system, in the best TP, in one stage or as many as here, at the best concurrency."""
     rates = []
-    for tp in (1, 2, 4, 8):
-        here = instance_of(instance.model, instance.device, instance.precision, tp)
+    for tp, pp in product(TPS, {1, instance.pp}):
+        here = replace(instance, tp=tp, pp=pp)
         try:
-            rates += [system / tp * served(here, known, work.answer.lengths, n, ENGINE).rate for n in CONCURRENCIES]
+            points = [served(here, known, work.answer.lengths, n, ENGINE) for n in CONCURRENCIES]
+            rates += [point.rate_of_system for point in points]
         except ConfigError:
             continue  # too small for the weights
     return max(rates)

@@ -95,7 +95,13 @@ class HardwareSettings(Settings):
         (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice), this or all", metavar="NAME"
     )
     precision: tuple[str, ...] = setting((), "precisions to choose from; default: fp16 and fp8, as devices have them")
-    tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
+    tp: int | None = setting(
+        None, "devices that share each layer of an instance; default: what serves most", low=1, high=8
+    )
+    pp: int | None = setting(
+        None, "stages of an instance, each with a part of the layers (1 to 16), also over several systems; default: 1",
+        low=1, high=16,
+    )  # fmt: skip
     factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
     stack: str | None = setting(None, "your own server, as `millrace size fit -o` wrote it", metavar="FILE")
     profile: str | None = setting(
