@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.errors import ConfigError, nearest, plain
+from millrace.settings import once, read_given
 
 _MOST_BYTES = 1 << 20  # of a config.json
 _MOST = 1 << 24  # of any size in it
@@ -161,9 +162,8 @@ def find_model(name: str) -> ModelShape:
 def read_model(path: Path) -> ModelShape:
     """raises ConfigError"""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        config = json.loads(data) if len(data) <= _MOST_BYTES else None
+        data = read_given(path, _MOST_BYTES)
+        config = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a config.json", "check the path") from None
     except (ValueError, RecursionError) as error:
