@@ -71,7 +71,10 @@ def served(
 def closed_form(
     seconds: StepTime, front_s: float, step_tokens: int, lengths: tuple[float, float], concurrency: float, batch: int
 ) -> tuple[float, Waits]:
-    """Requests/s, and what users wait. batch: of those in flight, how many fit"""
+    """Requests/s, and what users wait. batch: of those in flight, how many fit
+
+    Beside others a prompt starts no step of its own; but no request is through sooner than alone.
+    """
     n_in, n_out = lengths
     step_s = seconds((), (), batch, n_in + n_out / 2)
     alone_s = front_s + seconds([n_in], [0], 0, 0.0)
@@ -79,7 +82,8 @@ def closed_form(
     together = min(batch, max(1, int(step_tokens // n_in)))
     ttft_s = alone_s + (together - 1) * 0.75 * beside_s
     rate = 1 / ((alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
-    e2e_s = concurrency / rate
+    e2e_s = max(concurrency / rate, alone_s + (n_out - 1) * seconds((), (), 1, n_in + n_out / 2))
+    rate = concurrency / e2e_s
     ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)
     return rate, Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s)
 
