@@ -52,3 +52,20 @@ def test_a_device_that_was_named_and_does_not_do_is_told() -> None:
     refused = {one.device: one.why_not.what for one in found if one.plan is None and one.why_not}
     assert found[0].plan is not None and refused == {"A100 SXM 80GB": "A100 SXM 80GB (Ampere) does not multiply fp8"}
     assert all(one.plan for one in plan(**asked, hardware=["all"], precision=["fp8"]).alternatives)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("1 x H200", '--hardware "H200 SXM" --system-size 1'), ("2xL40S", '--hardware "L40S" --system-size 2'),
+    ("L40S,H100", '--hardware "L40S" --hardware "H100"'), ("2 cores", "--hardware this, on that machine"),
+    ("cpu", "--hardware this"), ("EPYC 9654", "has what memory is put into its machine"), ("H10O", "h100"),
+])  # fmt: skip
+def test_what_people_write_for_hardware(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        plan(**{**ASKED, "hardware": [name]})
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct-hf", "Llama-3.1-8b-it"])
+def test_names_of_the_hub_are_told_theirs(name: str) -> None:
+    with pytest.raises(ConfigError, match=r'did you mean "llama-3\.1-8b"'):
+        plan(**{**ASKED, "model": name})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
-from millrace.machine.devices import Link
+from millrace.machine.devices import DEVICES, Link
 from millrace.machine.roofline import Roofline
 from millrace.size.case import Case, There, check_systems, systems_there
 from millrace.size.contradictions import check_question
@@ -260,7 +260,7 @@ class _Costs:
     def of(self, best: Plan, found: Offers) -> Money | None:
         """None where nothing is bought, or on what the catalogue has not."""
         bought, load, question = found.bought(best.point.device), self.case.load, self.case.question
-        if bought is None or not best.rate:
+        if bought is None or not best.rate or bought.whole not in DEVICES:
             return None
         point, h = best.point, question.hardware
         peaks = (best.rate,) * 24 if load is None else hourly_peaks(question.load, load)

@@ -115,7 +115,10 @@ def _average(asked: LoadSettings, trace: Recording | None) -> tuple[float, tuple
     if asked.users is not None:
         each = asked.requests_each or USER_REQUESTS
         rate = per_second(asked.users * each, "day")
-        return rate, (f"{asked.users:,.10g} users with {each:g} requests a day are {rate:.4g} requests/s on average",)
+        return rate, (
+            f"{asked.users:,.10g} users with {each:g} requests a day are {rate:.4g} requests/s on average"
+            + ("" if asked.hours or asked.daily else ", through all 24 hours"),
+        )
     if asked.calls is not None:
         n, period = parse_calls(asked.calls)
         each = asked.requests_each or 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from millrace.errors import ConfigError
-from millrace.machine.devices import Device, find_device
+from millrace.machine.devices import PROCESSOR, Device, find_device
 from millrace.size.constants import UNSEEN, profile
 from millrace.size.cost import Instance
 from millrace.size.load import DAY_S
@@ -98,6 +98,8 @@ class Computed:
         told = f"{known.source}; served by {known.stack.name}"
         if point.pp > 1:  # by a formula alone: nothing that was measured tells its error
             error, told = max(error, UNSEEN), f"{told}; {point.pp} stages by their bubbles and links, not measured"
+        if device.architecture == PROCESSOR:
+            told += "; no processor was among what was measured: `millrace size verify` and --profile have your own"
         return Grounds(error, told, shares(here, known, point), _is_full(here, point))
 
 

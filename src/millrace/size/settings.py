@@ -115,7 +115,7 @@ class HardwareSettings(Settings):
         None, "systems that are there, '4' or '2 x A100, 1 x L40S': what they serve, or what a load needs beside them",
         metavar="N,...",
     )  # fmt: skip
-    system_size: int = setting(8, "devices of a system", low=1, high=64)
+    system_size: int = setting(8, "devices of a system; 1: single cards", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
