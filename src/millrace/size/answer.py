@@ -316,10 +316,7 @@ def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], 
     limits = case.limits
 
     def limited(times: float) -> Callable[[], float]:
-        def scaled(limit: float | None) -> float | None:
-            return None if limit is None else limit * times
-
-        other = Limits(scaled(limits.ttft_s), scaled(limits.itl_s), scaled(limits.e2e_s), limits.of)
+        other = limits.scaled(times)
         return lambda: case.plan(case.simulated(found, other), other).fractional
 
     again = {

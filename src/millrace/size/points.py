@@ -106,6 +106,14 @@ class Limits:
             if value is not None and not 0 < value < 1e6:
                 raise ConfigError(f"a limit of {value:g} s on {name}", "above 0, in seconds", "correct it")
 
+    def scaled(self, times: float) -> "Limits":
+        """So many times as long; what is not limited stays so."""
+
+        def of(limit: float | None) -> float | None:
+            return None if limit is None else limit * times
+
+        return Limits(of(self.ttft_s), of(self.itl_s), of(self.e2e_s), self.of)
+
     def broken(self, point: Point) -> tuple[str, ...]:
         """Which ones that point breaks; all where its p95 is asked for and not known."""
         waits = point.mean if self.of == "mean" else point.p95

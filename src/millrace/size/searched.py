@@ -51,7 +51,7 @@ def simulated(
     """
     if found.basis is None or asked.measured is not None or len(work.calls) > 1:
         return found
-    tried, lengths = _divided(limits, asked.factor), Lengths(round(work.n_input), round(work.n_output))
+    tried, lengths = limits.scaled(1 / asked.factor), Lengths(round(work.n_input), round(work.n_output))
     alike = {(p.precision, p.tp, p.pp): replicas.of(found, p, lengths) for p in found.points}
     bounded = [_Sought(replica.bound(tried) / (tp * pp), tp * pp, replica) for (_, tp, pp), replica in alike.items()]
     search, of = replicas.search, (found.names[0], lengths, limits)
@@ -150,10 +150,3 @@ def simulated_at(
         replicas.search.cut(f"what users wait for at this load on {replica.name}")
         return None
     return None if at is None else replace(scaled(at, factor), system=point.system)
-
-
-def _divided(limits: Limits, factor: float) -> Limits:
-    def part(limit: float | None) -> float | None:
-        return None if limit is None else limit / factor
-
-    return Limits(part(limits.ttft_s), part(limits.itl_s), part(limits.e2e_s), limits.of)
