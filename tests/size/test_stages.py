@@ -145,8 +145,21 @@ def test_an_instance_over_two_systems() -> None:
     assert 2 < found.plan.fractional < 4 and found.plan.systems == 5, "two for each instance, and one to spare"
     assert "2 stages by their bubbles and links, not measured" in found.plan.provenance and found.plan.error >= 0.25
     assert found.memory is not None and found.memory.total == 16 * 80 * GB and found.memory.held > 0
+    assert all(change.systems is None or (change.systems - 1) % 2 == 0 for change in found.changes) and found.changes
+    assert {step.why: step.systems for step in found.why}["whole systems"] == 4
     steps = [step.systems for step in found.why]
     assert steps == sorted(steps) and steps[-1] == 5
+
+
+def test_systems_that_are_there_serve_whole_instances() -> None:
+    asked = {"model": "llama-3.1-405b", "isl": 2000, "osl": 200, "mode": "offline", "precision": ["fp16"], "pp": 2,
+             "simulate": False}  # fmt: skip
+    two, three = (plan(**asked, systems=n).follows.rate for n in ("2", "3"))
+    assert two == pytest.approx(three) and plan(**asked, systems="4").follows.rate == pytest.approx(2 * two)
+    beside = plan(**asked, systems="3", rate=2 * two)
+    assert beside.plan.systems == 2 and beside.there[0].rate == pytest.approx(two)
+    with pytest.raises(ConfigError, match=r"an instance \(fp16 TP8 PP2 on H100 SXM\) takes 2 systems"):
+        plan(**asked, systems="1")
 
 
 def test_stages_are_told_where_layers_are_shared_over_pcie() -> None:

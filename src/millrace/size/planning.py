@@ -120,8 +120,7 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:
-        whole = max(1, point.devices // point.system)  # systems of an instance
-        n = math.ceil(fractional * share / fleet.utilisation / whole - 1e-9) * whole + fleet.spare
+        n = rounded(fractional * share / fleet.utilisation, point.systems) + fleet.spare
         if n > _MOST_SYSTEMS:
             raise ConfigError(f"{rate:g} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
                               f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
@@ -134,6 +133,11 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
         shares=grounds.shares if grounds else {},
         latency_optimal=latency_optimal(points), throughput_optimal=throughput_optimal(points), provenance=told,
     )  # fmt: skip
+
+
+def rounded(systems: float, an_instance: int) -> int:
+    """Up to whole instances, each of so many systems or of a part of one."""
+    return math.ceil(systems / an_instance - 1e-9) * an_instance
 
 
 def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Grounds | None) -> str:

@@ -77,6 +77,11 @@ class Point:
         return self.tp * self.pp
 
     @property
+    def systems(self) -> int:
+        """That an instance takes: several, where it has more devices than one."""
+        return max(1, self.devices // self.system)
+
+    @property
     def rate_of_system(self) -> float:
         """Of a machine that is full of such instances, or of its share of one that takes several."""
         return self.rate * self.system / self.devices

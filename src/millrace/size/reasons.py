@@ -1,6 +1,5 @@
 """Why so many: the way from an ideal machine to what is bought, every configuration, what would change it."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from millrace.size.constants import Profile, profile
 from millrace.size.cost import Constants, Instance
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
-from millrace.size.planning import TPS, Plan
+from millrace.size.planning import TPS, Plan, rounded
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
 from millrace.size.search import Search
 from millrace.size.served import CONCURRENCIES, served
@@ -42,7 +41,7 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
         Step(unlimited, "most requests/s that any configuration serves, whatever users wait"),
         Step(found.fractional, kept),
         Step(planned, f"planned with {utilisation:.0%} of that"),
-        Step(math.ceil(planned - 1e-9), "whole systems"),
+        Step(rounded(planned, point.systems), "whole systems"),
         Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
     ]
     instance = offers.instance(point)
@@ -130,7 +129,8 @@ def changes(
     not too long: long answers on slow devices take a minute each to simulate"""
     told, until = [], time.monotonic() + _MOST_S
     search.again(_MOST_S)
-    spare = best.systems - math.ceil(best.fractional / utilisation - 1e-9)
+    whole = best.point.systems
+    spare = best.systems - rounded(best.fractional / utilisation, whole)
     for what, planned in again.items():
         if time.monotonic() > until:
             break
@@ -138,7 +138,7 @@ def changes(
             fractional = planned()
             if search.over:
                 break
-            told.append(Change(what, math.ceil(fractional / utilisation - 1e-9) + spare, fractional))
+            told.append(Change(what, rounded(fractional / utilisation, whole) + spare, fractional))
         except ConfigError:
             if search.over:
                 break
