@@ -3,6 +3,7 @@
 A settings class is frozen and checked once, when it is made. Sizes in bytes may be written "512M" or "2GiB".
 """
 
+import errno
 import os
 import re
 import select
@@ -48,7 +49,7 @@ def read_given(path: Path, most_bytes: int) -> bytes:
                 part = os.read(file, min(most_bytes + 1 - len(found), 1 << 20))
             except BlockingIOError:
                 if not select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
-                    raise TimeoutError(f"nothing came out of the pipe for {_PIPE_S:g} s") from None
+                    raise TimeoutError(errno.ETIMEDOUT, f"nothing came out of the pipe for {_PIPE_S:g} s") from None
                 continue
             if not part:
                 break

@@ -67,6 +67,7 @@ def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     (1, "rag", {"preset": "rag"}), (3, "10000 users", {"users": 10_000.0}), (3, "30M/year", {"calls": "30M/year"}),
     (3, "1,000", {"rate": 1000.0}), (4, "none", {"mode": "offline"}),
     (4, "last 5000", {"mode": "sequential", "e2e_ms": 5000.0}), (5, "h100", {"hardware": ["H100 SXM"]}),
+    (5, "this, H200 3g", {"hardware": ["this", "H200 SXM 3g"]}),
 ])  # fmt: skip
 def test_what_people_type(number: int, text: str, answers: dict[str, object]) -> None:
     assert size_asked.QUESTIONS[number].read(text) == answers

@@ -37,7 +37,7 @@ class _Served(Replicas):
     def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
         instance = found.instance(point)
         assert instance is not None
-        key = point.device, point.precision, point.tp, lengths
+        key = point.device, point.precision, point.tp, point.pp, lengths
         known = profile(instance.device, point.precision)
         return self._known.setdefault(key, Replica(computed(instance, known, lengths, self._stack)))
 

@@ -229,7 +229,8 @@ def test_this_machine_by_its_roofline() -> None:
     assert {p.precision for p in found.offers.points} == {"bf16", "int8"} and found.plan.point.system == 1
     alone = min((p for p in found.offers.points if p.precision == "bf16"), key=lambda p: p.concurrency)
     assert alone.concurrency == 1 and alone.mean.itl_s > 2 * 134.5e6 / 20e9
-    assert found.money is not None and found.money.cheapest is None
+    assert found.money is None, "nobody sells it"
+    assert "no processor was among what was measured" in found.plan.provenance
 
 
 @pytest.mark.parametrize("more, said", [

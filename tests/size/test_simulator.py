@@ -18,7 +18,8 @@ from millrace.size.cost import Instance
 from millrace.size.models import PRESETS
 from millrace.size.simulator import Simulated, Simulation
 from millrace.size.stack import Stack
-from millrace.size.virtual import Arrival, at_once, step_time
+from millrace.size.steps import step_time
+from millrace.size.virtual import Arrival, at_once
 from tests.support.drawn import SEEDS
 
 SERVED = Stack(name="30 us of host for a sequence and step", host_s=30e-6)

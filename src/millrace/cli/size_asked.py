@@ -8,10 +8,11 @@ import click
 
 from millrace.cli.screen import note
 from millrace.errors import ConfigError, MillraceError
-from millrace.machine.devices import find_device
 from millrace.size.demand import parse_calls
+from millrace.size.hardware import THIS, named_hardware
 from millrace.size.lengths import length
 from millrace.size.models import find_model
+from millrace.size.offers import ALL
 from millrace.size.settings import LENGTHS
 
 Answers = dict[str, Any]
@@ -65,7 +66,7 @@ def _limit(text: str) -> Answers:
 
 def _hardware(text: str) -> Answers:
     names = [name.strip() for name in text.split(",")]
-    return {"hardware": [find_device(name).name for name in names]}
+    return {"hardware": [n if n.casefold() in (THIS, ALL) else named_hardware(n).device.name for n in names]}
 
 
 def _number(text: str) -> float:
@@ -83,7 +84,7 @@ QUESTIONS = (
     _Question("How many requests come?", "a second at the peak: 31; or 10000 users; or 30M/year", "10", _load),
     _Question("What may users wait for?", "ms until the first token or the last: first 500, last 5000; or none",
               "first 500", _limit),
-    _Question("On which hardware?", "one or several: H100, L40S", "H100", _hardware),
+    _Question("On which hardware?", "one or several: H100, L40S; this machine: this; all", "H100", _hardware),
 )  # fmt: skip
 
 

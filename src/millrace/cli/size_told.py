@@ -19,10 +19,10 @@ _MOST_ROWS = 12
 def show(answer: Answer) -> None:
     plan, h = answer.plan, answer.question.hardware
     heading(headline(answer))
-    systems = f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; " if answer.demand else ""
+    systems = f"{_few(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
     pairs([
         ("systems", systems + _bought(h.utilisation, h.spare)),
-        ("instances", f"{answer.instances} of TP{plan.point.tp} ({plan.point.precision}), "
+        ("instances", f"{answer.instances} of {plan.point.parallel} ({plan.point.precision}), "
                       f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),
@@ -82,6 +82,11 @@ def _waits(plan: Plan) -> None:
         click.echo(f"  intervals of 95 %: mean TTFT +-{mean:.1f} ms, p95 +-{p95:.1f} ms")
 
 
+def _few(systems: float) -> str:
+    """Of less than a tenth, what can be told apart."""
+    return f"{systems:.2f}" if not 0 < systems < 0.1 else f"{systems:.2g}"
+
+
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
@@ -96,11 +101,11 @@ def _points(answer: Answer) -> None:
     rows += [("latency-optimal", plan.latency_optimal), ("throughput-optimal", plan.throughput_optimal)]
     table(
         ["", "configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems", "figures"],
-        [[name, *_point(point), f"{plan.rate / point.rate_of_system:.2f}", point.source] for name, point in rows],
+        [[name, *_point(point), _few(plan.rate / point.rate_of_system), point.source] for name, point in rows],
     )
     if other is not None:
         needed = (
-            f"{other.systems} systems, {plan.systems}"
+            f"{other.systems} system{'' if other.systems == 1 else 's'}, {plan.systems}"
             if answer.demand
             else f"{other.rate:.4g} requests/s, {plan.rate:.4g}"
         )
@@ -122,8 +127,8 @@ def _memory(answer: Answer) -> None:
     m = answer.memory
     if m is None:
         return
-    tp, device = answer.plan.point.tp, answer.plan.point.device
-    _part("Memory of an instance", f"{tp} x {device}; GB are 10^9 bytes")
+    n, device = answer.plan.point.devices, answer.plan.point.device
+    _part("Memory of an instance", f"{n} x {device}; GB are 10^9 bytes")
     pairs([
         ("weights", f"{m.weights / GB:.1f} GB"),
         ("keys and values", f"{m.held / GB:.1f} GB of {answer.plan.point.concurrency:.4g} requests half-way; "
@@ -139,7 +144,8 @@ def _why(answer: Answer) -> None:
     _part(f"Why {answer.plan.systems}")
     before, rows = 0.0, []
     for step in answer.why:
-        rows.append([f"{step.systems:.2f}", f"{step.systems - before:+.2f}", step.why])
+        more = step.systems - before
+        rows.append([_few(step.systems), "+" + _few(more), step.why])
         before = step.systems
     table(["systems", "", ""], rows)
     if answer.plan.shares:
@@ -157,7 +163,7 @@ def _configurations(answer: Answer) -> None:
             rows.append([offer.configuration, "", "-", "-", "-", "-", "-", "-", f"breaks {' and '.join(offer.broken)}"])
         else:
             systems = answer.plan.rate / offer.point.rate_of_system
-            rows.append([*_point(offer.point), f"{systems:.2f}", offer.point.source])
+            rows.append([*_point(offer.point), _few(systems), offer.point.source])
     table(["configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems", "figures"], rows)
     if len(answer.table) > _MOST_ROWS:
         click.echo(f"  and {len(answer.table) - _MOST_ROWS} more: --json has them")
@@ -169,8 +175,8 @@ def _changes(answer: Answer) -> None:
     _part("What would change it")
     rows = []
     for change in answer.changes:
-        kept = change.fractional is not None
-        rows.append([change.what, str(change.systems) if kept else "-", f"{change.fractional:.2f}" if kept else "-"])
+        figure = "-" if change.fractional is None else _few(change.fractional)
+        rows.append([change.what, "-" if change.systems is None else str(change.systems), figure])
     table(["", "systems", "by the figures"], rows)
     if any(change.systems is None for change in answer.changes):
         click.echo("  -: nothing keeps the limits then")

@@ -171,7 +171,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The whole content or what was there before; nothing unfinished stays behind."""
+    """The whole content or what was there before; nothing unfinished stays behind. A device is written into."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

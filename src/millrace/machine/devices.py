@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from millrace.errors import ConfigError, nearest
 
+PROCESSOR = "CPU"  # the architecture of a machine without more
 GB, TERA = 1e9, 1e12  # decimal, as memory and peaks are sold
 
 
@@ -100,5 +101,6 @@ def find_device(name: str) -> Device:
     named = {alias.casefold(): device for device in DEVICES for alias in (device.name, *device.aliases)}
     wanted = name.casefold().removeprefix("nvidia ").strip()
     if wanted not in named:
-        raise ConfigError(f"no device is known as {name}", "a device of the catalogue", nearest(wanted, named))
+        raise ConfigError(f"no device is known as {name}", "a device of the catalogue",
+                          nearest(wanted, named, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
     return named[wanted]

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from millrace.engine.tactics import write_whole
 from millrace.errors import ConfigError, plain
 from millrace.runtime.history import StepSeen
 from millrace.runtime.step_work import StepWork
@@ -163,7 +164,7 @@ class StepProfile:
 
 def write_profile(file: Path, profile: StepProfile) -> None:
     """raises OSError"""
-    file.write_text(json.dumps({"schema": _SCHEMA, **asdict(profile)}, indent=1) + "\n", encoding="utf-8")
+    write_whole(file, (json.dumps({"schema": _SCHEMA, **asdict(profile)}, indent=1) + "\n").encode())
 
 
 def read_profile(file: Path) -> StepProfile:

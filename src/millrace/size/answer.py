@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
+from millrace.machine.devices import DEVICES, Link
 from millrace.machine.roofline import Roofline
 from millrace.size.case import Case, There, check_systems, systems_there
+from millrace.size.contradictions import check_question
 from millrace.size.demand import USER_REQUESTS, Demand, demand, hourly_peaks, users
 from millrace.size.hardware import measured_here
 from millrace.size.lengths import Work, work
@@ -100,7 +102,7 @@ class Answer:
     @property
     def instances(self) -> int:
         """That the load needs; systems are rounded up from these."""
-        per_system = self.plan.point.system / self.plan.point.tp
+        per_system = self.plan.point.system / self.plan.point.devices
         return -int(-(self.plan.fractional / self.question.hardware.utilisation * per_system) // 1)
 
 
@@ -121,6 +123,7 @@ def answered(
 
     raises ConfigError, as `plan`
     """
+    check_question(question)
     limits, here = limits_of(question.limits), cache(here)  # which may take seconds
     prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
     is_said = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
@@ -173,7 +176,7 @@ def _check_p95(case: Case, found: Offers) -> None:
 def _operating(case: Case, found: Offers, best: Plan) -> Point:
     """What users feel at the peak of what is bought, which is rounded up: the least point that bears their share."""
     h, point = case.question.hardware, best.point
-    instances = max(1, best.systems - h.spare) * point.system // point.tp
+    instances = max(1, best.systems - h.spare) * point.system // point.devices
     each = best.rate / instances
     if not each:
         return point
@@ -204,7 +207,8 @@ def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternati
         names = list(rest)
     with case.replicas.search.part(_MAIN):
         told = _each(case, found, costs, names, _MOST_SIMULATED if rest else len(names))
-    return (*sorted(told.values(), key=_order), *(one for name, one in rest.items() if name not in told))
+    refused = (Alternative(name, found, None, None, why) for name, why in found.refused.items())
+    return (*sorted(told.values(), key=_order), *(one for name, one in rest.items() if name not in told), *refused)
 
 
 def _each(case: Case, found: Offers, costs: "_Costs", names: Sequence[str], wanted: int) -> dict[str, Alternative]:
@@ -256,13 +260,13 @@ class _Costs:
     def of(self, best: Plan, found: Offers) -> Money | None:
         """None where nothing is bought, or on what the catalogue has not."""
         bought, load, question = found.bought(best.point.device), self.case.load, self.case.question
-        if bought is None or not best.rate:
+        if bought is None or not best.rate or bought.whole not in DEVICES:
             return None
         point, h = best.point, question.hardware
         peaks = (best.rate,) * 24 if load is None else hourly_peaks(question.load, load)
         beside = 0.0 if load is None else load.peak - best.rate  # which systems that are there bear
         needed = Needed(
-            bought.whole, point.tp / bought.slices, point.system // bought.slices, best.systems, best.fractional,
+            bought.whole, point.devices / bought.slices, point.system // bought.slices, best.systems, best.fractional,
             engines([max(0.0, peak - beside) for peak in peaks], point.rate, h.utilisation),
         )  # fmt: skip
         rents = self.prices.rents(bought.whole, question.money.tier)
@@ -312,10 +316,7 @@ def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], 
     limits = case.limits
 
     def limited(times: float) -> Callable[[], float]:
-        def scaled(limit: float | None) -> float | None:
-            return None if limit is None else limit * times
-
-        other = Limits(scaled(limits.ttft_s), scaled(limits.itl_s), scaled(limits.e2e_s), limits.of)
+        other = limits.scaled(times)
         return lambda: case.plan(case.simulated(found, other), other).fractional
 
     again = {
@@ -351,9 +352,26 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
         "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
         "software that takes 0.75 of the time": again(replace(case, question=faster)),
     }  # fmt: skip
+    if best.point.tp > 1 and h.pp is None and _is_by_pcie(found, best):
+        for pp in (2, 4):
+            told[f"layers in {pp} stages (--pp {pp})"] = _staged(case, best, pp)
     if not h.precision and h.profile is None:
         told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
     return told
+
+
+def _is_by_pcie(found: Offers, best: Plan) -> bool:
+    """Where devices that share layers wait for each other."""
+    bought = found.bought(best.point.device)
+    return bought is not None and bought.device.link == Link.PCIE and bought.most_tp > 1
+
+
+def _staged(case: Case, best: Plan, pp: int) -> Callable[[], float]:
+    def fractional() -> float:
+        offered = case.offers(pp=pp).of(best.point.device)
+        return case.plan(case.simulated(offered)).fractional
+
+    return fractional
 
 
 def _wide(found: Offers) -> Offers:

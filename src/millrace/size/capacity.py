@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.size.cost import Floats
-from millrace.size.points import Limits, Point, Sampled, Source, Waits
+from millrace.size.points import Limits, Point, Sampled, Source, Waits, named_parallel
 from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving
@@ -41,7 +41,7 @@ class Replica:
     @property
     def name(self) -> str:
         one = self.serving
-        return f"{one.precision} TP{one.tp} on {one.device}"
+        return f"{one.precision} {named_parallel(one.tp, one.pp)} on {one.device}"
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
         return self._simulation().run(arrivals, closed)
@@ -225,7 +225,7 @@ class Replica:
 
         one = self.serving
         return Point(
-            model=one.model, device=one.device, precision=one.precision, tp=one.tp,
+            model=one.model, device=one.device, precision=one.precision, tp=one.tp, pp=one.pp,
             input_tokens=self.lengths.n_input, output_tokens=self.lengths.n_output, concurrency=concurrency, rate=rate,
             mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
             sampled=Sampled(

@@ -35,9 +35,10 @@ class There:
     def rate(self, limits: Limits, utilisation: float) -> float:
         """Requests/s of all of them; 0 where they do not keep the limits."""
         try:
-            return self.systems * utilisation * self.point(limits).rate_of_system
+            point = self.point(limits)
         except ConfigError:
             return 0.0
+        return whole_systems(self.systems, point) * utilisation * point.rate_of_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,22 @@ class Case:
         fleet = Fleet(h.utilisation, h.spare)
         if self.load is None:
             one = planned(1.0, found.points, limits, fleet, basis).point  # the best one, whatever the rate
-            rate = (self.there[0].systems - h.spare) * h.utilisation * one.rate_of_system
+            n = whole_systems(self.there[0].systems - h.spare, one)
+            if not n:
+                raise ConfigError(f"an instance ({one.configuration}) takes {one.systems} systems", "as many, or more",
+                                  "say more --systems, or fewer stages (--pp)")  # fmt: skip
+            rate = n * h.utilisation * one.rate_of_system
             return planned(rate * (1 - 1e-12), found.points, limits, fleet, basis)
         rest = self.load.peak * times - sum(there.rate(limits, h.utilisation) for there in self.there)
         if rest > 0:
             return _one_at_least(planned(rest, found.points, limits, fleet, basis), 1 + h.spare)
         enough = planned(1.0, found.points, limits, fleet, basis)
         return replace(enough, rate=0.0, fractional=0.0, systems=0, low=0, high=0)
+
+
+def whole_systems(n: int, point: Point) -> int:
+    """Of n, those that are full of instances, or of parts of one."""
+    return n - n % point.systems
 
 
 def _one_at_least(found: Plan, least: int) -> Plan:

@@ -12,7 +12,7 @@ call (1 + log2 tp) / 2 + 2 (tp - 1) / tp b / rate, twice a layer. The sum of bot
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 import numpy as np
@@ -30,13 +30,35 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A model on tp devices. precision: of weights and products; kv_bytes: of a number in the cache"""
+    """A model on tp x pp devices: groups of tp, each with the layers of a stage (steps.py has what stages take).
+
+    precision: of weights and products; kv_bytes: of a number in the cache; system: devices of a machine
+    """
 
     model: ModelShape
     device: Device
     precision: str
     tp: int = 1
     kv_bytes: float = 2.0
+    pp: int = 1
+    system: int = 8
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> "Instance":
+        """The slowest one, with as many layers as any and the head; all of it where there is one."""
+        return self if self.pp == 1 else self._with(n_layers=-(-self.model.n_layers // self.pp), tied=True)
+
+    @property
+    def within(self) -> "Instance":
+        """A stage that is not the last, and has no head."""
+        return self.stage._with(vocab=1)
+
+    def _with(self, **model: int) -> "Instance":
+        return replace(self, model=replace(self.model, **model), pp=1)  # type: ignore[arg-type]
 
     @property
     def peak(self) -> float:
@@ -96,6 +118,15 @@ class PrefillTerms:
     attention_s: float
     rest: tuple[float, float, float, float]
 
+    def part(self, cut: int) -> "PrefillTerms":
+        """One of so many: it reads all weights, and makes as many calls."""
+        if cut == 1:
+            return self
+        calls, near, far, fixed = self.rest
+        return PrefillTerms(
+            self.arithmetic_s / cut, self.streaming_s, self.attention_s / cut, (calls, near / cut, far / cut, fixed)
+        )
+
 
 def prefill_terms(instance: Instance, prompts: Sequence[float], starts: Sequence[float] = ()) -> PrefillTerms:
     """prompts: tokens of each that are computed in this step; starts: how many of each were before, if not all 0"""
@@ -145,9 +176,14 @@ class Constants:
         """Of a decode step, the part that keys and values take."""
         return self.factor * self.decode[0] * instance.cached_s(n, context)
 
-    def chunks_s(self, instance: Instance, prompts: Sequence[float], starts: Sequence[float], beside: bool) -> float:
-        """Of chunks of prompts in a step; beside running answers weights are read and calls are made once, by those."""
-        terms = prefill_terms(instance, prompts, starts)
+    def chunks_s(
+        self, instance: Instance, prompts: Sequence[float], starts: Sequence[float], beside: bool, cut: int = 1
+    ) -> float:  # fmt: skip
+        """Of chunks of prompts in a step; beside running answers weights are read and calls are made once, by those.
+
+        cut: of so many parts of them alike, one
+        """
+        terms = prefill_terms(instance, prompts, starts).part(cut)
         if not beside:
             return self.factor * prefill_time(terms, self.prefill)
         _, near, far, _ = terms.rest

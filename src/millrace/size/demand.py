@@ -15,6 +15,7 @@ from millrace.tune.recording import Recording, read_recording
 _CALLS = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e\d+)?)\s*([kMB]?)\s*(?:/|\s+(?:per|a)\s+)\s*([a-z]+)")
 _TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 _HOURS, _MOST_WINDOWS = 24, 10_000_000
+_MOST_BURST = 1e4  # as --burst
 USER_REQUESTS = 3.0  # a day, where nobody says
 
 
@@ -59,6 +60,10 @@ def demand(asked: LoadSettings) -> Demand:
     if share > 1:
         how = (*how, f"in their busiest hours {busy:.4g} requests/s")
     top, told = _peak(asked, busy, trace)
+    if top > busy * _MOST_BURST:
+        raise ConfigError(f"a peak of {top:,.10g} requests/s, and {how[0]}",
+                          f"a peak of at most {_MOST_BURST:,.0f} times the average, {busy * _MOST_BURST:.4g}",
+                          "leave one of them out, or correct it (--requests-each, --hours)")  # fmt: skip
     if top < busy * (1 - 1e-9):
         raise ConfigError(f"a peak of {top:g} requests/s, and {busy:.4g} on average when they come",
                           "a peak above that", "correct one of them, or --percentile")  # fmt: skip
@@ -94,7 +99,8 @@ def _peak_alone(asked: LoadSettings) -> Demand:
     """The peak is what was said: nothing makes it higher."""
     assert asked.rate is not None
     wrong = [name for name, usual in (("burst", 1), ("split", 1), ("hours", None), ("daily", None),
-                                      ("requests_each", None)) if getattr(asked, name) != usual]  # fmt: skip
+                                      ("requests_each", None), ("percentile", 95), ("window_s", 1))
+             if getattr(asked, name) != usual]  # fmt: skip
     if wrong:
         raise ConfigError(f"{' and '.join(wrong)} beside a peak that is said", "an average that they make a peak of",
                           "say --average instead of --rate, or leave them out")  # fmt: skip
@@ -109,7 +115,10 @@ def _average(asked: LoadSettings, trace: Recording | None) -> tuple[float, tuple
     if asked.users is not None:
         each = asked.requests_each or USER_REQUESTS
         rate = per_second(asked.users * each, "day")
-        return rate, (f"{asked.users:,.10g} users with {each:g} requests a day are {rate:.4g} requests/s on average",)
+        return rate, (
+            f"{asked.users:,.10g} users with {each:g} requests a day are {rate:.4g} requests/s on average"
+            + ("" if asked.hours or asked.daily else ", through all 24 hours"),
+        )
     if asked.calls is not None:
         n, period = parse_calls(asked.calls)
         each = asked.requests_each or 1.0
@@ -152,9 +161,13 @@ def _curve(asked: LoadSettings) -> Sequence[float]:
 
 def _peak(asked: LoadSettings, busy: float, trace: Recording | None) -> tuple[float, tuple[str, ...]]:
     if asked.rate is not None:
-        if asked.burst != 1 or asked.split != 1 or trace is not None:
-            raise ConfigError("the peak is said, and what would make one of the average, too", "one of them",
-                              "leave --rate out, or --burst, --split and --trace")  # fmt: skip
+        makes = asked.burst != 1 or asked.split != 1 or asked.percentile != 95 or asked.window_s != 1
+        if makes or trace is not None:
+            raise ConfigError(
+                "the peak is said, and what would make one of the average, too",
+                "one of them",
+                "leave --rate out, or --burst, --split, --percentile, --window-s and --trace",
+            )
         return asked.rate, (f"peak: {asked.rate:g} requests/s, as said",)
     if trace is not None:
         return _recorded(asked, busy, trace)

@@ -34,5 +34,5 @@ def shared(answers: Sequence[Answer]) -> Shared:
     if len(spares) > 1:
         raise ConfigError("the models have different numbers of spare systems", "one for all", "say it as --spare")
     ((device, system),), (spare,) = kinds, spares
-    devices = sum(answer.instances * answer.plan.point.tp for answer in answers)
+    devices = sum(answer.instances * answer.plan.point.devices for answer in answers)
     return Shared(device, devices, math.ceil(devices / system) + spare, sum(a.plan.systems for a in answers))

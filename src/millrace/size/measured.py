@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from millrace.errors import ConfigError
+from millrace.engine.tactics import write_whole
+from millrace.errors import ConfigError, plain
 from millrace.settings import read_given
 from millrace.size.models import PRESETS, ModelShape
 from millrace.size.points import Point, Source, Waits
@@ -77,6 +78,12 @@ def _point(row: Mapping[str, str | None], where: str) -> Point:
             )
         return value
 
+    def text(name: str) -> str:
+        value = row[name] or ""
+        if not value or plain(value) != value:
+            raise ConfigError(f"{where}: {name} is {value!r:.40}", "a name", "correct it, or leave it out")
+        return value
+
     def waits(names: tuple[str, ...]) -> Waits:
         return Waits(*(number(name) / 1e3 for name in names))
 
@@ -84,7 +91,7 @@ def _point(row: Mapping[str, str | None], where: str) -> Point:
     if tp != int(tp):
         raise ConfigError(f"{where}: tp is {tp:g}", "a whole number of devices", "correct it")
     return Point(
-        model=str(row["model"]), device=str(row["gpu"]), precision=str(row["precision"]), tp=int(tp),
+        model=text("model"), device=text("gpu"), precision=text("precision"), tp=int(tp),
         input_tokens=number("isl"), output_tokens=number("osl"), concurrency=number("concurrency"),
         rate=number("req_s"), mean=waits(("ttft_ms", "itl_ms", "e2e_ms")),
         p95=waits(_P95) if all(row.get(name) for name in _P95) else None, source=Source.MEASURED,
@@ -93,14 +100,15 @@ def _point(row: Mapping[str, str | None], where: str) -> Point:
 
 def write_points(path: Path, points: Sequence[Point]) -> None:
     """As they are read. raises OSError"""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow((*_NEEDED, *_P95))
-        for p in points:
-            waits = [p.mean.ttft_s, p.mean.itl_s, p.mean.e2e_s]
-            p95 = [] if p.p95 is None else [p.p95.ttft_s, p.p95.itl_s, p.p95.e2e_s]
-            rows.writerow([
-                p.model, p.device, p.precision, p.tp, f"{p.input_tokens:g}", f"{p.output_tokens:g}",
-                f"{p.concurrency:.6g}", *(f"{s * 1e3:.6g}" for s in waits), f"{p.rate:.6g}",
-                *([f"{s * 1e3:.6g}" for s in p95] or [""] * len(_P95)),
-            ])  # fmt: skip
+    file = io.StringIO(newline="")
+    rows = csv.writer(file)
+    rows.writerow((*_NEEDED, *_P95))
+    for p in points:
+        waits = [p.mean.ttft_s, p.mean.itl_s, p.mean.e2e_s]
+        p95 = [] if p.p95 is None else [p.p95.ttft_s, p.p95.itl_s, p.p95.e2e_s]
+        rows.writerow([
+            p.model, p.device, p.precision, p.tp, f"{p.input_tokens:g}", f"{p.output_tokens:g}",
+            f"{p.concurrency:.6g}", *(f"{s * 1e3:.6g}" for s in waits), f"{p.rate:.6g}",
+            *([f"{s * 1e3:.6g}" for s in p95] or [""] * len(_P95)),
+        ])  # fmt: skip
+    write_whole(path, file.getvalue().encode())

@@ -19,8 +19,8 @@ class Memory:
 
 
 def memory(instance: Instance, point: Point) -> Memory:
-    total = instance.tp * instance.device.memory_bytes
-    back = total - instance.tp * (USABLE * instance.device.memory_bytes - OVERHEAD_BYTES)
+    total = instance.devices * instance.device.memory_bytes
+    back = total - instance.devices * (USABLE * instance.device.memory_bytes - OVERHEAD_BYTES)
     room = kv_capacity(instance) * instance.kv_token_bytes
     wanted = point.concurrency * (point.input_tokens + point.output_tokens / 2) * instance.kv_token_bytes
     held = min(room, wanted)

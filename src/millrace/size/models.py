@@ -4,6 +4,7 @@ More families than the engine serves: a purchase is planned before there is a ch
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.errors import ConfigError, nearest, plain
+from millrace.settings import once, read_given
 
 _MOST_BYTES = 1 << 20  # of a config.json
 _MOST = 1 << 24  # of any size in it
+_TUNED = re.compile(r"(-(instruct|chat|it|hf|base|v0\.[12]))+$")  # of one size, other weights
 _SIZES = ("n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_context")
 
 
@@ -152,8 +155,10 @@ def find_model(name: str) -> ModelShape:
         return read_model(path)
     wanted = name.casefold()
     if wanted not in PRESETS:
+        bare = _TUNED.sub("", wanted.rsplit("/", 1)[-1])  # of the Hub's names
+        meant = f'did you mean "{bare}"? It has the same sizes' if bare in PRESETS else nearest(bare, PRESETS)
         raise ConfigError(
-            f"no model is known as {name}", "a preset, or the path of a config.json", nearest(wanted, PRESETS)
+            f"no model is known as {plain(name)}", "a preset, or the path of its config.json, or of its folder", meant
         )
     return PRESETS[wanted]
 
@@ -161,9 +166,8 @@ def find_model(name: str) -> ModelShape:
 def read_model(path: Path) -> ModelShape:
     """raises ConfigError"""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        config = json.loads(data) if len(data) <= _MOST_BYTES else None
+        data = read_given(path, _MOST_BYTES)
+        config = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a config.json", "check the path") from None
     except (ValueError, RecursionError) as error:

@@ -180,9 +180,11 @@ def money(
     a_request = sum(n * price / 1e6 for n, price in zip(lengths, prices.tokens, strict=True))
     cheapest = _cheapest(own, rent, both)
     notes = []
-    if own is None:
+    if own is None and fleet.system != SYSTEM:
+        notes.append(f"prices for buying are of systems of {SYSTEM}, and these have {fleet.system}")
+    elif own is None:
         notes.append(
-            f"no price of a system of 8 x {fleet.device.name} is known: name it in --prices, under buy.systems"
+            f"no price of a system of {SYSTEM} x {fleet.device.name} is known: name it in --prices, under buy.systems"
         )
     if rent is None:
         notes.append(f"no offer for {fleet.device.name} is known: name one in --prices, under offers")

@@ -1,7 +1,7 @@
 """Operating points to choose from: measured ones of these lengths, or computed ones; of calls in a row as one."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Offers:
     """points: of a request, all its calls together; model: None where it is only measured
 
     left_out: rows of a measured table that were not in a steady state; own: a stack that was fitted to a user's runs
-    profiled: a server of this machine, by its steps
+    profiled: a server of this machine, by its steps; refused: devices that were named, and do not do
     """
 
     points: tuple[Point, ...]
@@ -39,6 +39,7 @@ class Offers:
     left_out: int = 0
     own: OwnStack | None = None
     profiled: Profiled | None = None
+    refused: Mapping[str, ConfigError] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +71,7 @@ class Offers:
         found = self.bought(point.device)
         if self.model is None or found is None or point.precision not in WEIGHT_BYTES:
             return None
-        return instance_of(self.model, found.device, point.precision, point.tp)
+        return instance_of(self.model, found.device, point.precision, point.tp, point.pp, point.system)
 
 
 def offers(
@@ -86,7 +87,7 @@ def offers(
     shape = find_model(model)
     work.check(shape)
     names = asked.hardware or (DEVICE,)
-    if any(name.casefold() == ALL for name in names):
+    if is_all := any(name.casefold() == ALL for name in names):
         if len(names) > 1:
             raise ConfigError(f'--hardware {ALL} beside {" and ".join(n for n in names if n.casefold() != ALL)}',
                               "one of both", "leave one out")  # fmt: skip
@@ -97,42 +98,53 @@ def offers(
     if own is not None and own.device not in [one.device.name for one in hardware]:
         raise ConfigError(f"{asked.stack} is of {own.device}", " or ".join(one.device.name for one in hardware),
                           f"name that hardware, or fit a stack of it: --hardware {own.device!r}")  # fmt: skip
+    if own is not None and asked.precision and own.precision not in asked.precision:
+        raise ConfigError(f"{asked.stack} is of {own.precision}", " or ".join(asked.precision),
+                          f"choose that precision: --precision {own.precision}")  # fmt: skip
     points: list[Point] = []
-    why: ConfigError | None = None
+    refused: dict[str, ConfigError] = {}
     for one in hardware:
         try:
             points += _computed(shape, one, asked, work, own)
         except ConfigError as error:
-            why = why or error
+            refused[one.device.name] = error
     if not points:
-        assert why is not None, "there is some hardware"
-        raise why
-    return Offers(tuple(points), shape, hardware, own=own)
+        raise next(iter(refused.values()))
+    return Offers(tuple(points), shape, hardware, own=own, refused={} if is_all else refused)
 
 
 def _computed(
     shape: ModelShape, one: Hardware, asked: HardwareSettings, work: Work, own: OwnStack | None
 ) -> list[Point]:  # fmt: skip
-    found = _calls(work, [_alone(shape, one.device, asked, call, own) for call in work.calls])
-    kept = [p for p in found if p.tp <= min(one.most_tp, one.system) and asked.tp in (None, p.tp)]
+    if asked.pp not in (None, 1) and one.most_tp == 1:
+        raise ConfigError(f"--pp {asked.pp} on {one.device.name}, which is linked to no other", "--pp 1",
+                          "leave --pp out, or name whole devices")  # fmt: skip
+    found = _calls(work, [_alone(shape, one, asked, call, own) for call in work.calls])
+    most, fits = min(one.most_tp, one.system), sorted({p.tp for p in found})
+    kept = [p for p in found if p.tp <= most and asked.tp in (None, p.tp)]
+    kept = [p for p in kept if p.devices <= one.system or p.devices % one.system == 0]  # whole systems beyond one
     if not kept:
-        tp = f"TP{asked.tp}" if asked.tp else f"at most {min(one.most_tp, one.system)}"
-        raise ConfigError(f"{shape.name} does not fit on {one.device.name} with {tp}",
-                          "TP " + ", ".join(map(str, sorted({p.tp for p in found}))),
-                          "take larger devices, or fewer bits; leave --tp out")  # fmt: skip
+        if asked.tp is not None and asked.tp > most:
+            raise ConfigError(f"TP{asked.tp} on {one.device.name}, of which a system has {most}",
+                              f"--tp {most} at most", "leave --tp out, or take larger systems")  # fmt: skip
+        raise ConfigError(
+            f"{shape.name} does not fit on {asked.tp or most} x {one.device.name}", "TP " + ", ".join(map(str, fits)),
+            "take larger devices, or fewer bits; leave --tp out",
+        )  # fmt: skip
     return [replace(scaled(point, asked.factor), system=one.system) for point in kept]
 
 
 def _alone(
-    shape: ModelShape, device: Device, asked: HardwareSettings, call: Call, own: OwnStack | None
+    shape: ModelShape, one: Hardware, asked: HardwareSettings, call: Call, own: OwnStack | None
 ) -> list[Point]:  # fmt: skip
     """Of a call by itself, in closed form. raises ConfigError where nothing fits"""
     found: list[Point] = []
     why: ConfigError | None = None
+    device, pp = one.device, asked.pp or 1
     for precision, tp in product(asked.precision or _precisions(device), TPS):
         stack = own.of(device.name, precision) if own else None
         try:
-            instance, known = instance_of(shape, device, precision, tp), profile(device, precision)
+            instance, known = instance_of(shape, device, precision, tp, pp, one.system), profile(device, precision)
             found += [served(instance, known, call.lengths, n, stack) for n in CONCURRENCIES]
         except ConfigError as error:
             why = error

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from millrace.errors import ConfigError
-from millrace.machine.devices import Device, find_device
-from millrace.size.constants import profile
+from millrace.machine.devices import PROCESSOR, Device, find_device
+from millrace.size.constants import UNSEEN, profile
 from millrace.size.cost import Instance
+from millrace.size.load import DAY_S
 from millrace.size.models import ModelShape
-from millrace.size.points import Limits, Point, Source, best, latency_optimal, throughput_optimal
+from millrace.size.points import SYSTEM, Limits, Point, Source, best, latency_optimal, throughput_optimal
 from millrace.size.served import served, shares
 
-TPS = (1, 2, 4, 8)
+TPS, PPS = (1, 2, 4, 8), (1, 2, 4, 8, 16)
 _MOST_SYSTEMS = 10_000_000
 _CLOSE = 0.02  # to which capacities are found
 CLOSED_FORM_ERROR = 0.05  # beside those of what it is computed from
@@ -75,9 +76,12 @@ class Basis(Protocol):
     def grounds(self, point: Point) -> Grounds: ...
 
 
-def instance_of(model: ModelShape, device: Device, precision: str, tp: int) -> Instance:
+def instance_of(
+    model: ModelShape, device: Device, precision: str, tp: int, pp: int = 1, system: int = SYSTEM
+) -> Instance:  # fmt: skip
     """With a cache of 8 bits beside weights of 8, as engines have it."""
-    return Instance(model, device, precision, tp, 1.0 if precision in ("fp8", "int8", "fp4") else 2.0)
+    kv_bytes = 1.0 if precision in ("fp8", "int8", "fp4") else 2.0
+    return Instance(model, device, precision, tp, kv_bytes, pp, system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,14 @@ class Computed:
 
     def grounds(self, point: Point) -> Grounds:
         device = self.instance.device if point.device == self.instance.device.name else find_device(point.device)
-        here = instance_of(self.instance.model, device, point.precision, point.tp)
+        here = instance_of(self.instance.model, device, point.precision, point.tp, point.pp, point.system)
         known = profile(device, point.precision)
         error = known.served_error + (CLOSED_FORM_ERROR if point.source == Source.ANALYTIC else _CLOSE)
         told = f"{known.source}; served by {known.stack.name}"
+        if point.pp > 1:  # by a formula alone: nothing that was measured tells its error
+            error, told = max(error, UNSEEN), f"{told}; {point.pp} stages by their bubbles and links, not measured"
+        if device.architecture == PROCESSOR:
+            told += "; no processor was among what was measured: `millrace size verify` and --profile have your own"
         return Grounds(error, told, shares(here, known, point), _is_full(here, point))
 
 
@@ -112,9 +120,11 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:
-        n = math.ceil(fractional * share / fleet.utilisation - 1e-9) + fleet.spare
+        n = rounded(fractional * share / fleet.utilisation, point.systems) + fleet.spare
         if n > _MOST_SYSTEMS:
-            raise ConfigError(f"{n} systems", f"at most {_MOST_SYSTEMS}", "check rate and units")
+            raise ConfigError(f"{rate:g} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
+                              f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
+                              f"are {rate / DAY_S:,.4g} a second")  # fmt: skip
         return n
 
     return Plan(
@@ -123,6 +133,11 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
         shares=grounds.shares if grounds else {},
         latency_optimal=latency_optimal(points), throughput_optimal=throughput_optimal(points), provenance=told,
     )  # fmt: skip
+
+
+def rounded(systems: float, an_instance: int) -> int:
+    """Up to whole instances, each of so many systems or of a part of one."""
+    return math.ceil(systems / an_instance - 1e-9) * an_instance
 
 
 def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Grounds | None) -> str:

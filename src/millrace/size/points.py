@@ -9,6 +9,10 @@ from millrace.errors import ConfigError
 SYSTEM = 8  # devices of the machines that are bought, where nobody says
 
 
+def named_parallel(tp: int, pp: int) -> str:
+    return f"TP{tp}" + (f" PP{pp}" if pp > 1 else "")
+
+
 class Source(StrEnum):
     """Where a figure comes from."""
 
@@ -48,7 +52,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known
+    """One instance of tp x pp devices with so many requests in flight. rate: requests a second; p95: where it is known
 
     system: devices of the machines that are bought; sampled: where it was simulated
     """
@@ -66,15 +70,29 @@ class Point:
     p95: Waits | None
     source: Source
     sampled: Sampled | None = None
+    pp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def systems(self) -> int:
+        """That an instance takes: several, where it has more devices than one."""
+        return max(1, self.devices // self.system)
 
     @property
     def rate_of_system(self) -> float:
-        """Of a machine that is full of such instances."""
-        return self.rate * self.system / self.tp
+        """Of a machine that is full of such instances, or of its share of one that takes several."""
+        return self.rate * self.system / self.devices
 
     @property
     def configuration(self) -> str:
-        return f"{self.precision} TP{self.tp} on {self.device}"
+        return f"{self.precision} {self.parallel} on {self.device}"
+
+    @property
+    def parallel(self) -> str:
+        return named_parallel(self.tp, self.pp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +110,14 @@ class Limits:
         for name, value in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
             if value is not None and not 0 < value < 1e6:
                 raise ConfigError(f"a limit of {value:g} s on {name}", "above 0, in seconds", "correct it")
+
+    def scaled(self, times: float) -> "Limits":
+        """So many times as long; what is not limited stays so."""
+
+        def of(limit: float | None) -> float | None:
+            return None if limit is None else limit * times
+
+        return Limits(of(self.ttft_s), of(self.itl_s), of(self.e2e_s), self.of)
 
     def broken(self, point: Point) -> tuple[str, ...]:
         """Which ones that point breaks; all where its p95 is asked for and not known."""
@@ -113,7 +139,7 @@ def best(points: Sequence[Point], limits: Limits) -> Point:
     """
     within = [point for point in points if not limits.broken(point)]
     if within:
-        return max(within, key=lambda point: (point.rate_of_system, -point.tp))
+        return max(within, key=lambda point: (point.rate_of_system, -point.devices))
     if not points:
         raise ConfigError("no operating point is known", "one at least", "give measurements, or choose a device")
     closest = min(points, key=lambda point: (len(limits.broken(point)), point.mean.ttft_s))
@@ -127,8 +153,8 @@ def best(points: Sequence[Point], limits: Limits) -> Point:
 
 
 def latency_optimal(points: Sequence[Point]) -> Point:
-    return min(points, key=lambda point: (point.mean.e2e_s, point.tp))
+    return min(points, key=lambda point: (point.mean.e2e_s, point.devices))
 
 
 def throughput_optimal(points: Sequence[Point]) -> Point:
-    return max(points, key=lambda point: (point.rate_of_system, -point.tp))
+    return max(points, key=lambda point: (point.rate_of_system, -point.devices))

@@ -15,6 +15,7 @@ from millrace.settings import read_given
 _OURS = Path(__file__).with_name("prices.toml")
 _MOST_BYTES, _MOST_OFFERS, _MOST = 1 << 20, 10_000, 1e12
 TIERS = ("hyperscaler", "neocloud", "marketplace")
+_LEAST_YEARS, _MOST_PUE = 0.01, 100.0
 OLD = datetime.timedelta(days=365)
 _BUY = ("years", "hosting", "licence", "kwh", "pue")
 _KEYS = ("date", "currency", "offers", "buy", "tokens")
@@ -118,8 +119,9 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
         raise ConfigError(f"{where}: currency is {currency!r:.40}", "such as USD", "correct it")
     usual = {} if buy.get("systems") else {**dict.fromkeys(_BUY, 0.0), "years": 1.0, "pue": 1.0}  # nothing is bought
     rates = {name: number(buy.get(name, usual.get(name)), f"{where}, buy.{name}") for name in _BUY}
-    if not rates["years"] or rates["pue"] < 1:
-        raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}", "years above 0, a PUE from 1",
+    if not rates["years"] >= _LEAST_YEARS or not 1 <= rates["pue"] <= _MOST_PUE:
+        raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}",
+                          f"{_LEAST_YEARS:g} years at least, a PUE from 1 to {_MOST_PUE:g}",
                           "correct them")  # fmt: skip
     offers = found["offers"]
     return Prices(

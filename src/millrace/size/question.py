@@ -21,7 +21,7 @@ from millrace.size.settings import (
     SearchSettings,
 )
 
-_MOST_BYTES, _MOST_VALUES = 1 << 20, 64
+_MOST_BYTES, _MOST_VALUES, _MOST = 1 << 20, 64, 1 << 64
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 GROUPS = (RequestSettings, LoadSettings, LimitSettings, HardwareSettings, SearchSettings, MoneySettings)
 NAMES = {f.name: group for group in GROUPS for f in fields(group)}
@@ -79,11 +79,15 @@ def _typed(group: type[Settings], name: str, value: Any) -> Any:
         return float(value)
     if kind is tuple:
         values = value if isinstance(value, list | tuple) else [value]
-        if len(values) > _MOST_VALUES or not all(isinstance(v, str) for v in values):
+        if len(values) > _MOST_VALUES or not all(isinstance(v, str) and plain(v) == v for v in values):
             raise ConfigError(f"{name} is {value!r:.80}", f"names, at most {_MOST_VALUES}", "write a list of them")
         return tuple(values)
+    if type(value) is int and abs(value) >= _MOST:
+        raise ConfigError(f"{name} is a number of {value.bit_length()} bits", "at most 64", "correct it")
     if kind is float and type(value) is int:
         return float(value)
+    if isinstance(value, str) and plain(value) != value:  # a file may be somebody else's, and is shown
+        raise ConfigError(f"{name} is {value!r:.80}", "a line that can be shown", "correct it")
     if type(value) is not kind:
         wanted = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}[kind]
         unit = ' with its unit, such as "3500 words"' if name in ("input", "output") else ""

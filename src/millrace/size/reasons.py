@@ -1,16 +1,16 @@
 """Why so many: the way from an ideal machine to what is bought, every configuration, what would change it."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from millrace.errors import ConfigError
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Constants, Instance
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
-from millrace.size.planning import Plan, instance_of
+from millrace.size.planning import TPS, Plan, rounded
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
 from millrace.size.search import Search
 from millrace.size.served import CONCURRENCIES, served
@@ -41,7 +41,7 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
         Step(unlimited, "most requests/s that any configuration serves, whatever users wait"),
         Step(found.fractional, kept),
         Step(planned, f"planned with {utilisation:.0%} of that"),
-        Step(math.ceil(planned - 1e-9), "whole systems"),
+        Step(rounded(planned, point.systems), "whole systems"),
         Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
     ]
     instance = offers.instance(point)
@@ -64,8 +64,7 @@ def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
     known = profile(device, precision)
     ideal = replace(known, constants=_IDEAL)
     factor = known.constants.factor
-    least = _most(instance, ideal, work, found.point.system)
-    reached = _most(instance, known, work, found.point.system)
+    least, reached = _most(instance, ideal, work), _most(instance, known, work)
     return [
         Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
         Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
@@ -76,13 +75,14 @@ def _times(factor: float) -> str:
     return "" if factor == 1 else f", {factor:g} times"
 
 
-def _most(instance: Instance, known: Profile, work: Work, system: int) -> float:
-    """Requests a second of a system, in the best TP and at the best concurrency."""
+def _most(instance: Instance, known: Profile, work: Work) -> float:
+    """Requests a second of a system, in the best TP, in one stage or as many as here, at the best concurrency."""
     rates = []
-    for tp in (1, 2, 4, 8):
-        here = instance_of(instance.model, instance.device, instance.precision, tp)
+    for tp, pp in product(TPS, {1, instance.pp}):
+        here = replace(instance, tp=tp, pp=pp)
         try:
-            rates += [system / tp * served(here, known, work.answer.lengths, n, ENGINE).rate for n in CONCURRENCIES]
+            points = [served(here, known, work.answer.lengths, n, ENGINE) for n in CONCURRENCIES]
+            rates += [point.rate_of_system for point in points]
         except ConfigError:
             continue  # too small for the weights
     return max(rates)
@@ -129,7 +129,8 @@ def changes(
     not too long: long answers on slow devices take a minute each to simulate"""
     told, until = [], time.monotonic() + _MOST_S
     search.again(_MOST_S)
-    spare = best.systems - math.ceil(best.fractional / utilisation - 1e-9)
+    whole = best.point.systems
+    spare = best.systems - rounded(best.fractional / utilisation, whole)
     for what, planned in again.items():
         if time.monotonic() > until:
             break
@@ -137,7 +138,7 @@ def changes(
             fractional = planned()
             if search.over:
                 break
-            told.append(Change(what, math.ceil(fractional / utilisation - 1e-9) + spare, fractional))
+            told.append(Change(what, rounded(fractional / utilisation, whole) + spare, fractional))
         except ConfigError:
             if search.over:
                 break

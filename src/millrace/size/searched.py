@@ -20,10 +20,10 @@ class Replicas:
 
     def __init__(self, search: Search | None = None, gaps: Gaps | None = None) -> None:
         self.search, self._gaps = search or Search(), gaps or Gaps()
-        self._known: dict[tuple[str, str, int, Lengths], Replica] = {}
+        self._known: dict[tuple[str, str, int, int, Lengths], Replica] = {}
 
     def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
-        key = point.device, point.precision, point.tp, lengths
+        key = point.device, point.precision, point.tp, point.pp, lengths
         if key not in self._known:
             self._known[key] = Replica(_serving(found, point, lengths), self.search, self._gaps)
         return self._known[key]
@@ -51,9 +51,9 @@ def simulated(
     """
     if found.basis is None or asked.measured is not None or len(work.calls) > 1:
         return found
-    tried, lengths = _divided(limits, asked.factor), Lengths(round(work.n_input), round(work.n_output))
-    alike = {(p.precision, p.tp): replicas.of(found, p, lengths) for p in found.points}
-    bounded = [_Sought(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
+    tried, lengths = limits.scaled(1 / asked.factor), Lengths(round(work.n_input), round(work.n_output))
+    alike = {(p.precision, p.tp, p.pp): replicas.of(found, p, lengths) for p in found.points}
+    bounded = [_Sought(replica.bound(tried) / (tp * pp), tp * pp, replica) for (_, tp, pp), replica in alike.items()]
     search, of = replicas.search, (found.names[0], lengths, limits)
     search.forget(of)
     cut = _seek(sorted(bounded, key=lambda one: -one.bound), tried, search, closed)
@@ -84,13 +84,13 @@ class _Sought:
     """bound: requests/s of a device that it does not exceed; point: its best so far"""
 
     bound: float
-    tp: int
+    devices: int
     replica: Replica
     point: Point | None = None
 
     @property
     def most(self) -> float:
-        return 0.0 if self.point is None else self.point.rate / self.tp
+        return 0.0 if self.point is None else self.point.rate / self.devices
 
 
 def _seek(of: Sequence[_Sought], limits: Limits, search: Search, closed: bool) -> list[_Sought]:
@@ -106,7 +106,7 @@ def _seek(of: Sequence[_Sought], limits: Limits, search: Search, closed: bool) -
             if one.bound <= most:
                 continue
             search.begins(one.replica.name)
-            above = 0.0 if one.point is not None else most * one.tp
+            above = 0.0 if one.point is not None else most * one.devices
             try:
                 with search.part(1 / (len(left) - i)):
                     found = one.replica.most_closed(limits) if closed else one.replica.most(limits, above)
@@ -150,10 +150,3 @@ def simulated_at(
         replicas.search.cut(f"what users wait for at this load on {replica.name}")
         return None
     return None if at is None else replace(scaled(at, factor), system=point.system)
-
-
-def _divided(limits: Limits, factor: float) -> Limits:
-    def part(limit: float | None) -> float | None:
-        return None if limit is None else limit / factor
-
-    return Limits(part(limits.ttft_s), part(limits.itl_s), part(limits.e2e_s), limits.of)

@@ -14,7 +14,7 @@ from millrace.size.constants import Profile
 from millrace.size.cost import Instance, decode_terms, prefill_terms
 from millrace.size.points import Point, Source, Waits
 from millrace.size.stack import Stack
-from millrace.size.virtual import step_time
+from millrace.size.steps import step_time
 
 USABLE, OVERHEAD_BYTES = 0.9, 3 * GB  # of a device's memory; what its software and activations take of that
 CONCURRENCIES = (1, 2, 4, 5, 8, 10, 16, 25, 32, 50, 64, 100, 128, 150, 200, 250, 384, 512)
@@ -22,15 +22,17 @@ CONCURRENCIES = (1, 2, 4, 5, 8, 10, 16, 25, 32, 50, 64, 100, 128, 150, 200, 250,
 
 def kv_capacity(instance: Instance) -> float:
     """Tokens that the cache holds. raises ConfigError where not even the weights fit"""
-    memory = instance.tp * (USABLE * instance.device.memory_bytes - OVERHEAD_BYTES)
-    left = memory - instance.weights_bytes
+    stage = instance.stage
+    memory = stage.tp * (USABLE * stage.device.memory_bytes - OVERHEAD_BYTES)
+    left = memory - stage.weights_bytes
     if left <= 0:
         raise ConfigError(
             f"{instance.model.name} in {instance.precision} takes {instance.weights_bytes / GB:.0f} GB, and "
-            f"{instance.tp} x {instance.device.name} have {max(0.0, memory) / GB:.0f} GB for it",
-            "weights and some cache in memory", "use more devices, larger ones, or fewer bits",
+            f"{instance.devices} x {instance.device.name} have {max(0.0, memory) * instance.pp / GB:.0f} GB for it",
+            "weights and some cache in memory",
+            f"use more devices (--pp {2 * instance.pp}: layers in stages), larger ones, or fewer bits",
         )  # fmt: skip
-    return left / instance.kv_token_bytes
+    return left / stage.kv_token_bytes
 
 
 def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
@@ -43,7 +45,7 @@ def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
         )  # fmt: skip
     if (room := kv_capacity(instance)) < both:
         raise ConfigError(
-            f"a request of {both:g} tokens does not fit beside {instance.model.name} on {instance.tp} x "
+            f"a request of {both:g} tokens does not fit beside {instance.model.name} on {instance.devices} x "
             f"{instance.device.name}",
             f"at most {room:.0f} tokens", "use more devices, larger ones, or shorter requests",
         )  # fmt: skip
@@ -61,15 +63,18 @@ def served(
     rate, waits = closed_form(seconds, stack.front_s, stack.step_tokens, lengths, concurrency, batch)
     return Point(
         model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
-        input_tokens=n_in, output_tokens=n_out, concurrency=concurrency, rate=rate, mean=waits, p95=None,
-        source=Source.ANALYTIC,
+        pp=instance.pp, system=instance.system, input_tokens=n_in, output_tokens=n_out, concurrency=concurrency,
+        rate=rate, mean=waits, p95=None, source=Source.ANALYTIC,
     )  # fmt: skip
 
 
 def closed_form(
     seconds: StepTime, front_s: float, step_tokens: int, lengths: tuple[float, float], concurrency: float, batch: int
 ) -> tuple[float, Waits]:
-    """Requests/s, and what users wait. batch: of those in flight, how many fit"""
+    """Requests/s, and what users wait. batch: of those in flight, how many fit
+
+    Beside others a prompt starts no step of its own; but no request is through sooner than alone.
+    """
     n_in, n_out = lengths
     step_s = seconds((), (), batch, n_in + n_out / 2)
     alone_s = front_s + seconds([n_in], [0], 0, 0.0)
@@ -77,7 +82,8 @@ def closed_form(
     together = min(batch, max(1, int(step_tokens // n_in)))
     ttft_s = alone_s + (together - 1) * 0.75 * beside_s
     rate = 1 / ((alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
-    e2e_s = concurrency / rate
+    e2e_s = max(concurrency / rate, alone_s + (n_out - 1) * seconds((), (), 1, n_in + n_out / 2))
+    rate = concurrency / e2e_s
     ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)
     return rate, Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s)
 
@@ -88,8 +94,9 @@ def _batch(instance: Instance, lengths: tuple[float, float], concurrency: float,
 
 def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | None = None) -> Mapping[str, float]:
     """Of an instance's time at that point, what goes where; together 1."""
-    stack, constants = stack or profile.stack, profile.constants
+    stack, constants, whole = stack or profile.stack, profile.constants, instance
     batch = _batch(instance, (point.input_tokens, point.output_tokens), max(1.0, point.concurrency), stack)
+    instance = whole.stage
     context = point.input_tokens + point.output_tokens / 2
     prompt, step = prefill_terms(instance, [point.input_tokens]), decode_terms(instance, batch, context)
     parts = [part * constant for part, constant in zip(step, constants.decode, strict=True)]
@@ -106,5 +113,11 @@ def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | No
         "starting steps": of_steps * parts[5],
         "host": of_steps * parts[6] + steps * stack.host_s * batch,
     }
+    if whole.pp > 1:
+        together, alone = step_time(whole, constants, stack), step_time(instance, constants, stack)
+        n_in = [point.input_tokens]
+        waited_s = together(n_in, [0], 0, 0.0) - alone(n_in, [0], 0, 0.0)
+        waited_s += steps * (together((), (), batch, context) - alone((), (), batch, context))
+        seconds["bubbles and links of stages"] = max(0.0, waited_s)
     total = sum(seconds.values())
     return {name: value / total for name, value in seconds.items()}

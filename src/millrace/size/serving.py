@@ -13,7 +13,7 @@ from millrace.size.lengths import Lengths
 from millrace.size.served import check_fits, kv_capacity
 from millrace.size.simulator import Simulation
 from millrace.size.stack import Stack
-from millrace.size.virtual import step_time
+from millrace.size.steps import least_time, step_time
 
 VOCAB = 1 << 15  # ids are not looked at
 _MOST_PAGES = 1 << 20  # more than simulated requests fill
@@ -21,7 +21,7 @@ _MOST_PAGES = 1 << 20  # more than simulated requests fill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """model, device, precision, tp: by which its points are known; scheduler: in words
+    """model, device, precision, tp, pp: by which its points are known; scheduler: in words
 
     room: requests in flight that fit; running: answers in a step at most, None where steps follow no law that bounds
     what is served; front_s: of a request before its first step; seconds: what a step takes at least
@@ -33,6 +33,7 @@ class Serving:
     device: str
     precision: str
     tp: int
+    pp: int = 1
     lengths: Lengths
     scheduler: str
     room: int
@@ -51,6 +52,7 @@ def computed(
     check_fits(instance, (lengths.n_input, lengths.n_output))
     stack = stack or profile.stack
     took = seconds or step_time(instance, profile.constants, stack)
+    least = took if seconds or instance.pp == 1 else least_time(instance, profile.constants, stack)
     n_pages, pages = int(kv_capacity(instance)) // PAGE_TOKENS, -(-lengths.both // PAGE_TOKENS)
     limits = ExecutorLimits(
         max_step_tokens=stack.step_tokens, max_sequences=stack.sequences, max_rows=stack.sequences,
@@ -68,7 +70,7 @@ def computed(
 
     return Serving(
         model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
-        lengths=lengths, scheduler=stack.scheduler, room=max(1, min(stack.sequences, n_pages // pages)),
+        pp=instance.pp, lengths=lengths, scheduler=stack.scheduler, room=max(1, min(stack.sequences, n_pages // pages)),
         running=max(1, min(stack.sequences, limits.n_pages * PAGE_TOKENS // lengths.n_input)), front_s=front_s,
-        seconds=took, context=whole.context_tokens, simulation=simulation, of_any=of_any,
+        seconds=least, context=whole.context_tokens, simulation=simulation, of_any=of_any,
     )  # fmt: skip

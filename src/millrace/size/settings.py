@@ -18,6 +18,7 @@ LENGTHS = {
     "chat": Usual((1155, 211), "mean of Azure's conversations of 2023"),
     "code": Usual((2048, 28), "mean of Azure's completions of code of 2023"),
 }
+SEARCH_S = 120.0
 READING = {"read": 0.200, "skim": 0.090}  # seconds a token, at 230 words a minute and at about 500
 
 
@@ -94,7 +95,13 @@ class HardwareSettings(Settings):
         (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice), this or all", metavar="NAME"
     )
     precision: tuple[str, ...] = setting((), "precisions to choose from; default: fp16 and fp8, as devices have them")
-    tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
+    tp: int | None = setting(
+        None, "devices that share each layer of an instance; default: what serves most", low=1, high=8
+    )
+    pp: int | None = setting(
+        None, "stages of an instance, each with a part of the layers (1 to 16), also over several systems; default: 1",
+        low=1, high=16,
+    )  # fmt: skip
     factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
     stack: str | None = setting(None, "your own server, as `millrace size fit -o` wrote it", metavar="FILE")
     profile: str | None = setting(
@@ -108,7 +115,7 @@ class HardwareSettings(Settings):
         None, "systems that are there, '4' or '2 x A100, 1 x L40S': what they serve, or what a load needs beside them",
         metavar="N,...",
     )  # fmt: skip
-    system_size: int = setting(8, "devices of a system", low=1, high=64)
+    system_size: int = setting(8, "devices of a system; 1: single cards", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +124,7 @@ class SearchSettings(Settings):
 
     simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
     search_s: float = setting(
-        120.0, "seconds of simulation at most; then the best so far is the answer, and what is left is told",
+        SEARCH_S, "seconds of simulation at most; then the best so far is the answer, and what is left is told",
         low=0.01, high=86_400,
     )  # fmt: skip
     routing: str = setting(

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from millrace.engine.tactics import write_whole
 from millrace.errors import ConfigError, nearest, plain
-from millrace.settings import read_given
+from millrace.settings import once, read_given
 from millrace.size.prices import number
 from millrace.size.stack import Stack
 
@@ -31,7 +32,7 @@ def write_stack(file: Path, own: OwnStack) -> None:
     """raises OSError"""
     told = {"version": _VERSION, "device": own.device, "precision": own.precision, "error": own.error,
             "stack": asdict(own.stack)}  # fmt: skip
-    file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    write_whole(file, (json.dumps(told, indent=2) + "\n").encode())
 
 
 def read_stack(file: Path) -> OwnStack:
@@ -39,7 +40,7 @@ def read_stack(file: Path) -> OwnStack:
     expected = "what `millrace size fit -o` wrote"
     try:
         data = read_given(file, _MOST_BYTES)
-        told: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
+        told: Any = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", expected, "check the path") from None
     except (ValueError, RecursionError) as error:

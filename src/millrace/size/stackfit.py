@@ -19,7 +19,7 @@ from millrace.size.lengths import Lengths
 from millrace.size.points import Point
 from millrace.size.serving import computed
 from millrace.size.stack import ENGINE, Stack
-from millrace.size.virtual import step_parts
+from millrace.size.steps import step_parts
 
 # Of prefill, decode, cache, host_s: the least, the most, and what a change is measured in.
 _LEAST, _MOST = np.array([0.05, 0.05, 0.05, 0.0]), np.array([50.0, 50.0, 50.0, 1e-3])

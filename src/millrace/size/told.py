@@ -130,7 +130,7 @@ def told_point(point: Point) -> dict[str, Any]:
 
     return {
         "configuration": point.configuration, "device": point.device, "precision": point.precision, "tp": point.tp,
-        "system_size": point.system,
+        "pp": point.pp, "system_size": point.system,
         "concurrency": point.concurrency, "requests_per_s": point.rate,
         "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
         "sampled": {**asdict(point.sampled), "p99": waits(point.sampled.p99)} if point.sampled else None,

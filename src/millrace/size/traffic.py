@@ -94,13 +94,6 @@ def traffic_of(question: Question, recorded: Recording | None) -> Traffic:
         recorded = None  # other requests than these
     if routing != PREFIX_AWARE:
         return Traffic(routing, gaps, recorded=recorded)
-    without = (
-        ("--no-simulate", not question.search.simulate), ("--measured", question.hardware.measured is not None),
-        ("--pipeline", asked.pipeline is not None), ("--arrivals closed", question.limits.arrivals == "closed"),
-    )  # fmt: skip
-    for flag, is_so in without:
-        if is_so:
-            raise ConfigError(f"--routing {routing} with {flag}", "what is simulated behind a router", "leave one out")
     tokens = 0.0 if asked.system is None else length(asked.system, "system", asked.words_a_token)[0]
     found = Traffic(routing, gaps, int(tokens) // BLOCK, recorded)
     if not found.is_cached:

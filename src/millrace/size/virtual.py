@@ -1,15 +1,8 @@
-"""Time that passes by what happens: requests that come, steps that cost, and what became of each request."""
+"""Time that passes by what happens: requests that come, and what became of each."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-
-from millrace.runtime.step_cost import StepTime
-from millrace.size.cost import Constants, Instance
-from millrace.size.stack import ENGINE, Stack
 
 TOKEN = 7  # every answer is made of
-_KEPT = 4096  # times of steps with prompts, which are often alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +18,6 @@ class Arrival:
 def at_once(_: int) -> float:
     """No time between two steps: what the host takes is counted with the steps themselves."""
     return 0.0
-
-
-# The same, as its parts: chunks of prompts; running answers without their keys and values; these.
-StepParts = Callable[[Sequence[float], Sequence[float], int, float], tuple[float, float, float]]
-
-
-def step_parts(instance: Instance, constants: Constants) -> StepParts:
-    """Of the engine alone."""
-
-    @lru_cache(_KEPT)
-    def chunked(prompts: tuple[float, ...], starts: tuple[float, ...], beside: bool) -> float:
-        return constants.chunks_s(instance, prompts, starts, beside)
-
-    @cache
-    def decoding(n: int) -> tuple[float, float]:
-        return constants.decode_s(instance, n, 0.0), constants.cached_s(instance, n, 1.0)
-
-    def parts(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> tuple[float, float, float]:
-        chunks_s = chunked(tuple(prompts), tuple(starts), n > 0) if prompts else 0.0
-        if not n:
-            return chunks_s, 0.0, 0.0
-        rest_s, a_token_s = decoding(n)
-        return chunks_s, rest_s, a_token_s * instance.model.reached(context)
-
-    return parts
-
-
-def step_time(instance: Instance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
-    """Of the engine's steps, and what serving adds to them."""
-    parts = step_parts(instance, constants)
-
-    def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
-        chunks_s, rest_s, cached_s = parts(prompts, starts, n, context)
-        return stack.prefill * chunks_s + stack.decode * rest_s + stack.cache * cached_s + stack.host_s * n
-
-    return seconds
 
 
 class VirtualClock:

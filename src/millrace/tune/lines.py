@@ -5,6 +5,8 @@ without a zone are taken for UTC. Every mistake names file and line.
 """
 
 import csv
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,14 +36,21 @@ class Row:
     n_output: int
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Also a pipe that nobody writes into."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 @contextmanager
 def opened(path: Path, expected: str) -> Iterator[IO[bytes]]:
     """raises ConfigError where the file cannot be read, there or later, or is too large"""
     try:
-        size = path.stat().st_size
-        if size > MOST_FILE:
-            raise ConfigError(f"{path} has {size} bytes", f"at most {MOST_FILE}", "split it")
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):  # which may have no end, and is gone through twice
+                raise ConfigError(f"{path} is no file", f"{expected}, as a file", "write what comes out of it to one")
+            if found.st_size > MOST_FILE:
+                raise ConfigError(f"{path} has {found.st_size} bytes", f"at most {MOST_FILE}", "split it")
             yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", expected, "check the path") from None
