@@ -1,6 +1,7 @@
 """The executor of a GPU on tensors of this CPU: all of it but its kernels, which tests/kernels/test_cuda.py has."""
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.executor import DTYPES, CudaExecutor
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
@@ -36,26 +37,60 @@ LIMITS = ExecutorLimits(
 PROMPTS = [np.random.default_rng(5).integers(0, VOCAB, n).tolist() for n in (3, 40, 1)]
 
 
-def both(folder: Path, precision: str, limits: ExecutorLimits = LIMITS) -> tuple[CudaExecutor, ReferenceExecutor]:
+def both(
+    folder: Path, precision: str, limits: ExecutorLimits = LIMITS, *, dtype: str = "", fp8_rows: Collection[str] = ()
+) -> tuple[CudaExecutor, ReferenceExecutor]:
+    """dtype: of ours, where it is not the precision's; with fp32 all but the coded products is of float32"""
     source = Source.from_checkpoint(Checkpoint.open(folder))
-    wanted = precision_map(precision)
-    assert wanted is not None
+    wanted = precision_map(precision, head=None if precision in DTYPES else "fp32" if dtype == "fp32" else "bf16")
     traced = trace_model(source.module, source.weights, operators())
-    kv = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
-    return (
-        CudaExecutor(run_passes(traced, gpu(wanted)), limits, precision=precision, device="cpu"),
-        ReferenceExecutor(run_passes(traced, pipeline(wanted)), limits, kv=kv, bf16_table=precision != "fp32"),
-    )
+    own = dtype or ("fp32" if precision == "fp32" else "bf16")
+    whole = own == "fp32"
+    exact = ReferenceExecutor(
+        run_passes(traced, pipeline(wanted)), limits, kv=KvFormat.F32 if whole else KvFormat.BF16,
+        bf16_table=not whole, fp8_rows=fp8_rows,
+    )  # fmt: skip
+    graph = run_passes(traced, gpu(wanted))
+    return CudaExecutor(graph, limits, dtype=own, fp8_rows=fp8_rows, device="cpu"), exact
+
+
+def apart(pair: tuple[CudaExecutor, ReferenceExecutor]) -> float:
+    """In shares of the largest logit."""
+    step = prompts_as_step(PROMPTS)
+    ours, want = pair[0].logits(step).numpy(), pair[1].logits(step)
+    return float(np.abs(ours - want).max() / np.abs(want).max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 0.03)])
-def test_logits_agree(family: str, precision: str, tolerance: float, tmp_path: Path) -> None:
-    """bfloat16 rounds what a float32 kernel would keep: 8 bits, through all layers."""
-    ours, exact = both(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision)
-    step = prompts_as_step(PROMPTS)
-    want = exact.logits(step)
-    assert np.abs(ours.logits(step).numpy() - want).max() <= tolerance * np.abs(want).max()
+@pytest.mark.parametrize(("precision", "dtype", "tolerance"), [
+    ("fp32", "fp32", 2e-5), ("fp32", "fp16", 0.015), ("bf16", "bf16", 0.03),
+])  # fmt: skip
+def test_logits_agree(family: str, precision: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    """16 bits round what a float32 kernel would keep, through all layers: bfloat16 to 8 of them, float16 to 11."""
+    assert apart(both(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, dtype=dtype)) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With biases, and sizes that groups do not divide."""
+    return random_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen2", "qwen2", seed=5)
+
+
+@pytest.mark.parametrize(("precision", "sharp", "plain"), [
+    ("w8a16", 0.004, 0.03), ("w4a16", 0.004, 0.03), ("fp8a16", 0.004, 0.03), ("w8a8", 0.01, 0.06), ("w4a8", 0.01, 0.06),
+])  # fmt: skip
+def test_coded_weights_agree(precision: str, sharp: float, plain: float, biased: Path) -> None:
+    """sharp: with all else in float32, where a row's rounding may still fall to the other side."""
+    for dtype, tolerance in (("fp32", sharp), ("bf16", plain), ("fp16", plain)):
+        assert apart(both(biased, precision, dtype=dtype)) <= tolerance, dtype
+
+
+def test_rows_of_fp8_agree(biased: Path) -> None:
+    """Weights and activations of E4M3 but for the head: steps of 1/16, in which what was rounded otherwise shows."""
+    names = {o for node in both(biased, "fp8a16")[0]._loaded.coded for o in node.origin}
+    assert len(names) == 14 and "lm_head" not in names
+    assert apart(both(biased, "fp8a16", dtype="fp32", fp8_rows=names)) <= 1e-5
+    assert apart(both(biased, "fp8a16", fp8_rows=names)) <= 0.15
 
 
 def step_of(chunks: list[tuple[list[int], int, list[int]]], rows: NDArray[np.void], **more: object) -> StepInputs:
@@ -134,7 +169,7 @@ def test_a_row_that_failed_is_alone(pair: tuple[CudaExecutor, ReferenceExecutor]
     ours, _ = pair
     step = prompts_as_step([[5, 6, 7], [9, 10]])
     alone = ours.run(step)
-    table = next(x for v, x in ours._constants.items() if v.constant and "embed" in v.constant.origin[0])
+    table = next(x for v, x in ours._loaded.tensors.items() if v.constant and "embed" in v.constant.origin[0])
     table[6] = float("nan")
     step.sampling["mask"] = [0, 1]
     of = replace(step, masks=packed(np.arange(VOCAB) == 11))

@@ -4,7 +4,7 @@ It agrees with the others within a tolerance: libraries choose how sums are cut 
 same steps go through plain PyTorch, so that everything but the kernels is tested without a device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 
 import numpy as np
@@ -12,38 +12,44 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import plain
+from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.operators import OPERATORS, layer_of
 from millrace.engine.cuda.sampling import sample
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.errors import EngineError
-from millrace.graph.types import DType, Graph, Node, Value
+from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.matmul.coded import Matrix, e4m3_rows
 from millrace.kernels.operators import number, size
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("attention", "rope_attention")
-_TABLES = {"embedding": (1,), "linear": (1, 2), "gated_linear": (1, 2)}  # inputs that are kept in the engine's type
 
 
 class CudaExecutor(Executor):
-    """graph: after the passes of `pipeline.gpu`; precision: of DTYPES, of products, keys and values.
+    """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
 
+    dtype: of DTYPES: of activations, of weights that are not coded, of keys and values
+    fp8_rows: linear layers by name whose rows of 16-bit floats, where they meet codes, become E4M3, each by its own scale
     raises EngineError for an operator that has no kernel here
     """
 
-    def __init__(self, graph: Graph, limits: ExecutorLimits, *, precision: str, device: str = "cuda") -> None:
+    def __init__(
+        self, graph: Graph, limits: ExecutorLimits, *, dtype: str, fp8_rows: Collection[str] = (), device: str = "cuda"
+    ) -> None:
         unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
         if unknown:
             raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
                               "run it on the CPU")  # fmt: skip
-        self.limits, self.dtype, self.device = limits, DTYPES[precision], torch.device(device)
-        self._graph, self._constants = graph, self._loaded(graph)
+        self.limits, self.dtype, self.device = limits, DTYPES[dtype], torch.device(device)
+        self._fp8_rows = frozenset(fp8_rows)
+        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
         on_cpu = self.device.type == "cpu"
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
-        self._values: dict[Value, Tensor] = {}
+        self._values: dict[Value, Matrix] = {}
         self._tables: dict[tuple[int, int], StepTables] = {}  # by heads and KV heads of layers
         self._step: StepInputs | None = None
         self._now: StepInputs
@@ -76,15 +82,23 @@ class CudaExecutor(Executor):
                 found = OPERATORS[node.op](node, self)
                 self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
             (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
-            return self._values[output].float()
+            return self.tensor(output).float()
 
     def close(self) -> None:
-        self._constants, self._pages, self._values = {}, {}, {}
+        self._loaded, self._pages, self._values = Loaded({}, {}), {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
 
     def tensor(self, value: Value) -> Tensor:
-        return self._constants[value] if value.constant else self._values[value]
+        held = self._loaded.tensors[value] if value.constant else self._values[value]
+        assert isinstance(held, Tensor), f"{value} is coded"
+        return held
+
+    def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
+        x = self._values[node.inputs[0]]
+        if node in self._loaded.coded and isinstance(x, Tensor) and not self._fp8_rows.isdisjoint(node.origin):
+            x = e4m3_rows(x)
+        return [self._kernels.product(x, w, self.dtype, bias) for w in self._loaded.matrices(node)]
 
     def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)
@@ -107,19 +121,6 @@ class CudaExecutor(Executor):
         shape = self.limits.n_pages, heads, self.limits.page_tokens
         keys, values = (torch.zeros((*shape, n), dtype=self.dtype, device=self.device) for n in (key_size, value_size))
         return LayerPages(keys, values)
-
-    def _loaded(self, graph: Graph) -> dict[Value, Tensor]:
-        """Weights, each read once: those of products in the engine's type, others in float32."""
-        narrow = {node.inputs[i] for node in graph.nodes for i in _TABLES.get(node.op, ()) if i < len(node.inputs)}
-        found = {}
-        for value in graph.constants():
-            assert value.constant is not None
-            array = np.ascontiguousarray(value.constant.load())
-            kind = torch.int32 if value.dtype == DType.I32 else self.dtype if value in narrow else torch.float32
-            found[value] = torch.from_numpy(array.astype(np.int32 if kind == torch.int32 else np.float32)).to(
-                self.device, kind
-            )
-        return found
 
 
 def _kernels() -> ModuleType:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.kernels.attention.paged import LayerPages, StepTables
-from millrace.kernels.matmul.fp8 import Fp8Rows
+from millrace.kernels.matmul.coded import Matrix
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -16,10 +16,14 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
 
 
-def fp8_product(x: Fp8Rows, w: Fp8Rows, dtype: torch.dtype) -> Tensor:
-    """x of M rows, w of N -> (M, N) of `dtype`."""
-    y = functional.linear(x.data.float(), w.data.float())
-    return (y * x.scales[:, None] * w.scales).to(dtype)
+def product(x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
+    if isinstance(w, Tensor):
+        assert isinstance(x, Tensor), "coded rows meet coded weights"
+        return functional.linear(x.to(dtype), w, bias)
+    rows = x.float() if isinstance(x, Tensor) else x.dense()
+    y = functional.linear(rows, w.dense()).to(dtype)
+    return y if bias is None else y + bias
 
 
 def keep_rotated(

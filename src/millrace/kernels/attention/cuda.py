@@ -143,7 +143,7 @@ def keep_rotated(
     rotate_and_keep[(T, H + K)](
         q, k, v, step.positions, q if table is None else table, step.slots, y, pages.keys, pages.values,
         q.stride(0), k.stride(0), v.stride(0), H=H, K=K, D=D, DV=DV, PAGE=pages.tokens, ROTATES=table is not None,
-        HALF=power_of_two(D // 2, 4), WIDTH=power_of_two(DV),
+        HALF=power_of_two(D // 2, 4), WIDTH=power_of_two(DV), enable_fp_fusion=True,
     )  # fmt: skip
     return y
 
@@ -159,7 +159,8 @@ def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float, *, w
         q, pages.keys, pages.values, y, partial, step.blocks, step.starts, step.positions, step.tables,
         step.table_starts, scale, H=H, K=K, D=D, DV=DV, PAGE=pages.tokens, SPLITS=splits, BLOCK_M=step.block_rows,
         DEEP=power_of_two(D), WIDTH=width, WHOLE=whole, num_warps=warps(step.block_rows),
+        enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
-        merge[(T * H,)](partial, y, DV=DV, SPLITS=splits, WIDTH=width)
+        merge[(T * H,)](partial, y, DV=DV, SPLITS=splits, WIDTH=width, enable_fp_fusion=True)
     return y
