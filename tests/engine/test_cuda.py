@@ -1,12 +1,15 @@
 """The executor of a GPU on tensors of this CPU: all of it but its kernels, which tests/kernels/test_cuda.py has."""
 
 import random
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -16,9 +19,11 @@ from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda.executor import DTYPES, CudaExecutor
+from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
+from millrace.errors import ConfigError, MachineError
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 from millrace.runtime.generate import generate
@@ -91,6 +96,48 @@ def test_rows_of_fp8_agree(biased: Path) -> None:
     assert len(names) == 14 and "lm_head" not in names
     assert apart(both(biased, "fp8a16", dtype="fp32", fp8_rows=names)) <= 1e-5
     assert apart(both(biased, "fp8a16", fp8_rows=names)) <= 0.15
+
+
+def fake_gpu(name: str, major: int, minor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name=name, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+
+@pytest.mark.parametrize(("gpu", "precision", "dtype", "lacks"), [
+    (("NVIDIA A100", 8, 0), "fp8a16", "bf16", "A100 (Ampere, sm_80) does not multiply fp8; it has fp16, bf16, int8"),
+    (("NVIDIA L4", 8, 9), "fp8a16", "bf16", ""), (("NVIDIA A10", 8, 6), "w8a8", "fp16", ""),
+    (("NVIDIA H200", 9, 0), "fp8a16", "bf16", ""), (("NVIDIA B300", 10, 3), "fp8a16", "bf16", ""),
+    (("Tesla T4", 7, 5), "w8a8", "fp16", "no kernel here runs on Tesla T4 (Turing, sm_75)"),
+    (("Tesla P4", 6, 1), "w8a8", "fp16", "no kernel here runs on Tesla P4 (before Volta, sm_61)"),
+])  # fmt: skip
+def test_a_gpu_without_the_precision_is_refused(
+    gpu: tuple[str, int, int], precision: str, dtype: str, lacks: str, biased: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = both(biased, precision)[0]
+    fake_gpu(*gpu, monkeypatch)
+    needed = precisions_used(ours._graph, dtype, ())
+    if not lacks:
+        check_gpu(torch.device("cuda"), needed)
+        return
+    with pytest.raises(ConfigError, match=re.escape(lacks)) as refused:
+        check_gpu(torch.device("cuda"), needed)
+    assert "Hopper (sm_90)" in refused.value.expected or "sm_80 on" in refused.value.expected
+
+
+def test_no_gpu_is_one_clear_error(biased: Path) -> None:
+    """Before a weight is read: where none is at hand, as here."""
+    graph = both(biased, "bf16")[0]._graph
+    with pytest.raises(MachineError, match="no GPU to run on"):
+        CudaExecutor(graph, LIMITS, dtype="bf16", device="cuda:7")
+
+
+def test_what_is_used_is_asked_for(biased: Path) -> None:
+    def used(precision: str, dtype: str, fp8_rows: Collection[str] = ()) -> tuple[str, ...]:
+        return precisions_used(both(biased, precision, dtype=dtype)[0]._graph, dtype, fp8_rows)
+
+    assert used("fp32", "fp32") == () and used("bf16", "fp16") == ("fp16",) and used("w8a16", "fp32") == ("bf16",)
+    assert used("w4a16", "bf16", ["model.layers.1.mlp.down_proj"]) == ("bf16", "fp8")
 
 
 def step_of(chunks: list[tuple[list[int], int, list[int]]], rows: NDArray[np.void], **more: object) -> StepInputs:

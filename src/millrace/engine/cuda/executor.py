@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import plain
+from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.operators import OPERATORS, layer_of
 from millrace.engine.cuda.sampling import sample
@@ -31,8 +32,9 @@ class CudaExecutor(Executor):
     """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
 
     dtype: of DTYPES: of activations, of weights that are not coded, of keys and values
-    fp8_rows: linear layers by name whose rows of 16-bit floats, where they meet codes, become E4M3, each by its own scale
-    raises EngineError for an operator that has no kernel here
+    fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
+    raises EngineError for an operator that has no kernel here, and before a weight is read MachineError without a GPU,
+    ConfigError for one that lacks a precision
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class CudaExecutor(Executor):
                               "run it on the CPU")  # fmt: skip
         self.limits, self.dtype, self.device = limits, DTYPES[dtype], torch.device(device)
         self._fp8_rows = frozenset(fp8_rows)
-        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
         on_cpu = self.device.type == "cpu"
+        if not on_cpu:
+            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows))
+        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}

@@ -32,7 +32,12 @@ class Loaded:
 
 def load(graph: Graph, dtype: torch.dtype, device: torch.device) -> Loaded:
     """raises CheckpointError for weights that are not finite, where they become codes"""
-    coded = {n: _coded(n, graph, device) for n in graph.nodes if n.op in PRODUCTS and precision_of(n).coded}
+    producers = graph.producers()
+    coded = {
+        n: _coded(n, producers.get(n.inputs[0]), device)
+        for n in graph.nodes
+        if n.op in PRODUCTS and precision_of(n).coded
+    }
     narrow = {w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)}
     narrow |= {n.inputs[1] for n in graph.nodes if n.op == "embedding"}
     narrow |= {n.inputs[2] for n in graph.nodes if n.op == "linear" and n.attrs.get("bias")}
@@ -50,9 +55,9 @@ def _tensor(value: Value, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, torch.int32 if kind == np.int32 else dtype)
 
 
-def _coded(node: Node, graph: Graph, device: torch.device) -> tuple[CodedRows, ...]:
+def _coded(node: Node, rows: Node | None, device: torch.device) -> tuple[CodedRows, ...]:
+    """rows: what made those that its weights meet"""
     bits, group = precision_of(node).bits, group_of(node)
-    rows = next((n for n in graph.nodes if node.inputs[0] in n.outputs), None)
     transform = storage_of(rows).hadamard_group if rows else 0
     constants = [constant_of(w) for w in matrices_of(node)]
     return tuple(weights(codes_of(c, c.load, bits, group, transform), device) for c in constants)
