@@ -16,7 +16,7 @@ from millrace.engine.cuda import plain
 from millrace.engine.cuda.step import blocks, splits, step_tables
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
-from millrace.kernels.attention.ref import attention
+from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
 from millrace.kernels.convert.ref import to_e4m3, to_q8
 from millrace.kernels.matmul.coded import CodedRows, e4m3_rows, int8_rows, weights
 from millrace.kernels.matmul.pack import rounded_codes, rounded_e4m3
@@ -46,41 +46,69 @@ def tables(n_splits: int, group: int, rng: np.random.Generator) -> tuple[StepInp
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "value_size", "n_splits", "rotates"),
-    [(4, 2, 16, 16, 1, True), (6, 2, 24, 40, 2, True), (3, 3, 8, 24, 4, False), (9, 3, 64, 64, 2, True)],
-)
+    ("heads", "kv_heads", "size", "value_size", "n_splits", "rotates", "kept"),
+    [
+        (4, 2, 16, 16, 1, True, "f32"), (6, 2, 24, 40, 2, True, "f32"), (3, 3, 8, 24, 4, False, "f32"),
+        (9, 3, 64, 64, 2, True, "f32"), (6, 2, 24, 40, 2, True, "int8"), (4, 2, 16, 24, 2, True, "fp8"),
+    ],
+)  # fmt: skip
 def test_attention_over_pages(
-    heads: int, kv_heads: int, size: int, value_size: int, n_splits: int, rotates: bool
+    heads: int, kv_heads: int, size: int, value_size: int, n_splits: int, rotates: bool, kept: str
 ) -> None:
-    """What no token of a sequence has written is NaN: it must not be read."""
+    """What no token of a sequence has written is NaN: it must not be read. What is kept is as the reference rounds it,
+    but where a float32 falls to the other side; attention is then that over what is kept."""
     rng = np.random.default_rng(heads)
     step, on_device = tables(n_splits, heads // kv_heads, rng)
     last = step.starts[-1]
     angles = rng.uniform(0, 7, (200, size // 2))
     table = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-    pages = LayerPages(*(torch.full((12, kv_heads, PAGE, n), float("nan")) for n in (size, value_size)))
+    dtype = {"f32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kept]
+    pages = LayerPages.empty((12, kv_heads, PAGE), (size, value_size), dtype, torch.device("cpu"))
+    for x in (pages.key_scales, pages.value_scales) if pages.coded else (pages.keys, pages.values):
+        x.fill_(float("nan"))
     qkv = torch.from_numpy(rng.normal(size=(last, heads * size + kv_heads * (size + value_size))).astype(np.float32))
     widths = heads * size, kv_heads * size, kv_heads * value_size
     q, k, v = (x.unflatten(1, (-1, n)) for x, n in zip(qkv.split(widths, 1), (size, size, value_size), strict=True))
-    history = []
+    kept_before = [written(pages, step, s, rng) for s in range(len(STEPS))]
+    rotated = triton_kernels.keep_rotated(
+        (q, k, v), on_device, torch.from_numpy(table) if rotates else None, pages, torch.float32
+    )
+    y = triton_kernels.attention(rotated, on_device, pages, 0.3)
     for s, (first, n) in enumerate(STEPS):
-        old = [rng.normal(size=(first, kv_heads, n)).astype(np.float32) for n in (size, value_size)]
-        own = step.pages[step.page_starts[s] : step.page_starts[s + 1]]
-        for kept, rows in zip((pages.keys, pages.values), old, strict=True):
-            for at in range(first):
-                kept[own[at // PAGE], :, at % PAGE] = torch.from_numpy(rows[at])
-        history.append(old)
-        assert n + first <= len(own) * PAGE
-    rotated = triton_kernels.keep_rotated((q, k, v), on_device, torch.from_numpy(table) if rotates else None, pages)
-    y = triton_kernels.attention(rotated, on_device, pages, 0.3, whole=True)
-    for s, (first, _) in enumerate(STEPS):
         part = slice(step.starts[s], step.starts[s + 1])
         new = [x[part].double().numpy() for x in (q, k, v)]
         if rotates:
             new[:2] = (rope(x, step.positions[part], table.astype(np.float64)) for x in new[:2])
-        keys, values = (np.concatenate(parts) for parts in zip(history[s], new[1:], strict=True))
+        if kept == "fp8":
+            new[0] = transformed(new[0])
         np.testing.assert_allclose(rotated[part].numpy(), new[0], atol=1e-5)
-        np.testing.assert_allclose(y[part].numpy(), attention(new[0], keys, values, first, 0.3), atol=1e-5)
+        keys, values = stored(pages, step, s, first + n)
+        for rows, before, x, code in zip((keys, values), kept_before[s], new[1:], ROUNDINGS[kept][1:], strict=True):
+            np.testing.assert_array_equal(rows[:first], before)
+            want, amax = code(x), np.abs(x).max(axis=2, keepdims=True)
+            step_size = {"f32": 1e-6, "int8": amax / 126, "fp8": np.abs(want) / 7 + amax * 2.0**-15}[kept]
+            assert (np.abs(rows[first:] - want) <= step_size + 1e-5).all()
+            assert (np.abs(rows[first:] - want) <= 1e-5).mean() > 0.99
+        np.testing.assert_allclose(y[part].numpy(), attention(new[0], keys, values, first, 0.3), atol=2e-5)
+
+
+def stored(pages: LayerPages, step: StepInputs, s: int, n: int) -> list[Rows]:
+    """Keys and values (n, K, size) of a sequence, as its pages have them."""
+    own = torch.from_numpy(step.pages[step.page_starts[s] : step.page_starts[s + 1]])
+    return [x.transpose(1, 2).flatten(0, 1)[:n].double().numpy() for x in pages.floats(own)]
+
+
+def written(pages: LayerPages, step: StepInputs, s: int, rng: np.random.Generator) -> list[Rows]:
+    """Random keys and values before the step's, in the sequence's pages, as these hold them."""
+    first, own = STEPS[s][0], step.pages[step.page_starts[s] : step.page_starts[s + 1]]
+    at = np.arange(first)
+    page, place = torch.from_numpy(own[at // PAGE]).long(), torch.from_numpy(at % PAGE)
+    for rows, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
+        x = torch.from_numpy(rng.normal(size=(first, rows.shape[1], rows.shape[3])).astype(np.float32))
+        if pages.coded:
+            x, scales[page, :, place] = plain.coded(x, rows.dtype)
+        rows[page, :, place] = x
+    return stored(pages, step, s, first)
 
 
 @pytest.mark.parametrize(

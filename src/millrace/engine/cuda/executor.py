@@ -18,37 +18,45 @@ from millrace.engine.cuda.operators import OPERATORS, layer_of
 from millrace.engine.cuda.sampling import sample
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages, StepTables
-from millrace.kernels.matmul.coded import Matrix, e4m3_rows
+from millrace.kernels.matmul.coded import E4M3, Matrix, e4m3_rows
 from millrace.kernels.operators import number, size
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("attention", "rope_attention")
+_CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
 
 
 class CudaExecutor(Executor):
     """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
 
-    dtype: of DTYPES: of activations, of weights that are not coded, of keys and values
+    dtype: of DTYPES: of activations and of weights that are not coded
+    kv: how keys and values are kept, INT8 or FP8; None: in dtype
     fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
     raises EngineError for an operator that has no kernel here, and before a weight is read MachineError without a GPU,
     ConfigError for one that lacks a precision
     """
 
     def __init__(
-        self, graph: Graph, limits: ExecutorLimits, *, dtype: str, fp8_rows: Collection[str] = (), device: str = "cuda"
-    ) -> None:
+        self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
+        fp8_rows: Collection[str] = (), device: str = "cuda",
+    ) -> None:  # fmt: skip
         unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
         if unknown:
             raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
                               "run it on the CPU")  # fmt: skip
         self.limits, self.dtype, self.device = limits, DTYPES[dtype], torch.device(device)
-        self._fp8_rows = frozenset(fp8_rows)
+        self._kept, self._fp8_rows = kv, frozenset(fp8_rows)
+        if kv is not None and kv not in _CODES:
+            raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
+                              "choose one of them")  # fmt: skip
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
-            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows))
+            needed = precisions_used(graph, dtype, fp8_rows)
+            check_gpu(self.device, (*needed, "fp8") if kv == KvFormat.FP8 else needed)
         self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -76,7 +84,7 @@ class CudaExecutor(Executor):
         with torch.inference_mode():
             for source, target in () if step.copies is None else step.copies.tolist():
                 for pages in self._pages.values():
-                    pages.keys[target], pages.values[target] = pages.keys[source], pages.values[source]
+                    pages.copy(source, target)
             self._values = {
                 p.value: torch.from_numpy(np.ascontiguousarray(given[p.name])).to(self.device)
                 for p in self._graph.inputs
@@ -116,15 +124,20 @@ class CudaExecutor(Executor):
                 multiprocessors=self._multiprocessors,
             )  # fmt: skip
         step, pages = self._tables[kind], self._pages[layer_of(node)]
-        q = self._kernels.keep_rotated(heads, step, table, pages)
+        q = self._kernels.keep_rotated(heads, step, table, pages, self.dtype)
         y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"))
         return y
 
     def _page_memory(self, node: Node) -> LayerPages:
-        heads, key_size, value_size = size(node.inputs[1], 1), size(node.inputs[1], 2), size(node.inputs[2], 2)
+        heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
+        if self._kept == KvFormat.FP8 and sizes[0] & sizes[0] - 1:
+            raise EngineError(
+                f"keys and values in fp8 of heads of {sizes[0]} on a GPU",
+                "heads of a power of two",
+                "keep them in int8",
+            )
         shape = self.limits.n_pages, heads, self.limits.page_tokens
-        keys, values = (torch.zeros((*shape, n), dtype=self.dtype, device=self.device) for n in (key_size, value_size))
-        return LayerPages(keys, values)
+        return LayerPages.empty(shape, sizes, _CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
 def _kernels() -> ModuleType:
