@@ -4,7 +4,8 @@ It agrees with the others within a tolerance: libraries choose how sums are cut 
 same steps go through plain PyTorch, so that everything but the kernels is tested without a device.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from types import ModuleType
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import plain
+from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.operators import OPERATORS, layer_of
@@ -21,7 +23,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepO
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError
 from millrace.graph.types import Graph, Node, Value
-from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.attention.paged import LayerPages
 from millrace.kernels.matmul.coded import E4M3, Matrix, e4m3_rows
 from millrace.kernels.operators import number, size
 
@@ -36,13 +38,14 @@ class CudaExecutor(Executor):
     dtype: of DTYPES: of activations and of weights that are not coded
     kv: how keys and values are kept, INT8 or FP8; None: in dtype
     fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
+    buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
     raises EngineError for an operator that has no kernel here, and before a weight is read MachineError without a GPU,
     ConfigError for one that lacks a precision
     """
 
     def __init__(
         self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
-        fp8_rows: Collection[str] = (), device: str = "cuda",
+        fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda",
     ) -> None:  # fmt: skip
         unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
         if unknown:
@@ -62,9 +65,9 @@ class CudaExecutor(Executor):
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._values: dict[Value, Matrix] = {}
-        self._tables: dict[tuple[int, int], StepTables] = {}  # by heads and KV heads of layers
+        self._tables: Tables
+        self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()
         self._step: StepInputs | None = None
-        self._now: StepInputs
 
     def launch(self, step: StepInputs) -> None:
         self._step = step
@@ -76,28 +79,47 @@ class CudaExecutor(Executor):
             return sample(self.logits(step), step)
 
     def logits(self, step: StepInputs) -> Tensor:
-        """(R, V) float32 for the sampled rows, after keys and values were stored."""
-        given = {
-            "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
-            "rows": step.sampling["token"],
-        }  # fmt: skip
+        """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
         with torch.inference_mode():
             for source, target in () if step.copies is None else step.copies.tolist():
                 for pages in self._pages.values():
                     pages.copy(source, target)
-            self._values = {
-                p.value: torch.from_numpy(np.ascontiguousarray(given[p.name])).to(self.device)
-                for p in self._graph.inputs
-            }
-            self._tables, self._now = {}, step
-            for node in self._graph.nodes:
-                found = OPERATORS[node.op](node, self)
-                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-            (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
-            return self.tensor(output).float()
+            size = bucket_of(step, self._buckets)
+            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size)
+
+    def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables]:
+        given = {
+            "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
+            "rows": step.sampling["token"],
+        }  # fmt: skip
+        inputs = {n: torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for n, x in given.items()}
+        page_tokens, n = self.limits.page_tokens, self._multiprocessors
+        return inputs, cache(lambda group, kv_heads: step_tables(
+            step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
+        ))  # fmt: skip
+
+    def _replayed(self, step: StepInputs, size: int) -> Tensor:
+        if size not in self._replays:
+            limits = self.limits
+            most_pages = -(-limits.max_context // limits.page_tokens)
+            bucket = Bucket(size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors)
+            bucket.fill(step)
+            compute = partial(self._computed, bucket.inputs(), bucket.tables)
+            self._replays[size] = bucket, captured(compute, self.device)
+        bucket, replay = self._replays[size]
+        bucket.fill(step)
+        return replay()[: len(step.sampling)]
+
+    def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
+        self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
+        for node in self._graph.nodes:
+            found = OPERATORS[node.op](node, self)
+            self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
+        return self.tensor(output).float()
 
     def close(self) -> None:
-        self._loaded, self._pages, self._values = Loaded({}, {}), {}, {}
+        self._loaded, self._pages, self._values, self._replays = Loaded({}, {}), {}, {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
 
@@ -117,26 +139,19 @@ class CudaExecutor(Executor):
         return y
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
-        kind = heads[0].shape[1], heads[1].shape[1]
-        if kind not in self._tables:
-            self._tables[kind] = step_tables(
-                self._now, self.limits.page_tokens, self.device, group=kind[0] // kind[1], kv_heads=kind[1],
-                multiprocessors=self._multiprocessors,
-            )  # fmt: skip
-        step, pages = self._tables[kind], self._pages[layer_of(node)]
+        kv_heads = heads[1].shape[1]
+        step, pages = self._tables(heads[0].shape[1] // kv_heads, kv_heads), self._pages[layer_of(node)]
         q = self._kernels.keep_rotated(heads, step, table, pages, self.dtype)
         y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"))
         return y
 
     def _page_memory(self, node: Node) -> LayerPages:
+        """The last page is for rows that fill a bucket."""
         heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
         if self._kept == KvFormat.FP8 and sizes[0] & sizes[0] - 1:
-            raise EngineError(
-                f"keys and values in fp8 of heads of {sizes[0]} on a GPU",
-                "heads of a power of two",
-                "keep them in int8",
-            )
-        shape = self.limits.n_pages, heads, self.limits.page_tokens
+            raise EngineError(f"keys and values in fp8 of heads of {sizes[0]} on a GPU", "heads of a power of two",
+                              "keep them in int8")  # fmt: skip
+        shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
         return LayerPages.empty(shape, sizes, _CODES[self._kept] if self._kept else self.dtype, self.device)
 
 

@@ -50,7 +50,7 @@ def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
     if isinstance(tree, int):
         return inputs[tree]
     if isinstance(tree, float):
-        return torch.tensor(tree, dtype=inputs[0].dtype, device=inputs[0].device)
+        return torch.full((), tree, dtype=inputs[0].dtype, device=inputs[0].device)  # no copy: graphs capture none
     operation, operands = str(tree[0]), [evaluate(as_tree(t), inputs) for t in tree[1:]]
     return _UNARY[operation](*operands) if operation in _UNARY else _BINARY[operation](*operands)
 
