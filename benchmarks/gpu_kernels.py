@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
 from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
-from millrace.kernels.matmul.cuda import BLOCK_K, MANY_ROWS, blocks, coded_product
+from millrace.kernels.matmul.cuda import BLOCK_K, MANY_ROWS, coded_product, tile
 from millrace.kernels.rms_norm.cuda import normalise
 
 ARCHITECTURES = 80, 89, 90
@@ -43,7 +43,7 @@ _PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 
 
 def _product(precision: str, rows: int, minimums: bool = False) -> dict[str, Any]:
-    block_m, block_n, _ = blocks(rows)
+    block_m, block_n, _ = tile(rows)
     halves = _CODED[precision]["w"] == "*u8"
     return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
             "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}  # fmt: skip
@@ -83,7 +83,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is attend:
         options["num_warps"] = warps(constants["BLOCK_M"])
     if kernel is coded_product:
-        options["num_warps"] = blocks(constants["BLOCK_M"])[2]
+        options["num_warps"] = tile(constants["BLOCK_M"])[2]
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])

@@ -48,10 +48,10 @@ def decode(positions: list[int], pages: list[list[int]], rows: list[int]) -> Ste
 
 @pytest.mark.parametrize(("chunks", "rows", "size"), [
     ([1], 1, 1), ([1, 1, 1], 3, 4), ([1, 1, 1], 1, 4), ([1] * 6, 6, 6), ([1] * 7, 7, None),
-    ([1, 2], 2, None), ([1], 2, None),
+    ([1, 2], 2, None), ([1], 2, None), ([1], 0, None),
 ])  # fmt: skip
 def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | None) -> None:
-    """One token a sequence, and no more rows than these; a chunk of a prompt, or a choice more, has none."""
+    """One token a sequence, and no more rows than these; a chunk of a prompt, with rows or without, has none."""
     step = step_of([([5] * n, 3, [i]) for i, n in enumerate(chunks)], plain_rows(rows))
     assert bucket_of(step, (1, 4, 6)) == size
 

@@ -26,7 +26,7 @@ from millrace.kernels.rope.ref import rope
 from tests.support.one_step import i32
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
-from millrace.kernels.matmul.cuda import MANY_ROWS, block_k, by_scaled_mm  # noqa: E402 (Triton's)
+from millrace.kernels.matmul.cuda import MANY_ROWS, block_k, scaled_mm_takes  # noqa: E402 (Triton's)
 
 PAGE = 64
 # tokens before the step, tokens of it: a decode row, a chunk over a page's end, a prompt, one at a page's first place
@@ -195,8 +195,8 @@ def test_many_rows_of_e4m3_go_through_scaled_mm() -> None:
     rng = np.random.default_rng(1)
     w = weights(coded_weights("e4m3", 48, 160, 0, rng), torch.device("cpu"))
     x, exact = coded_rows("e4m3", 64, 160, 0, rng)
-    assert isinstance(x, CodedRows) and by_scaled_mm(x, w, torch.bfloat16)
-    assert not by_scaled_mm(x, w, torch.float32)
+    assert isinstance(x, CodedRows) and scaled_mm_takes(x, w, torch.bfloat16)
+    assert not scaled_mm_takes(x, w, torch.float32)
     y = triton_kernels.product(x, w, torch.bfloat16).double().numpy()
     want = exact @ w.dense().double().numpy().T
     assert (np.abs(y - want) <= np.abs(want) / 256 + 1e-5 * (np.abs(exact) @ np.abs(w.dense().numpy()).T)).all()
@@ -216,13 +216,15 @@ def test_rows_that_are_not_finite_stay_so(kind: str) -> None:
         assert y.isfinite().all(1).tolist() == [True, False, False], kernels.__name__
 
 
-def test_they_compile_for_a_gpu() -> None:
-    """In a process of its own, which interprets nothing: for one that has all that they use, without spilling."""
-    command = [sys.executable, "-m", "benchmarks.gpu_kernels", "--arch", "90", "--json"]
+@pytest.mark.parametrize(("arch", "spilled"), [(80, 40), (89, 64), (90, 0)])
+def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
+    """In a process of its own, which interprets nothing. Of an H200 none may spill; of others so many bytes at most."""
+    command = [sys.executable, "-m", "benchmarks.gpu_kernels", "--arch", str(arch), "--json"]
     out = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {"attend", "coded_product", "merge", "normalise", "rotate_and_keep"}
     for row in found:
-        assert row["spilled_bytes"] == 0 and row["registers"] <= 255 and row["shared_bytes"] <= 227 * 1024, row
+        assert row["spilled_bytes"] <= spilled and row["registers"] <= 255, row
+        assert row["shared_bytes"] <= 99 * 1024, row  # what a program may have on an L4

@@ -28,10 +28,10 @@ def usual_buckets(most: int) -> tuple[int, ...]:
 
 
 def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
-    """The least that has room for a step of one token a sequence, and no more rows than these; None: there is none."""
+    """The least that has room for a step of one token a sequence, and rows, but no more than these; None: none has."""
     n = len(step.tokens)
-    at = bisect_left(buckets, n)
-    return buckets[at] if len(step.starts) == n + 1 and len(step.sampling) <= n and at < len(buckets) else None
+    at, fits = bisect_left(buckets, n), len(step.starts) == n + 1 and 0 < len(step.sampling) <= n
+    return buckets[at] if fits and at < len(buckets) else None
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Bucket:
         self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
 
     def fill(self, step: StepInputs) -> None:
-        """step: for which `bucket_of` gives this size. What the step before gave was waited for: its copy is done."""
+        """step: for which `bucket_of` gives this size. Rows of the one before were waited for, so its copy is done."""
         tokens, positions, slots, rows, table_starts, tables = (x.numpy() for x in self._parts(self._host))
         n, used, at = len(step.tokens), len(step.pages), step.positions
         for part, values in ((tokens, step.tokens), (positions, at), (rows, step.sampling["token"])):

@@ -103,7 +103,7 @@ class CudaExecutor(Executor):
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
             bucket = Bucket(size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors)
-            bucket.fill(step)
+            bucket.fill(step)  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._computed, bucket.inputs(), bucket.tables)
             self._replays[size] = bucket, captured(compute, self.device)
         bucket, replay = self._replays[size]

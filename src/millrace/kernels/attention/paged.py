@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace.kernels.matmul.coded import E4M3
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
@@ -39,7 +41,7 @@ class LayerPages:
     @property
     def transformed(self) -> bool:
         """Whether keys and queries are multiplied by a Hadamard matrix first: E4M3's are (attention/ref.py)."""
-        return bool(self.keys.dtype == torch.float8_e4m3fn)
+        return bool(self.keys.dtype == E4M3)
 
     def floats(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of these pages, each (n, K, page tokens, size): float32 where they are coded."""

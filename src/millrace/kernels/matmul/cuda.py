@@ -86,7 +86,7 @@ def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype) -> Tensor:
         return by_kernel(x, w, dtype, depth) if len(x) < MANY_ROWS and depth else _as_floats(x, w, dtype)
     if not depth:
         return functional.linear(x.dense(), w.dense()).to(dtype)
-    return scaled_mm(x, w) if by_scaled_mm(x, w, dtype) else by_kernel(x, w, dtype, depth)
+    return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else by_kernel(x, w, dtype, depth)
 
 
 def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
@@ -102,7 +102,7 @@ def block_k(x: Matrix, w: CodedRows) -> int:
     return depth if depth >= least else 0
 
 
-def blocks(rows: int) -> tuple[int, int, int]:
+def tile(rows: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a program: a tensor core's least rows, or what many fill without spilling."""
     return (16, 32, 4) if rows < MANY_ROWS else (64, 64, 8)
 
@@ -112,7 +112,7 @@ def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, depth: int) -> Tensor
     given, scales, x_group = (x.codes, x.scales, x.group) if isinstance(x, CodedRows) else (x, w.scales, w.width)
     (m, k), n = given.shape, len(w.codes)
     y = torch.empty((m, n), dtype=dtype, device=given.device)
-    block_m, block_n, warps = blocks(m)
+    block_m, block_n, warps = tile(m)
     coded_product[triton.cdiv(n, block_n), triton.cdiv(m, block_m)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
         x_group, w.group, CODED_X=isinstance(x, CodedRows), HALVES=w.halves, ZERO=w.zero,
@@ -122,7 +122,7 @@ def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, depth: int) -> Tensor
     return y
 
 
-def by_scaled_mm(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:
+def scaled_mm_takes(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:
     """Whether cuBLASLt takes them: many rows of E4M3 in multiples of 16, of which it makes bfloat16."""
     whole = x.width % 16 == 0 and len(w.codes) % 16 == 0
     return x.codes.dtype == w.codes.dtype == E4M3 and len(x.codes) >= MANY_ROWS and whole and dtype == torch.bfloat16
