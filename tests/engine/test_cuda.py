@@ -159,6 +159,7 @@ def test_what_is_used_is_asked_for(biased: Path) -> None:
 
     assert used("fp32", "fp32") == () and used("bf16", "fp16") == ("fp16",) and used("w8a16", "fp32") == ("bf16",)
     assert used("w4a16", "bf16", ["model.layers.1.mlp.down_proj"]) == ("bf16", "fp8")
+    assert precisions_used(both(biased, "bf16")[0]._graph, "bf16", kv=KvFormat.FP8) == ("bf16", "fp8")
 
 
 def step_of(chunks: list[tuple[list[int], int, list[int]]], rows: NDArray[np.void], **more: object) -> StepInputs:

@@ -39,8 +39,8 @@ class CudaExecutor(Executor):
     kv: how keys and values are kept, INT8 or FP8; None: in dtype
     fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
     buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
-    raises EngineError for an operator that has no kernel here, and before a weight is read MachineError without a GPU,
-    ConfigError for one that lacks a precision
+    raises, before a weight is read: EngineError for an operator, or keys and values, that have no kernel here,
+    MachineError without a GPU, ConfigError for one that lacks a precision
     """
 
     def __init__(
@@ -58,12 +58,11 @@ class CudaExecutor(Executor):
                               "choose one of them")  # fmt: skip
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
-            needed = precisions_used(graph, dtype, fp8_rows)
-            check_gpu(self.device, (*needed, "fp8") if kv == KvFormat.FP8 else needed)
-        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
+            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
+        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
         self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()

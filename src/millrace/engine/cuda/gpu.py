@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 
 from millrace.engine.cuda.loaded import PRODUCTS
+from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.graph.types import Graph
 from millrace.kernels.declare import WeightFormat
@@ -12,7 +13,9 @@ from millrace.kernels.matmul.op import precision_of
 from millrace.machine.devices import check_multiplies
 
 
-def precisions_used(graph: Graph, dtype: str, fp8_rows: Collection[str]) -> tuple[str, ...]:
+def precisions_used(
+    graph: Graph, dtype: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None
+) -> tuple[str, ...]:
     """What a GPU must multiply to run it, as machine/devices.py calls it; float32 they all do."""
     found = {} if dtype == "fp32" else {dtype: True}
     for node in graph.nodes:
@@ -23,6 +26,8 @@ def precisions_used(graph: Graph, dtype: str, fp8_rows: Collection[str]) -> tupl
         found["int8" if precision.takes_bytes else "bf16" if dtype == "fp32" else dtype] = True
         if precision.weights == WeightFormat.FP8 or meets_fp8:
             found["fp8"] = True
+    if kv == KvFormat.FP8:
+        found["fp8"] = True
     return tuple(found)
 
 
