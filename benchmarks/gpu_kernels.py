@@ -20,37 +20,70 @@ from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
 from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
-from millrace.kernels.matmul.cuda import BLOCK_K, BLOCK_M, BLOCK_N, few_rows
+from millrace.kernels.matmul.cuda import BLOCK_K, MANY_ROWS, coded_product, tile
 from millrace.kernels.rms_norm.cuda import normalise
 
 ARCHITECTURES = 80, 89, 90
 FP8_FROM = 89  # an A100 has no E4M3
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _HEADS = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64}
-_TILE = {"DEEP": 128, "WIDTH": 128, "WHOLE": False}
+_TILE = {"DEEP": 128, "WIDTH": 128}
 _TYPES = {
     "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "table_starts": "*i32", "blocks": "*i32",
     "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
-    "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp32", "M": "i32", "N": "i32", "K": "i32",
+    "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16", "M": "i32", "N": "i32", "K": "i32",
+    "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32",
 }  # fmt: skip
+_CODED: dict[str, dict[str, str]] = {  # products by what meets in them
+    "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
+    "w8a16": {"w": "*i8"}, "w4a16": {"w": "*u8"}, "w8a8": {"x": "*i8", "w": "*i8"}, "w4a8": {"x": "*i8", "w": "*u8"},
+}  # fmt: skip
+
+_PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
+
+
+def _product(precision: str, rows: int, minimums: bool = False) -> dict[str, Any]:
+    block_m, block_n, _ = tile(rows)
+    halves = _CODED[precision]["w"] == "*u8"
+    return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}  # fmt: skip
+
+
 CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     (attend, "decode, 4 splits", {**_HEADS, **_TILE, "SPLITS": 4, "BLOCK_M": 16}),
     (attend, "decode, no splits", {**_HEADS, **_TILE, "SPLITS": 1, "BLOCK_M": 16}),
     (attend, "prompts", {**_HEADS, **_TILE, "SPLITS": 1, "BLOCK_M": 64}),
     (merge, "4 splits", {"DV": 128, "SPLITS": 4, "WIDTH": 128}),
-    (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128}),
+    (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": 0}),
+    *(
+        (attend, f"{rows}, pages of {kept}", {**_HEADS, **_TILE, "SPLITS": splits, "BLOCK_M": block})
+        for kept in _PAGES
+        for rows, splits, block in (("decode", 4, 16), ("prompts", 1, 64))
+    ),
+    *(
+        (rotate_and_keep, f"pages of {kept}", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": stages})
+        for kept, stages in (("int8", 0), ("fp8", 7))
+    ),
     (normalise, "4,096 columns", {"N": 4096, "WIDTH": 4096}),
-    (few_rows, "fp8", {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}),
+    *((coded_product, precision, _product(precision, 1)) for precision in _CODED),
+    (coded_product, "w4a16 minimums", _product("w4a16", 1, minimums=True)),
+    *((coded_product, f"{precision} many", _product(precision, MANY_ROWS)) for precision in ("fp8", "w8a8", "w4a8")),
 )
 
 
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
     """What one of them takes. Tensors that are not of another type by name are of bfloat16."""
     names = kernel.arg_names
-    types = _TYPES | {"x": "*fp8e4nv", "w": "*fp8e4nv"} if kernel is few_rows else _TYPES
+    types = _TYPES | _CODED[about.split()[0]] if kernel is coded_product else dict(_TYPES)
+    if "pages of" in about:
+        types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": warps(constants["BLOCK_M"])} if kernel is attend else {}
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if kernel is attend:
+        options["num_warps"] = warps(constants["BLOCK_M"])
+    if kernel is coded_product:
+        options["num_warps"] = tile(constants["BLOCK_M"])[2]
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
@@ -67,7 +100,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
 def every(architectures: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     for arch in architectures:
         for kernel, about, constants in CASES:
-            if kernel is few_rows and arch < FP8_FROM:
+            if "fp8" in about and arch < FP8_FROM:
                 continue
             yield compiled(kernel, about, constants, arch)
 
@@ -86,7 +119,7 @@ def main() -> None:
         print(json.dumps(rows))
     else:
         for row in rows:
-            print("{architecture} {kernel:16} {about:18} {registers:4} registers".format(**row),
+            print("{architecture} {kernel:16} {about:24} {registers:4} registers".format(**row),
                   "{shared_bytes:7,} bytes shared {spilled_bytes:5} spilled".format(**row))  # fmt: skip
     if not args.arch:
         print(write_result("gpu-kernels", {**provenance("benchmarks.gpu_kernels"), "kernels": rows}))

@@ -55,12 +55,13 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
 
 
 def gpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """For a GPU: products and their neighbours are one node, and nothing is packed for lanes of a CPU."""
+    """For a GPU: products and their neighbours are one node, and rows are converted once for all that read them."""
     return [
         *portable(precisions),
         ("fuse_epilogue", fuse_epilogue),
         ("fuse_residual", fuse_residual),
         ("fuse_rope_attention", fuse_rope_attention),
+        ("convert_inputs", lambda g: convert_inputs(g, precisions)),
         ("prune", prune),
     ]
 

@@ -1,5 +1,7 @@
 """The reference executor of a language model: steps over an interpreted graph, sampling in float64."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, Executor, ExecutorLimits, StepInputs, StepOutputs
@@ -11,13 +13,15 @@ from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform,
 
 
 class ReferenceExecutor(Executor):
-    """kv: how keys and values are kept. bf16_table: the embedding table is rounded, as in engines other than FP32."""
+    """kv: how keys and values are kept. bf16_table, fp8_rows: as the interpreter's"""
 
-    def __init__(self, graph: Graph, limits: ExecutorLimits, *, kv: KvFormat, bf16_table: bool) -> None:
+    def __init__(
+        self, graph: Graph, limits: ExecutorLimits, *, kv: KvFormat, bf16_table: bool, fp8_rows: Collection[str] = ()
+    ) -> None:
         assert limits.page_tokens == PAGE_TOKENS, limits
         self.limits = limits
         self._step: StepInputs
-        self.interpreter = Interpreter(graph, kv=kv, bf16_table=bf16_table, n_pages=limits.n_pages)
+        self.interpreter = Interpreter(graph, kv=kv, bf16_table=bf16_table, n_pages=limits.n_pages, fp8_rows=fp8_rows)
 
     def launch(self, step: StepInputs) -> None:
         self._step = step

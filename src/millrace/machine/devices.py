@@ -1,10 +1,12 @@
 """Accelerators and processors as their vendors state them, and which precisions they multiply.
 
+What an NVIDIA GPU at hand multiplies follows from its compute capability: that of its architecture.
+
 Peaks are dense: vendors' pages and most tables on the web quote twice as much, for 2:4 sparse weights. Sources: the
 vendors' datasheets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -104,3 +106,35 @@ def find_device(name: str) -> Device:
         raise ConfigError(f"no device is known as {name}", "a device of the catalogue",
                           nearest(wanted, named, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
     return named[wanted]
+
+
+# The least compute capability of each architecture of NVIDIA's.
+CAPABILITIES: Mapping[tuple[int, int], str] = MappingProxyType({
+    (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell",
+})  # fmt: skip
+LEAST_CAPABILITY = (8, 0)  # that Triton compiles our kernels for
+
+
+def multiplied(architecture: str) -> tuple[str, ...]:
+    """The precisions that devices of it multiply, in the order of their tables."""
+    return tuple(dict.fromkeys(p for d in DEVICES if d.architecture == architecture for p in d.peaks))
+
+
+def check_multiplies(gpu: str, capability: tuple[int, int], needed: Collection[str]) -> None:
+    """gpu: its name; needed: of "fp16", "bf16", "int8", "fp8". raises ConfigError where it lacks one, naming those"""
+    own = max((least for least in CAPABILITIES if least <= capability), default=None)
+    about = f"{gpu} ({CAPABILITIES[own] if own else 'before Volta'}, sm_{capability[0]}{capability[1]})"
+    if own is None or own < LEAST_CAPABILITY:
+        least = f"{CAPABILITIES[LEAST_CAPABILITY]} or later, sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} on"
+        raise ConfigError(f"no kernel here runs on {about}", least, "run on the CPU, or on another GPU")
+    has = multiplied(CAPABILITIES[own])
+    lacks = [p for p in dict.fromkeys(needed) if p not in has]
+    if lacks:
+        able = [f"{name} (sm_{a}{b})" for (a, b), name in CAPABILITIES.items() if set(lacks) <= set(multiplied(name))]
+        raise ConfigError(
+            f"{about} does not multiply {', '.join(lacks)}; it has {', '.join(has)}",
+            f"one of {', '.join(able)}" if able else "a GPU that does", _INSTEAD,
+        )  # fmt: skip
+
+
+_INSTEAD = "choose a precision that it has, such as w8a16, w4a16 or bf16, and another --kv-cache-dtype than fp8"

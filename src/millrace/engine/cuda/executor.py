@@ -4,7 +4,8 @@ It agrees with the others within a tolerance: libraries choose how sums are cut 
 same steps go through plain PyTorch, so that everything but the kernels is tested without a device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from types import ModuleType
 
 import numpy as np
@@ -12,41 +13,60 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import plain
+from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
+from millrace.engine.cuda.gpu import check_gpu, precisions_used
+from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.operators import OPERATORS, layer_of
 from millrace.engine.cuda.sampling import sample
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError
-from millrace.graph.types import DType, Graph, Node, Value
-from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.graph.types import Graph, Node, Value
+from millrace.kernels.attention.paged import LayerPages
+from millrace.kernels.matmul.coded import E4M3, Matrix, e4m3_rows
 from millrace.kernels.operators import number, size
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("attention", "rope_attention")
-_TABLES = {"embedding": (1,), "linear": (1, 2), "gated_linear": (1, 2)}  # inputs that are kept in the engine's type
+_CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
 
 
 class CudaExecutor(Executor):
-    """graph: after the passes of `pipeline.gpu`; precision: of DTYPES, of products, keys and values.
+    """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
 
-    raises EngineError for an operator that has no kernel here
+    dtype: of DTYPES: of activations and of weights that are not coded
+    kv: how keys and values are kept, INT8 or FP8; None: in dtype
+    fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
+    buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
+    raises, before a weight is read: EngineError for an operator, or keys and values, that have no kernel here,
+    MachineError without a GPU, ConfigError for one that lacks a precision
     """
 
-    def __init__(self, graph: Graph, limits: ExecutorLimits, *, precision: str, device: str = "cuda") -> None:
+    def __init__(
+        self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
+        fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda",
+    ) -> None:  # fmt: skip
         unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
         if unknown:
             raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
                               "run it on the CPU")  # fmt: skip
-        self.limits, self.dtype, self.device = limits, DTYPES[precision], torch.device(device)
-        self._graph, self._constants = graph, self._loaded(graph)
+        self.limits, self.dtype, self.device = limits, DTYPES[dtype], torch.device(device)
+        self._kept, self._fp8_rows = kv, frozenset(fp8_rows)
+        if kv is not None and kv not in _CODES:
+            raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
+                              "choose one of them")  # fmt: skip
         on_cpu = self.device.type == "cpu"
+        if not on_cpu:
+            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
-        self._values: dict[Value, Tensor] = {}
-        self._tables: dict[tuple[int, int], StepTables] = {}  # by heads and KV heads of layers
+        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
+        self._values: dict[Value, Matrix] = {}
+        self._tables: Tables
+        self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()
         self._step: StepInputs | None = None
-        self._now: StepInputs
 
     def launch(self, step: StepInputs) -> None:
         self._step = step
@@ -58,68 +78,80 @@ class CudaExecutor(Executor):
             return sample(self.logits(step), step)
 
     def logits(self, step: StepInputs) -> Tensor:
-        """(R, V) float32 for the sampled rows, after keys and values were stored."""
+        """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
+        with torch.inference_mode():
+            for source, target in () if step.copies is None else step.copies.tolist():
+                for pages in self._pages.values():
+                    pages.copy(source, target)
+            size = bucket_of(step, self._buckets)
+            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size)
+
+    def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables]:
         given = {
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
             "rows": step.sampling["token"],
         }  # fmt: skip
-        with torch.inference_mode():
-            for source, target in () if step.copies is None else step.copies.tolist():
-                for pages in self._pages.values():
-                    pages.keys[target], pages.values[target] = pages.keys[source], pages.values[source]
-            self._values = {
-                p.value: torch.from_numpy(np.ascontiguousarray(given[p.name])).to(self.device)
-                for p in self._graph.inputs
-            }
-            self._tables, self._now = {}, step
-            for node in self._graph.nodes:
-                found = OPERATORS[node.op](node, self)
-                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-            (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
-            return self._values[output].float()
+        inputs = {n: torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for n, x in given.items()}
+        page_tokens, n = self.limits.page_tokens, self._multiprocessors
+        return inputs, cache(lambda group, kv_heads: step_tables(
+            step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
+        ))  # fmt: skip
+
+    def _replayed(self, step: StepInputs, size: int) -> Tensor:
+        if size not in self._replays:
+            limits = self.limits
+            most_pages = -(-limits.max_context // limits.page_tokens)
+            bucket = Bucket(size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors)
+            bucket.fill(step)  # what is captured runs once before: its keys go where this step's do
+            compute = partial(self._computed, bucket.inputs(), bucket.tables)
+            self._replays[size] = bucket, captured(compute, self.device)
+        bucket, replay = self._replays[size]
+        bucket.fill(step)
+        return replay()[: len(step.sampling)]
+
+    def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
+        self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
+        for node in self._graph.nodes:
+            found = OPERATORS[node.op](node, self)
+            self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
+        return self.tensor(output).float()
 
     def close(self) -> None:
-        self._constants, self._pages, self._values = {}, {}, {}
+        self._loaded, self._pages, self._values, self._replays = Loaded({}, {}), {}, {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
 
     def tensor(self, value: Value) -> Tensor:
-        return self._constants[value] if value.constant else self._values[value]
+        held = self._loaded.tensors[value] if value.constant else self._values[value]
+        assert isinstance(held, Tensor), f"{value} is coded"
+        return held
+
+    def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
+        x = self._values[node.inputs[0]]
+        if node in self._loaded.coded and isinstance(x, Tensor) and not self._fp8_rows.isdisjoint(node.origin):
+            x = e4m3_rows(x)
+        return [self._kernels.product(x, w, self.dtype, bias) for w in self._loaded.matrices(node)]
 
     def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)
         return y
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
-        kind = heads[0].shape[1], heads[1].shape[1]
-        if kind not in self._tables:
-            self._tables[kind] = step_tables(
-                self._now, self.limits.page_tokens, self.device, group=kind[0] // kind[1], kv_heads=kind[1],
-                multiprocessors=self._multiprocessors,
-            )  # fmt: skip
-        step, pages = self._tables[kind], self._pages[layer_of(node)]
-        q = self._kernels.keep_rotated(heads, step, table, pages)
+        kv_heads = heads[1].shape[1]
+        step, pages = self._tables(heads[0].shape[1] // kv_heads, kv_heads), self._pages[layer_of(node)]
+        q = self._kernels.keep_rotated(heads, step, table, pages, self.dtype)
         y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"))
         return y
 
     def _page_memory(self, node: Node) -> LayerPages:
-        heads, key_size, value_size = size(node.inputs[1], 1), size(node.inputs[1], 2), size(node.inputs[2], 2)
-        shape = self.limits.n_pages, heads, self.limits.page_tokens
-        keys, values = (torch.zeros((*shape, n), dtype=self.dtype, device=self.device) for n in (key_size, value_size))
-        return LayerPages(keys, values)
-
-    def _loaded(self, graph: Graph) -> dict[Value, Tensor]:
-        """Weights, each read once: those of products in the engine's type, others in float32."""
-        narrow = {node.inputs[i] for node in graph.nodes for i in _TABLES.get(node.op, ()) if i < len(node.inputs)}
-        found = {}
-        for value in graph.constants():
-            assert value.constant is not None
-            array = np.ascontiguousarray(value.constant.load())
-            kind = torch.int32 if value.dtype == DType.I32 else self.dtype if value in narrow else torch.float32
-            found[value] = torch.from_numpy(array.astype(np.int32 if kind == torch.int32 else np.float32)).to(
-                self.device, kind
-            )
-        return found
+        """The last page is for rows that fill a bucket."""
+        heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
+        if self._kept == KvFormat.FP8 and sizes[0] & sizes[0] - 1:
+            raise EngineError(f"keys and values in fp8 of heads of {sizes[0]} on a GPU", "heads of a power of two",
+                              "keep them in int8")  # fmt: skip
+        shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
+        return LayerPages.empty(shape, sizes, _CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
 def _kernels() -> ModuleType:

@@ -12,7 +12,10 @@ from torch.nn import functional
 
 from millrace.graph.trees import Tree, as_tree
 from millrace.graph.types import Node, Value
+from millrace.kernels.declare import RowFormat
+from millrace.kernels.matmul.coded import Matrix, int8_rows
 from millrace.kernels.operators import number, size, whole
+from millrace.kernels.storage import storage_of
 
 
 class Run(Protocol):
@@ -22,6 +25,9 @@ class Run(Protocol):
 
     def tensor(self, value: Value) -> Tensor:
         """Of a constant, or as the node that computed it left it."""
+
+    def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
+        """Its rows, which may be coded, times each of its matrices, each (M, N) of `dtype`."""
 
     def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         """By its root mean square; of `dtype`."""
@@ -44,7 +50,7 @@ def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
     if isinstance(tree, int):
         return inputs[tree]
     if isinstance(tree, float):
-        return torch.tensor(tree, dtype=inputs[0].dtype, device=inputs[0].device)
+        return torch.full((), tree, dtype=inputs[0].dtype, device=inputs[0].device)  # no copy: graphs capture none
     operation, operands = str(tree[0]), [evaluate(as_tree(t), inputs) for t in tree[1:]]
     return _UNARY[operation](*operands) if operation in _UNARY else _BINARY[operation](*operands)
 
@@ -60,20 +66,23 @@ def _rms_norm(node: Node, run: Run) -> Tensor:
 
 
 def _linear(node: Node, run: Run) -> Tensor:
-    bias = run.tensor(node.inputs[2]) if node.attrs.get("bias") else None
-    y = _product(run, node, run.tensor(node.inputs[1]), bias)
+    (y,) = run.products(node, run.tensor(node.inputs[2]) if node.attrs.get("bias") else None)
     if "tree" in node.attrs:
         y = evaluate(as_tree(node.attrs["tree"]), [y.float()]).to(run.dtype)
     return run.tensor(node.inputs[-1]).float() + y if node.attrs.get("residual") else y
 
 
-def _product(run: Run, node: Node, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(run.tensor(node.inputs[0]).to(run.dtype), w, bias)
-
-
 def _gated_linear(node: Node, run: Run) -> Tensor:
-    halves = [_product(run, node, run.tensor(w)).float() for w in node.inputs[1:3]]
+    halves = [y.float() for y in run.products(node)]
     return evaluate(as_tree(node.attrs["tree"]), halves).to(run.dtype)
+
+
+def _convert(node: Node, run: Run) -> Matrix:
+    """Rows as the products want them that read them: 16-bit floats of the engine's type, or int8."""
+    x, storage = run.tensor(node.inputs[0]), storage_of(node)
+    if storage.format == RowFormat.BF16:
+        return x.to(torch.bfloat16 if run.dtype == torch.float32 else run.dtype)
+    return int8_rows(x.flatten(1), storage.group, transform=storage.hadamard)
 
 
 def _elementwise(node: Node, run: Run) -> Tensor:
@@ -100,10 +109,10 @@ def _split(node: Node, run: Run) -> tuple[Tensor, ...]:
     return tuple(run.tensor(node.inputs[0]).split([v.width for v in node.outputs], 1))
 
 
-OPERATORS: Mapping[str, Callable[[Node, Run], Tensor | tuple[Tensor, ...]]] = {
+OPERATORS: Mapping[str, Callable[[Node, Run], Matrix | tuple[Tensor, ...]]] = {
     "embedding": _embedding, "rms_norm": _rms_norm, "linear": _linear, "gated_linear": _gated_linear,
     "elementwise": _elementwise, "attention": _attention, "rope_attention": _attention, "gather_rows": _gather_rows,
-    "reshape": _reshape, "split": _split,
+    "reshape": _reshape, "split": _split, "convert": _convert,
 }  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.kernels.attention.paged import LayerPages, StepTables
-from millrace.kernels.matmul.fp8 import Fp8Rows
+from millrace.kernels.declare import NOTHING
+from millrace.kernels.matmul.coded import LARGEST, Matrix, int8_rows, transformed
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -16,22 +17,48 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
 
 
-def fp8_product(x: Fp8Rows, w: Fp8Rows, dtype: torch.dtype) -> Tensor:
-    """x of M rows, w of N -> (M, N) of `dtype`."""
-    y = functional.linear(x.data.float(), w.data.float())
-    return (y * x.scales[:, None] * w.scales).to(dtype)
+def product(x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
+    if isinstance(w, Tensor):
+        assert isinstance(x, Tensor), "coded rows meet coded weights"
+        return functional.linear(x.to(dtype), w, bias)
+    rows = x.float() if isinstance(x, Tensor) else x.dense()
+    y = functional.linear(rows, w.dense()).to(dtype)
+    return y if bias is None else y + bias
 
 
 def keep_rotated(
-    heads: tuple[Tensor, Tensor, Tensor], step: StepTables, table: Tensor | None, pages: LayerPages
+    heads: tuple[Tensor, Tensor, Tensor], step: StepTables, table: Tensor | None, pages: LayerPages, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Writes a step's keys, rotated where there is a table (context, D), and its values; gives q (T, H, D), rotated."""
+    """Writes a step's keys, rotated where there is a table (context, D), and its values.
+
+    Gives q (T, H, D) of `dtype`, rotated; transformed as keys are, where they are
+    """
     q, k = (x if table is None else rotated(x, table[step.positions.long()]) for x in heads[:2])
+    if pages.transformed:
+        q, k = (transformed(x.float().flatten(1), x.shape[2]).view(x.shape) for x in (q, k))
     slots = step.slots.long()
     page, place = slots // pages.tokens, slots % pages.tokens
-    pages.keys[page, :, place] = k.to(pages.keys.dtype)
-    pages.values[page, :, place] = heads[2].to(pages.values.dtype)
-    return q.to(pages.keys.dtype)
+    kept = (k, pages.keys, pages.key_scales), (heads[2], pages.values, pages.value_scales)
+    for x, rows, scales in kept:
+        if pages.coded:
+            x, scales[page, :, place] = coded(x.float(), rows.dtype)
+        rows[page, :, place] = x.to(rows.dtype)
+    return q.to(dtype)
+
+
+def coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (..., D) as pages of int8 or E4M3 hold it: codes, and a scale for each row; of E4M3 a power of two."""
+    amax = x.abs().amax(-1)
+    if dtype == torch.int8:
+        rows = int8_rows(x.flatten(0, -2), 0)
+        return rows.codes.view(x.shape), rows.scales.view(amax.shape)
+    least = amax / LARGEST
+    share, exponent = torch.frexp(least)
+    above = torch.ldexp(torch.ones_like(least), exponent - (share == 0.5).int())
+    scales = torch.where((least > NOTHING) & least.isfinite(), above, least * 0)  # no number where one is not finite
+    codes = x / torch.where(scales > 0, scales, 1)[..., None]
+    return codes.clamp(-LARGEST, LARGEST).to(dtype), scales
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -48,7 +75,7 @@ def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float) -> T
     for s, (begin, end) in enumerate(pairwise(starts)):
         table = step.tables[table_starts[s] : table_starts[s + 1]].long()
         last = int(step.positions[end - 1])
-        keys, values = (x[table].transpose(1, 2).flatten(0, 1)[: last + 1] for x in (pages.keys, pages.values))
+        keys, values = (x.transpose(1, 2).flatten(0, 1)[: last + 1].to(q.dtype) for x in pages.floats(table))
         sees = torch.arange(last + 1, device=q.device)[None] <= step.positions[begin:end, None]
         y[begin:end] = functional.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],

@@ -2,20 +2,59 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from millrace.kernels.matmul.coded import E4M3
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Keys (P, K, page tokens, D) and values (P, K, page tokens, DV): what a kernel's program reads lies together."""
+    """Keys (P, K, page tokens, D) and values (P, K, page tokens, DV): what a kernel's program reads lies together.
+
+    key_scales, value_scales: (P, K, page tokens) float32 where they are int8 or E4M3; else of no elements
+    """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, int, int], sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> "LayerPages":
+        """shape: (P, K, page tokens); sizes: D, DV; dtype: floats, or int8 or E4M3"""
+        keys, values = (torch.zeros((*shape, size), dtype=dtype, device=device) for size in sizes)
+        of_scales = shape if keys.itemsize == 1 else (0, 0, 0)
+        return cls(keys, values, *(torch.zeros(of_scales, device=device) for _ in range(2)))
 
     @property
     def tokens(self) -> int:
         """Of a page."""
         return int(self.keys.shape[2])
+
+    @property
+    def coded(self) -> bool:
+        return bool(self.keys.itemsize == 1)
+
+    @property
+    def transformed(self) -> bool:
+        """Whether keys and queries are multiplied by a Hadamard matrix first: E4M3's are (attention/ref.py)."""
+        return bool(self.keys.dtype == E4M3)
+
+    def floats(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these pages, each (n, K, page tokens, size): float32 where they are coded."""
+        if not self.coded:
+            return self.keys[pages], self.values[pages]
+        kept = (self.keys, self.key_scales), (self.values, self.value_scales)
+        keys, values = (x[pages].float() * scales[pages][..., None] for x, scales in kept)
+        return keys, values
+
+    def copy(self, source: int, target: int) -> None:
+        """What is kept in one page becomes the other's, too."""
+        for x in (self.keys, self.values, *((self.key_scales, self.value_scales) if self.coded else ())):
+            x[target] = x[source]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,135 @@
-"""Products of few rows in E4M3 on a GPU, in Triton: weights are read once, and their reading is what takes time."""
+"""Products with coded weights on a GPU, in Triton: of few rows, whose time is that of reading the weights once.
+
+Many rows of 16-bit floats meet weights that were made floats before, in cuBLAS's product; many rows of E4M3 go through
+cuBLASLt. Rows of int8 meet integers, however many they are.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-from millrace.kernels.matmul.fp8 import Fp8Rows
+from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 
-BLOCK_M, BLOCK_N, BLOCK_K = 16, 32, 128  # a tensor core's least rows; columns; what goes through at a time
+MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
+BLOCK_K = 128  # what goes through at a time, at most
 
 
 @triton.jit
-def few_rows(x, x_scales, w, w_scales, y, M, N, K,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """x (M, K), w (N, K), y (M, N). E4M3's values are float16's, too: products are exact, sums in float32"""
+def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, x_group, group,
+                  CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
+
+    CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
+    exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups unless a row is one
+    """
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < M, column < N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    each: tl.constexpr = 2 if HALVES else 1  # codes of a byte
+    wide = column.to(tl.int64) * tl.cdiv(K, each)
     for first in range(0, K, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        left = tl.load(x + row[:, None] * K + k[None], mask=(row[:, None] < M) & (k[None] < K), other=0.0)
-        right = tl.load(w + column[None].to(tl.int64) * K + k[:, None],
-                        mask=(column[None] < N) & (k[:, None] < K), other=0.0)  # fmt: skip
-        total = tl.dot(left.to(tl.float16), right.to(tl.float16), total)
-    scale = tl.load(x_scales + row, mask=row < M, other=0.0)[:, None]
-    scale *= tl.load(w_scales + column, mask=column < N, other=0.0)[None]
-    out = (total * scale).to(y.dtype.element_ty)
-    tl.store(y + row[:, None].to(tl.int64) * N + column[None], out, mask=(row[:, None] < M) & (column[None] < N))
+        at = first // each + tl.arange(0, BLOCK_K // each)
+        codes = tl.load(w + wide[None] + at[:, None],
+                        mask=is_column[None] & (at[:, None] < tl.cdiv(K, each)), other=0.0)  # fmt: skip
+        left = tl.load(x + row[:, None] * K + each * at[None], mask=is_row[:, None] & (each * at[None] < K), other=0.0)
+        if HALVES:
+            odd = tl.load(x + row[:, None] * K + 2 * at[None] + 1,
+                          mask=is_row[:, None] & (2 * at[None] + 1 < K), other=0.0)  # fmt: skip
+            low, high = (codes & 15).to(tl.int8) - ZERO, (codes >> 4).to(tl.int8) - ZERO
+            part = _dot(left, low) + _dot(odd, high)
+        else:
+            part = _dot(left, codes)
+        scale = tl.load(w_scales + column * tl.cdiv(K, group) + first // group, mask=is_column, other=0.0)
+        found = part.to(tl.float32) * scale.to(tl.float32)[None]
+        if MINIMUMS:
+            sums = tl.sum(left.to(tl.float32), 1)
+            if HALVES:
+                sums += tl.sum(odd.to(tl.float32), 1)
+            least = tl.load(minimums + column * tl.cdiv(K, group) + first // group, mask=is_column, other=0.0)
+            found += sums[:, None] * least.to(tl.float32)[None]
+        if CODED_X:
+            found *= tl.load(x_scales + row * tl.cdiv(K, x_group) + first // x_group, mask=is_row, other=0.0)[:, None]
+        total += found
+    tl.store(y + row[:, None].to(tl.int64) * N + column[None], total.to(y.dtype.element_ty),
+             mask=is_row[:, None] & is_column[None])  # fmt: skip
 
 
-def fp8_product(x: Fp8Rows, w: Fp8Rows, dtype: torch.dtype) -> Tensor:
-    """x of M rows, w of N -> (M, N) of `dtype`."""
-    (m, k), n = x.data.shape, w.data.shape[0]
-    y = torch.empty((m, n), dtype=dtype, device=x.data.device)
-    grid = triton.cdiv(n, BLOCK_N), triton.cdiv(m, BLOCK_M)
-    few_rows[grid](x.data, x.scales, w.data, w.scales, y, m, n, k,
-                   BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K)  # fmt: skip
+@triton.jit
+def _dot(left, right):
+    if left.dtype == tl.int8:
+        found = tl.dot(left, right.to(tl.int8), out_dtype=tl.int32)
+    elif left.dtype == tl.float8e4nv:
+        found = tl.dot(left.to(tl.float16), right.to(tl.float16))
+    elif right.dtype == tl.float8e4nv:
+        found = tl.dot(left, right.to(tl.float16).to(left.dtype))
+    else:
+        found = tl.dot(left, right.to(left.dtype))
+    return found
+
+
+def product(x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
+    if isinstance(w, CodedRows):
+        y = _coded(x, w, dtype)
+        return y if bias is None else y + bias
+    assert isinstance(x, Tensor), "coded rows meet coded weights"
+    return functional.linear(x.to(dtype), w, bias)
+
+
+def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype) -> Tensor:
+    depth = block_k(x, w)
+    if isinstance(x, Tensor):
+        return by_kernel(x, w, dtype, depth) if len(x) < MANY_ROWS and depth else _as_floats(x, w, dtype)
+    if not depth:
+        return functional.linear(x.dense(), w.dense()).to(dtype)
+    return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else by_kernel(x, w, dtype, depth)
+
+
+def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
+    return functional.linear(x, w.dense().to(x.dtype)).to(dtype)
+
+
+def block_k(x: Matrix, w: CodedRows) -> int:
+    """How many inputs of a row go through `coded_product` at a time; 0: it does not take such groups."""
+    coded = isinstance(x, CodedRows)
+    least = (32 if coded and x.codes.dtype == torch.int8 else 16) * (2 if w.halves else 1)  # of a tensor core's product
+    groups = [rows.group for rows in (x, w) if isinstance(rows, CodedRows) and rows.group < rows.width]
+    depth = min([BLOCK_K, *(group & -group for group in groups)])
+    return depth if depth >= least else 0
+
+
+def tile(rows: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program: a tensor core's least rows, or what many fill without spilling."""
+    return (16, 32, 4) if rows < MANY_ROWS else (64, 64, 8)
+
+
+def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, depth: int) -> Tensor:
+    """depth: of block_k"""
+    given, scales, x_group = (x.codes, x.scales, x.group) if isinstance(x, CodedRows) else (x, w.scales, w.width)
+    (m, k), n = given.shape, len(w.codes)
+    y = torch.empty((m, n), dtype=dtype, device=given.device)
+    block_m, block_n, warps = tile(m)
+    coded_product[triton.cdiv(n, block_n), triton.cdiv(m, block_m)](
+        given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
+        x_group, w.group, CODED_X=isinstance(x, CodedRows), HALVES=w.halves, ZERO=w.zero,
+        MINIMUMS=w.minimums is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=depth,
+        num_warps=warps, enable_fp_fusion=True,
+    )  # fmt: skip
     return y
+
+
+def scaled_mm_takes(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:
+    """Whether cuBLASLt takes them: many rows of E4M3 in multiples of 16, of which it makes bfloat16."""
+    whole = x.width % 16 == 0 and len(w.codes) % 16 == 0
+    return x.codes.dtype == w.codes.dtype == E4M3 and len(x.codes) >= MANY_ROWS and whole and dtype == torch.bfloat16
+
+
+def scaled_mm(x: CodedRows, w: CodedRows) -> Tensor:
+    """bfloat16; sums with fast accumulation, which some 14 bits of each partial sum take part in."""
+    return torch._scaled_mm(
+        x.codes, w.codes.t(), scale_a=x.scales, scale_b=w.scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )

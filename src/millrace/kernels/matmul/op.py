@@ -1,7 +1,9 @@
 """The operators linear and gated_linear: a product with weights, and what its epilogue does."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +11,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
-from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
@@ -68,6 +70,11 @@ def group_of(node: Node) -> int:
     return whole(node, "group") if "group" in node.attrs else 0
 
 
+def matrices_of(node: Node) -> tuple[Value, ...]:
+    """The weights of a product, or of the two that a gated one has."""
+    return node.inputs[1:3] if node.operator is GATED_LINEAR else node.inputs[1:2]
+
+
 def product(values: Values, node: Node, w: Value) -> Rows:
     """The node's first input times w.T, as its numerics class means it."""
     x, precision, group = node.inputs[0], precision_of(node), group_of(node)
@@ -84,10 +91,20 @@ def product(values: Values, node: Node, w: Value) -> Rows:
 
 
 def _codes(values: Values, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
-    stored = stored_codes([w.constant], bits, group) if w.constant and not hadamard_group else None
+    return codes_of(w.constant, lambda: values.rows(w), bits, group, hadamard_group)
+
+
+def codes_of(
+    constant: Constant | None, load: Callable[[], NDArray[Any]], bits: int, group: int, hadamard_group: int = 0
+) -> QuantisedMatrix:
+    """Weights in the checkpoint's own codes, or rounded here, of what `load` gives. group 0: E4M3
+
+    hadamard_group: for rows that are transformed in groups of so many; 0: they are not
+    """
+    stored = stored_codes([constant], bits, group) if constant and not hadamard_group else None
     if stored:
         return stored[0]
-    return rounded_codes(values.rows(w), bits, group, hadamard_group) if group else rounded_e4m3(values.rows(w))
+    return rounded_codes(load(), bits, group, hadamard_group) if group else rounded_e4m3(load())
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -101,7 +118,7 @@ def _reference(node: Node, values: Values) -> Held:
 
 
 def _gated_reference(node: Node, values: Values) -> Held:
-    halves = [product(values, node, w) for w in node.inputs[1:3]]
+    halves = [product(values, node, w) for w in matrices_of(node)]
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 
@@ -159,7 +176,7 @@ def _lower(node: Node, writer: Writer) -> None:
     numbers: list[float] = []
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
-    matrices = node.inputs[1:3] if gated else node.inputs[1:2]
+    matrices = matrices_of(node)
     how = _codes_of(matrices, weights, group, view.storage)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,

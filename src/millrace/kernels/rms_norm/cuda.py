@@ -22,5 +22,5 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     x = x.contiguous()
     n = x.shape[-1]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    normalise[(x.numel() // n,)](x, w, y, eps, N=n, WIDTH=triton.next_power_of_2(n))
+    normalise[(x.numel() // n,)](x, w, y, eps, N=n, WIDTH=triton.next_power_of_2(n), enable_fp_fusion=True)
     return y

@@ -1,0 +1,119 @@
+"""Decode steps in buckets: of so many sequences, at fixed places, that a device replays what it captured once.
+
+A step of S sequences, one token each, goes into the least bucket that has room. Rows that only fill it hold token 0 at
+position 0 of a page that no sequence has: they write and read there, and nobody reads what they give.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.engine.cuda.step import FEW_ROWS, MANY_ROWS, blocks, splits
+from millrace.engine.executor import StepInputs
+from millrace.kernels.attention.paged import StepTables
+
+Tables = Callable[[int, int], StepTables]  # of query heads for each KV head, and of KV heads
+
+
+def usual_buckets(most: int) -> tuple[int, ...]:
+    """Up to `most` sequences: powers of two to 8, then in steps of 8, from 64 on in quarters of a power of two."""
+    found = [1, 2, 4, 8]
+    while found[-1] < most:
+        found.append(found[-1] + max(8, 1 << (found[-1].bit_length() - 3)))
+    return (*found[: bisect_left(found, most)], most)
+
+
+def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
+    """The least that has room for a step of one token a sequence, and rows, but no more than these; None: none has."""
+    n = len(step.tokens)
+    at, fits = bisect_left(buckets, n), len(step.starts) == n + 1 and 0 < len(step.sampling) <= n
+    return buckets[at] if fits and at < len(buckets) else None
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Inputs of a decode step of `size` sequences, on the device, where they stay; written by one copy from the host.
+
+    scratch: the page of rows that fill it | most_pages: of one sequence | multiprocessors: of the device
+    """
+
+    size: int
+    scratch: int
+    most_pages: int
+    page_tokens: int
+    device: torch.device
+    multiprocessors: int
+    _host: Tensor = field(init=False)
+    _held: Tensor = field(init=False)
+    _starts: Tensor = field(init=False)
+    _tables: dict[tuple[int, int], StepTables] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = 5 * self.size + 1 + self.size * self.most_pages
+        self._host = torch.zeros(n, dtype=torch.int32, pin_memory=self.device.type != "cpu")
+        self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
+        self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
+
+    def fill(self, step: StepInputs) -> None:
+        """step: for which `bucket_of` gives this size. Rows of the one before were waited for, so its copy is done."""
+        tokens, positions, slots, rows, table_starts, tables = (x.numpy() for x in self._parts(self._host))
+        n, used, at = len(step.tokens), len(step.pages), step.positions
+        for part, values in ((tokens, step.tokens), (positions, at), (rows, step.sampling["token"])):
+            part[: len(values)], part[len(values) :] = values, 0
+        pages = step.pages[step.page_starts[:-1] + at // self.page_tokens]
+        slots[:n], slots[n:] = pages * self.page_tokens + at % self.page_tokens, self.scratch * self.page_tokens
+        padding = self.size - n
+        table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
+        tables[:used], tables[used : used + padding] = step.pages, self.scratch
+        end = len(self._host) - len(tables) + used + padding
+        self._held[:end].copy_(self._host[:end], non_blocking=True)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """By the names of the graph's."""
+        tokens, positions, _, rows, _, _ = self._parts(self._held)
+        return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": torch.ones_like(tokens)}
+
+    def tables(self, group: int, kv_heads: int) -> StepTables:
+        """Its splits are those of its longest contexts: what a graph captured cannot choose again."""
+        if (group, kv_heads) not in self._tables:
+            _, positions, slots, _, table_starts, tables = self._parts(self._held)
+            rows = FEW_ROWS if group <= FEW_ROWS else MANY_ROWS
+            programs = blocks(np.full(self.size, group, np.int32), rows)
+            n_splits = splits(len(programs) * kv_heads, self.most_pages, self.multiprocessors)
+            self._tables[group, kv_heads] = StepTables(
+                positions, slots, self._starts, tables, table_starts, torch.from_numpy(programs).to(self.device), rows,
+                n_splits,
+            )  # fmt: skip
+        return self._tables[group, kv_heads]
+
+    def _parts(self, of: Tensor) -> tuple[Tensor, ...]:
+        """tokens, positions, slots, rows, table starts, tables: views."""
+        size = self.size
+        return tuple(of.split([size, size, size, size, size + 1, size * self.most_pages]))
+
+
+def captured(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """What computes it again, from inputs where they were and into the same output: a CUDA graph, on a GPU.
+
+    There it runs once before, so that kernels are compiled and libraries ready; on a CPU it is called as it is
+    """
+    if device.type == "cpu":
+        return compute
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        compute()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = compute()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay

@@ -1,0 +1,112 @@
+"""Rows of codes and scales on a GPU: weights of INT8, INT4 and E4M3, and the activations of 8 bits that they meet."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.kernels.declare import NOTHING
+from millrace.kernels.matmul.pack import hadamard
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # that E4M3 has
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """R rows of `width` elements: an element is its code times its group's scale, plus its group's minimum.
+
+    codes: (R, width) int8 or E4M3; of four bits (R, ceil(width / 2)) uint8: code + zero, an even place in the low half
+    scales: (R, G) float32, or float16 as checkpoints have them; minimums: alike; None: there are none
+    group: neighbours in a row that share a scale; the last group may be shorter
+    """
+
+    codes: Tensor
+    scales: Tensor
+    width: int
+    group: int
+    minimums: Tensor | None = None
+    zero: int = 0
+
+    @property
+    def halves(self) -> bool:
+        """Whether two codes are in a byte."""
+        return bool(self.codes.dtype == torch.uint8)
+
+    def dense(self) -> Tensor:
+        """(R, width) float32"""
+        codes = self.codes
+        if self.halves:
+            codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, : self.width].to(torch.int8) - self.zero
+        found = codes.float() * self._wide(self.scales)
+        return found if self.minimums is None else found + self._wide(self.minimums)
+
+    def _wide(self, of_groups: Tensor) -> Tensor:
+        return of_groups.float().repeat_interleave(self.group, 1)[:, : self.width]
+
+
+Matrix: TypeAlias = Tensor | CodedRows  # rows of floats, or coded
+
+
+def weights(matrix: QuantisedMatrix, device: torch.device) -> CodedRows:
+    """As a checkpoint or an engine has them, exactly."""
+    codes, width, zero = matrix.codes, matrix.codes.shape[1], 0
+    if matrix.bits == 4:
+        zero = 0 if matrix.minimums is not None else 8
+        even = np.pad(codes + np.int8(zero), ((0, 0), (0, width % 2))).view(np.uint8)
+        codes = even[:, ::2] | even[:, 1::2] << np.uint8(4)
+    data = torch.from_numpy(np.ascontiguousarray(codes)).to(device)
+    two_levels = matrix.scale_levels is not None  # a float16 times an int8 is a float32
+    scales, minimums = matrix.scales, matrix.minimums
+    if two_levels:
+        scales = matrix.group_scales().astype(np.float32)
+        minimums = None if minimums is None else matrix.group_minimums().astype(np.float32)
+    return CodedRows(
+        data.view(E4M3) if matrix.e4m3 else data, torch.from_numpy(scales).to(device), width, matrix.group or width,
+        None if minimums is None else torch.from_numpy(minimums).to(device), zero,
+    )  # fmt: skip
+
+
+def e4m3_rows(x: Tensor) -> CodedRows:
+    """x (R, K) as kernels/convert/ref.py has it: each row's largest magnitude becomes E4M3's largest.
+
+    What is not finite makes its row's scale so
+    """
+    found = x.float()
+    scales = found.abs().amax(1, keepdim=True) / LARGEST
+    inverse = torch.where(scales > NOTHING, 1 / scales, 0)
+    codes = torch.where(scales.isfinite(), (found * inverse).clamp(-LARGEST, LARGEST), 0)
+    return CodedRows(codes.to(E4M3), scales, x.shape[1], x.shape[1])
+
+
+def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> CodedRows:
+    """x (R, K) as kernels/convert/ref.py has it: each group's largest magnitude becomes 127. group 0: a row is one.
+
+    transform: each group is multiplied by a Hadamard matrix first. What is not finite makes its group's scale so
+    """
+    width = x.shape[1]
+    size = group or width
+    found = transformed(x.float(), size) if transform else x.float()
+    padded = torch.nn.functional.pad(found, (0, -width % size)).unflatten(1, (-1, size))
+    amax = padded.abs().amax(2)
+    inverse = torch.where(amax > NOTHING, torch.full_like(amax, 127) / amax, 0)  # `127 / amax` is rounded twice
+    codes = (padded * inverse[:, :, None]).round().nan_to_num(0).to(torch.int8).flatten(1)[:, :width].contiguous()
+    return CodedRows(codes, torch.where(amax <= NOTHING, 0, amax / 127), width, size)
+
+
+def transformed(x: Tensor, group: int) -> Tensor:
+    """x (R, K) float32, each group times the Hadamard matrix of its size: kernels/matmul/pack.py, but for rounding."""
+    whole = x.shape[1] // group * group
+    parts = [x[:, :whole].unflatten(1, (-1, group)) @ _matrix(group, x.device)] if whole else []
+    if whole < x.shape[1]:
+        parts.append((x[:, whole:] @ _matrix(x.shape[1] - whole, x.device))[:, None])
+    return torch.cat([part.flatten(1) for part in parts], 1)
+
+
+@cache
+def _matrix(size: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(hadamard(np.eye(size, dtype=np.float32), size)).to(device)

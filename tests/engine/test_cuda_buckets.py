@@ -1,0 +1,106 @@
+"""Decode steps in buckets: what a GPU captures once and replays, here by calls, over inputs at fixed places."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.engine.cuda.buckets import Bucket, bucket_of, usual_buckets
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.executor import StepInputs, plain_rows
+from millrace.engine.kv import KvFormat
+from millrace.runtime.generate import generate
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import SamplingParams
+from tests.engine.test_cuda import LIMITS, both, step_of
+from tests.runtime.fakes import RandomBudget
+from tests.support.checkpoints import random_checkpoint
+from tests.support.one_step import i32
+from tests.support.shared import shared
+
+
+@pytest.mark.parametrize(("most", "found"), [
+    (1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20)),
+    (64, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
+])  # fmt: skip
+def test_usual_buckets(most: int, found: tuple[int, ...]) -> None:
+    assert usual_buckets(most) == found
+
+
+def test_few_rows_are_padding() -> None:
+    """Of 512 sequences: at most 7 or, from 64 on, a quarter of those there are."""
+    sizes = usual_buckets(512)
+    assert sizes[-1] == 512 and len(sizes) <= 40 and list(sizes) == sorted(set(sizes))
+    for n in range(1, 513):
+        assert min(s for s in sizes if s >= n) - n <= max(7, n // 4)
+
+
+def decode(positions: list[int], pages: list[list[int]], rows: list[int]) -> StepInputs:
+    sampling = plain_rows(len(rows))
+    sampling["token"], sampling["n_top"] = rows, 5
+    return step_of([([7 + i], at, own) for i, (at, own) in enumerate(zip(positions, pages, strict=True))], sampling)
+
+
+@pytest.mark.parametrize(("chunks", "rows", "size"), [
+    ([1], 1, 1), ([1, 1, 1], 3, 4), ([1, 1, 1], 1, 4), ([1] * 6, 6, 6), ([1] * 7, 7, None),
+    ([1, 2], 2, None), ([1], 2, None), ([1], 0, None),
+])  # fmt: skip
+def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | None) -> None:
+    """One token a sequence, and no more rows than these; a chunk of a prompt, with rows or without, has none."""
+    step = step_of([([5] * n, 3, [i]) for i, n in enumerate(chunks)], plain_rows(rows))
+    assert bucket_of(step, (1, 4, 6)) == size
+
+
+def test_what_fills_a_bucket_is_nobodys() -> None:
+    """Padding rows write to the page that no sequence has; the host's tables of the step before are gone."""
+    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1)
+    places = bucket.tables(2, 1)
+    wide = decode([130, 70, 0, 63], [[1, 2, 3], [4, 5], [6], [7]], [3, 2, 1, 0])
+    bucket.fill(wide)
+    assert places.tables[:7].tolist() == [1, 2, 3, 4, 5, 6, 7] and places.table_starts.tolist() == [0, 3, 5, 6, 7]
+    bucket.fill(decode([65, 3], [[8, 2], [5]], [1]))
+    assert bucket.inputs()["tokens"].tolist() == [7, 8, 0, 0] and bucket.inputs()["rows"].tolist() == [1, 0, 0, 0]
+    assert places.positions.tolist() == [65, 3, 0, 0]
+    assert places.slots.tolist() == [2 * 64 + 1, 5 * 64 + 3, 9 * 64, 9 * 64]
+    assert places.table_starts.tolist() == [0, 2, 3, 4, 5] and places.tables[:5].tolist() == [8, 2, 5, 9, 9]
+    assert places.starts.tolist() == [0, 1, 2, 3, 4] and places.blocks.tolist() == [[i, 0] for i in range(4)]
+
+
+@pytest.mark.parametrize("kv", [None, KvFormat.INT8])
+def test_bucketed_steps_are_the_others(kv: KvFormat | None, tmp_path: Path) -> None:
+    """Prompts, then decode steps of all sizes and rows: alike with and without buckets, from one capture of each."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=6)
+    plainly = both(folder, "fp32", kv=kv)[0]
+    bucketed = CudaExecutor(plainly._graph, LIMITS, dtype="fp32", kv=kv, buckets=(1, 4), device="cpu")
+    words = np.random.default_rng(3).integers(0, LIMITS.vocab_size, 70).tolist()
+    steps = [step_of([(words[:62], 0, [3]), (words[:5], 0, [9]), (words[60:], 0, [4])], plain_rows(1))]
+    owned = [[3, 5], [9], [4]]
+    steps += [decode([62 + i, 5 + i, 10 + i], owned, [2, 0, 1][: 1 + i % 3]) for i in range(4)]
+    steps += [decode([9], [[9]], [0]), replace(decode([66, 9], [[3, 5], [11]], [0, 1]), copies=i32([[9, 11]]))]
+    for step in steps:
+        got, want = (executor.logits(step).numpy() for executor in (bucketed, plainly))
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert sorted(bucketed._replays) == [1, 4] and not plainly._replays
+
+
+def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
+    """Whatever comes and goes: sequences end one by one, so that buckets of all sizes are used again and again."""
+    folder = shared("models/stories260K")
+    limits = replace(LIMITS, n_pages=24, vocab_size=512)
+    plainly = both(folder, "fp32", limits)[0]
+    bucketed = CudaExecutor(plainly._graph, limits, dtype="fp32", buckets=usual_buckets(8), device="cpu")
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=9 * i + 4) for i, t in enumerate((0.0, 0.8, 1.0, 0.0))]
+    found = []
+    for executor in (plainly, bucketed):
+        budget = RandomBudget(limits.max_step_tokens, random.Random(1))
+        loop = EngineLoop(executor, open_tokenizer(folder), GenerationDefaults(), budget=budget)
+        prompts = [[1], [1, 403, 407], list(range(300, 390)), [1, 403]]
+        outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
+        found.append([o.outputs[0].token_ids for o in outputs])
+    assert found[0] == found[1] and set(bucketed._replays) >= {1, 2, 4}
