@@ -131,9 +131,10 @@ class HfTokenizer:
         return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
-        """As `decode`, in a list where that gives one text."""
-        found = self.decode(sequences, skip_special_tokens, **options)
-        return found if isinstance(found, list) else [found]
+        """As `decode`, in a list where that gives one text; nothing for no sequences (transformers since 5.24)."""
+        ids = _ids(sequences, depth=2)
+        found = self.decode(ids, skip_special_tokens, **options)
+        return found if isinstance(found, list) else [found] if ids != [] else []
 
     @overload
     def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
