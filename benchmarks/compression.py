@@ -19,6 +19,7 @@ import json
 import math
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,14 +36,16 @@ from millrace.compile.build import BuildOptions
 from millrace.compile.find import BUNDLED
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.source import Source
-from millrace.compress.calibrated import by_statistics, method_of
+from millrace.compress.budget import candidates
+from millrace.compress.calibrated import by_statistics
+from millrace.compress.candidates import Shelf, recipe_of, survey
 from millrace.compress.collect import SAMPLES, collect, samples
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.layers import rounding
+from millrace.compress.cost import nbytes
 from millrace.compress.measure import Reference
-from millrace.compress.mix import Candidate, mixed
-from millrace.compress.plan import WEIGHT, plan
-from millrace.compress.recipe import PRESETS, Recipe, Treatment
+from millrace.compress.mix import mixed
+from millrace.compress.plan import plan
+from millrace.compress.recipe import PRESETS, Recipe
 from millrace.compress.statistics import Statistics
 from millrace.evaluate.divergence import Score
 from millrace.evaluate.windows import LENGTH, Windows, windows_of
@@ -52,7 +55,7 @@ WINDOWS = 12  # that are judged on
 MIX_BITS = 4.5
 TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 512
 # What methods were chosen by is judged on no more: of a text so many windows, of the generator documents from 0 on.
-_SEEN, _UNSEEN = (8, 12), 100_000
+_SEEN, _UNSEEN = (8, 12), 200_000
 RTN, GPTQ_CLIP, MIX = "int4-wo", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
 # The two whose goals are judged, whichever others lose less: AWQ moves scales and clips ranges as the paper and AutoAWQ
 # have it (docs/compress.md names what differs), llm-compressor's GPTQ takes whole ranges. GPTQ within clipped ranges is
@@ -60,7 +63,6 @@ RTN, GPTQ_CLIP, MIX = "int4-wo", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
 AWQ, GPTQ = "int4-awq", "int4-gptq"
 _INT4 = PRESETS[RTN].usual
 _BEST4 = PRESETS[GPTQ_CLIP].usual
-_ROWS_OF_8 = replace(_BEST4, bits=8, group=0)
 RECIPES: dict[str, Recipe] = {
     name: PRESETS.get(name) or Recipe(name, treatment)
     for name, treatment in {
@@ -171,9 +173,7 @@ class Bench:
         self.say("statistics")
         started_s = time.perf_counter()
         source = Source.from_checkpoint(self.checkpoint)
-        statistics = collect(
-            source, self.texts.calibration, self.kept / f"statistics-{_digest(self.texts.calibration.ids.tobytes())}"
-        )
+        statistics = collect(source, self.texts.calibration, self._statistics)
         self.say(f"statistics: {time.perf_counter() - started_s:.0f} s")
         reference = Reference.of(self.checkpoint, self.texts.judged)
         found = []
@@ -184,6 +184,10 @@ class Bench:
                 self.say(f"{cost.recipe:28} {cost.bits:6.3f} bits  {kl}  {cost.seconds:.0f} s")
         return found
 
+    @property
+    def _statistics(self) -> Path:
+        return self.kept / f"statistics-{_digest(self.texts.calibration.ids.tobytes())}"
+
     def _measured(self, name: str, reference: Reference, statistics: Statistics) -> list[Cost]:
         """As it runs here and, where the folder means FP8 activations, as it would run with these."""
         simulated = None
@@ -192,7 +196,7 @@ class Bench:
             cost = Cost.of(name, "nothing compressed", name, 16.0, reference.beside(reference.source, options), 0.0)
         else:
             started_s = time.perf_counter()
-            recipe = mix(self.checkpoint, statistics) if name == MIX else RECIPES[name]
+            recipe = mix(self.checkpoint, statistics, Shelf.beside(self._statistics)) if name == MIX else RECIPES[name]
             job = plan(self.checkpoint, recipe)
             with tempfile.TemporaryDirectory(dir=self.kept) as folder:
                 compress(job, Path(folder) / "out", by_statistics(statistics) if job.calibrated else by_rounding)
@@ -219,23 +223,14 @@ class Bench:
         return msgspec.json.decode(file.read_bytes(), type=list[Cost])
 
 
-def mix(checkpoint: Checkpoint, statistics: Statistics, bits: float = MIX_BITS) -> Recipe:
-    """8 bits a row for those layers whose outputs lose most by 4, within so many bits a weight in all."""
+def mix(checkpoint: Checkpoint, statistics: Statistics, shelf: Shelf, bits: float = MIX_BITS) -> Recipe:
+    """The knapsack of `millrace compress --max-loss`: of all its formats, what loses least by statistics within so many
+    bits a weight, scales included."""
     job = plan(checkpoint, Recipe("four", _BEST4))
-    layers: dict[str, list[Candidate]] = {}
-    for name, (treatment, form) in job.layers.items():
-        w = checkpoint.tensors.load(name + WEIGHT)
-        found = []
-        for kind, one, group in (("4", treatment, form.group), ("8", _ROWS_OF_8, 0)):
-            method = method_of(one, group)
-            assert method is not None
-            size = method.grid.bits_per_weight(w.shape[1]) * w.size
-            found.append(Candidate(kind, size, rounding(w, statistics[name], method).error))
-        layers[name] = found
-    chosen = mixed(layers, bits * job.n_weights)
-    eight: list[tuple[str, Treatment]] = [(name, _ROWS_OF_8) for name, one in chosen.items() if one.format == "8"]
-    about = f"{len(eight)} of {len(chosen)} layers in 8 bits by row, by what their outputs lose"
-    return Recipe(MIX, _BEST4, tuple(eight), about)
+    layers = candidates(survey(job, statistics, shelf, lambda *_: None), nbytes(job))
+    chosen = {layer: one.format for layer, one in mixed(layers, bits / 8 * job.n_weights, "bytes").items()}
+    formats = Counter(chosen.values()).most_common()
+    return replace(recipe_of(chosen, MIX), about=", ".join(f"{n} layers {format}" for format, n in formats))
 
 
 Values = Sequence[float] | NDArray[np.float64]  # of windows

@@ -27,6 +27,7 @@ from benchmarks.compression import (
 from benchmarks.record import RESULTS
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibrated import statistics_of
+from millrace.compress.candidates import Shelf
 from millrace.compress.plan import plan
 from millrace.evaluate.divergence import Score, Tokens
 from millrace.evaluate.windows import Windows, windows_of
@@ -140,9 +141,11 @@ def test_a_mix_keeps_within_its_bits(small: tuple[Checkpoint, Texts], tmp_path: 
     """And has used nearly all of them: the next layer would not fit."""
     checkpoint, texts = small
     statistics = statistics_of(checkpoint, texts.calibration, tmp_path, lambda *_: None)
-    job = plan(checkpoint, mix(checkpoint, statistics, 4.5))
+    recipe = mix(checkpoint, statistics, Shelf(tmp_path / "formats"), 4.5)
+    job = plan(checkpoint, recipe)
     assert 4.4 < job.bits_per_weight <= 4.5
-    assert {form.bits for _, form in job.layers.values()} == {4, 8}
+    formats = {(form.bits, form.group) for _, form in job.layers.values()}
+    assert len(formats) > 1 and sum(int(n.split(" layers ")[0]) for n in recipe.about.split(", ")) == len(job.layers)
 
 
 @pytest.mark.parametrize("model", ["tiny", "SmolLM2-135M-Instruct.Q4_1"])
