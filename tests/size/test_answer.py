@@ -84,6 +84,20 @@ def test_users_of_a_rate() -> None:
     assert follows.tokens_a_day == pytest.approx(follows.requests_a_day * 2200)
 
 
+@pytest.mark.parametrize("load, a_day, n_users", [
+    ({"users": 100_000, "hours": 8}, 300_000, 100_000),
+    ({"users": 2e6, "requests_each": 5, "daily": ",".join(["1"] * 16 + ["5"] * 8)}, 10e6, 2e6),
+    ({"calls": "30M/year", "requests_each": 30, "burst": 7, "percentile": 0}, 30e6 * 30 / 365, None),
+])  # fmt: skip
+def test_who_was_asked_for_is_served(load: dict[str, Any], a_day: float, n_users: float | None) -> None:
+    """What is bought bears as many such days, one above the other, as it bears such peaks; a peak is not all day."""
+    found = plan(**COMMON, **load)
+    more = found.follows.rate / found.plan.rate
+    assert more >= 1 and found.follows.requests_a_day == pytest.approx(more * a_day)
+    if n_users is not None:
+        assert found.follows.users == pytest.approx(more * n_users)
+
+
 def test_more_load_and_tighter_limits_never_need_less() -> None:
     before = 0
     for rate in (1, 30, 140, 500, 2000):

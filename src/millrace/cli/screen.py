@@ -90,8 +90,11 @@ def size(nbytes: float) -> str:
 
 
 def count(n: float) -> str:
-    """A number of things: 3,967,744 or 4.0 M."""
-    return f"{n:,.0f}" if n < 1e5 else f"{n / 1e6:.1f} M" if n < 1e9 else f"{n / 1e9:.2f} B"
+    """A number of things, as 99,999, 679 k, 4.0 M, or 1.10 B."""
+    for most, times, digits, unit in ((99_999.5, 1e0, 0, ""), (999_500.0, 1e3, 0, " k"), (999.95e6, 1e6, 1, " M")):
+        if n < most:
+            return f"{n / times:,.{digits}f}{unit}"
+    return f"{n / 1e9:,.2f} B"
 
 
 @contextmanager

@@ -185,10 +185,13 @@ def _changes(answer: Answer) -> None:
 def _follows(answer: Answer) -> None:
     f = answer.follows
     _part("What follows", "from what is bought, but for what is to spare")
+    like = "as busy as the one that was asked for"
     pairs([
-        ("requests", f"{f.rate:,.4g} a second, {count(f.requests_a_day)} a day"),
+        ("requests", f"{f.rate:,.4g} a second" + (f", {count(f.requests_a_day)} a day" if f.hours else
+                     f" at the peak, {count(f.requests_a_day)} on a day {like}")),
         ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
-        ("users", f"{count(f.users)}, with {f.requests_each:g} requests a day each, in {f.hours:g} hours"),
+        ("users", f"{count(f.users)}, with {f.requests_each:g} requests a day each" +
+                  (f", in {f.hours:g} hours" if f.hours else "")),
     ])  # fmt: skip
 
 

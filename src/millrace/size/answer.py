@@ -37,13 +37,16 @@ _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """What the systems serve without those to spare. users: with so many requests a day each, in so many hours"""
+    """What the systems serve without those to spare. rate: at the peak; users: with so many requests a day each
+
+    hours: in which these ask, all alike; None: through days as busy as those that were asked for
+    """
 
     rate: float
     requests_a_day: float
     tokens_a_day: float
     users: float
-    hours: float
+    hours: float | None
     requests_each: float
 
 
@@ -302,10 +305,13 @@ def _follows(case: Case, found: Plan) -> Follows:
     beside = case.there if case.load is not None else case.there[1:]
     rate = (found.systems - h.spare if found.systems else 0) * h.utilisation * found.point.rate_of_system
     rate += sum(there.rate(case.limits, h.utilisation) for there in beside)
-    hours, each = load.hours or _PEOPLE_HOURS, USER_REQUESTS
+    each, tokens = USER_REQUESTS, case.work.n_input + case.work.n_output
     if load.requests_each is not None and load.calls is None:
         each = load.requests_each
-    a_day, tokens = rate * DAY_S, case.work.n_input + case.work.n_output
+    if case.load is not None and (average := case.load.average) is not None:
+        a_day = rate * average / case.load.peak * DAY_S  # more of such days, peaks and nights in them
+        return Follows(rate, a_day, a_day * tokens, a_day / each, None, each)
+    hours, a_day = load.hours or _PEOPLE_HOURS, rate * DAY_S
     return Follows(rate, a_day, a_day * tokens, users(rate, hours, each), hours, each)
 
 
