@@ -16,7 +16,7 @@ from millrace.size.fleet import shared
 from millrace.size.models import PRESETS
 from millrace.size.points import Source
 from millrace.size.question import Question
-from millrace.size.told import told
+from millrace.size.told import band, read_as, told, told_point
 from tests.size.tables import SIZING, needs_tables
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
@@ -169,6 +169,33 @@ def test_an_answer_as_data(runs: str) -> None:
     assert found["question"]["rate"] == 707.5 and found["memory"] is None
 
 
+def test_what_a_table_leaves_out_is_told(tmp_path: Path) -> None:
+    """A row whose requests in flight are not rate x time, within 15 %."""
+    path = tmp_path / "runs.csv"
+    unsteady = ROWS[0].replace(",5.195,", ",9,")
+    path.write_text("\n".join((HEAD, *ROWS, unsteady, unsteady)) + "\n")
+    assert read_as(asked(str(path), rate=5))[-1] == f"{path}: 2 rows left out, which were not in a steady state"
+    path.write_text("\n".join((HEAD, *ROWS)) + "\n")
+    assert "left out" not in " ".join(read_as(asked(str(path), rate=5)))
+
+
+@pytest.mark.parametrize("rate, said", [
+    (70, "1 to 2 systems, as they may be 2% off"), (60, "1 system also where they are 2% off"),
+    (200, "3 systems also where they are 2% off"),
+])  # fmt: skip
+def test_a_band_is_told_where_it_is_one(runs: str, rate: float, said: str) -> None:
+    """70.744 requests/s of a system: of 70 2 % more are 71.4."""
+    assert band(asked(runs, rate=rate)) == said
+
+
+@pytest.mark.parametrize("more, why", [
+    ({"pipeline": "guard>answer"}, "several calls in a row are not simulated"), ({}, "(--no-simulate)"),
+])  # fmt: skip
+def test_why_there_is_no_p95_beside(more: dict[str, Any], why: str) -> None:
+    found = plan(**COMMON, rate=5, **more)
+    assert found.other is None and why in found.why_no_other
+
+
 @pytest.mark.parametrize("more, said", [
     ({"systems": "1", "spare": 1}, "more than those"),
     ({"rate": 5, "hardware": "H1000"}, 'did you mean "h100"'), ({"rate": 5, "model": "llama-3-9b"}, "llama-3-8b"),
@@ -286,6 +313,10 @@ def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> N
     instances = found.plan.systems * 8
     assert found.operating.rate == pytest.approx(1000 / instances) and found.operating.mean.ttft_s <= limit_s
     changed = {change.what: change.fractional for change in found.changes}
+    said, within = told_point(point)["sampled"], point.sampled.mean_within
+    assert said["mean_within"] == {"ttft_ms": within.ttft_s * 1e3, "itl_ms": within.itl_s * 1e3,
+                                   "e2e_ms": within.e2e_s * 1e3}  # fmt: skip
+    assert not [name for some in said.values() if isinstance(some, dict) for name in some if name.endswith("_s")]
     half, twice = changed["limits half as long"], changed["limits twice as long"]
     assert half is not None and twice is not None and half > found.plan.fractional >= twice
     slow = plan(**{**asked, "ttft_ms": 2e3 * limit_s}, systems="1", factor=2)

@@ -11,7 +11,7 @@ from millrace.size.answer import Answer
 from millrace.size.fleet import Shared
 from millrace.size.planning import Plan
 from millrace.size.points import Point
-from millrace.size.told import cut_short, headline
+from millrace.size.told import band, cut_short, headline, read_as
 
 _MOST_ROWS = 12
 
@@ -26,8 +26,7 @@ def show(answer: Answer) -> None:
                       f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),
-        ("figures", f"{f'{plan.low} to {plan.high} systems, as they' if answer.demand else 'they'} may be "
-                    f"{plan.error:.0%} off"),
+        ("figures", band(answer)),
         ("from", plan.provenance),
     ])  # fmt: skip
     if answer.not_simulated:
@@ -40,9 +39,8 @@ def show(answer: Answer) -> None:
     _waits(plan)
     _part("Beside each other", "requests/s are of a system; times in ms")
     _points(answer)
-    how = [*answer.work.how, *(answer.demand.how if answer.demand else ())]
     _part("How the question was read")
-    _lines(how)
+    _lines(read_as(answer))
     _memory(answer)
     _why(answer)
     _configurations(answer)

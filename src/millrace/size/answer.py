@@ -293,10 +293,19 @@ def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
     try:
         found = case.simulated(found, limits)
         if of == "p95" and all(point.p95 is None for point in found.points):
-            return None, "the p95 is not known from a closed form: measure it, or simulate it"
+            return None, _why_no_p95(case)
         return case.plan(found, limits), ""
     except ConfigError as error:
         return None, error.what
+
+
+def _why_no_p95(case: Case) -> str:
+    if case.question.hardware.measured is not None:
+        return "it was not measured (columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms)"
+    if len(case.work.calls) > 1:
+        return "several calls in a row are not simulated, and a closed form does not know it"
+    why = "time was up" if case.question.search.simulate else "nothing was simulated (--no-simulate)"
+    return f"{why}, and a closed form does not know it"
 
 
 def _follows(case: Case, found: Plan) -> Follows:
@@ -361,7 +370,7 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
     if best.point.tp > 1 and h.pp is None and _is_by_pcie(found, best):
         for pp in (2, 4):
             told[f"layers in {pp} stages (--pp {pp})"] = _staged(case, best, pp)
-    if not h.precision and h.profile is None:
+    if not h.precision and h.profile is None and h.stack is None:
         told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
     return told
 

@@ -14,7 +14,7 @@ from millrace.size.demand import Demand, window_counts
 from millrace.size.load import poisson_quantile
 from millrace.size.points import Limits, Point
 from millrace.size.settings import LoadSettings
-from millrace.size.told import cut_short, headline
+from millrace.size.told import band, cut_short, headline, read_as
 
 _COLOURS, _MOST_BARS, _SPREAD = 5, 400, 4.5
 _MARK = 1  # the colour of what is said: limits, percentiles
@@ -30,7 +30,7 @@ def size_page(answer: Answer) -> str:
         arrivals=None if load is None else arrivals_plot(answer.question.load, load),
         hours=hours_plot(answer.money.hourly) if answer.money and len(set(answer.money.hourly)) > 1 else None,
         why=why_plot(answer), costs=costs_plot(answer), shown=best_configurations(answer),
-        rows=[*answer.work.how, *(load.how if load else ())],
+        rows=read_as(answer), band=band(answer),
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def ttft_plot(points: Sequence[Point], chosen: Point, limits: Limits) -> Markup:
         plot.text(line[-1].rate * 0.9, high[-1], "p95")
     if limit:
         plot.line([plot.x.low, plot.x.high], limit * 2, _MARK)
-        plot.text(plot.x.low, limit[0], f"limit on the {limits.of}")
+        plot.text((plot.x.low + plot.x.high) / 2, limit[0], f"limit on the {limits.of}")  # beside the axis' name
     return plot.svg("Time to the first token against requests a second of an instance")
 
 
