@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.screen import Lines, count, progress
+from millrace.cli.screen import Lines, progress
 from tests.cli.conftest import Millrace
 
 GIB = 1 << 30
@@ -50,11 +50,3 @@ def test_a_download_whose_size_becomes_known_is_one_phase(capsys: pytest.Capture
     with progress(quiet=True) as report:
         report("downloading", 0, 1)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("n, said", [
-    (0, "0"), (99_999, "99,999"), (1e5, "100 k"), (678_720, "679 k"), (999_499, "999 k"), (999_500, "1.0 M"),
-    (3_967_744, "4.0 M"), (999.949e6, "999.9 M"), (1.1e9, "1.10 B"), (13.45e12, "13,450.00 B"),
-])  # fmt: skip
-def test_a_number_of_things_has_two_digits_at_least(n: float, said: str) -> None:
-    assert count(n) == said

@@ -12,10 +12,10 @@ from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import answer as answer_module
 from millrace.size import capacity, plan
 from millrace.size.answer import Answer, answered
-from millrace.size.fleet import shared
 from millrace.size.models import PRESETS
 from millrace.size.points import Source
 from millrace.size.question import Question
+from millrace.size.shared import shared
 from millrace.size.told import band, read_as, told, told_point
 from tests.size.tables import SIZING, needs_tables
 
@@ -56,6 +56,16 @@ def test_the_course_exercise(runs: str) -> None:
     load = {"calls": "30M/year", "requests_each": 30, "burst": 7, "percentile": 0}
     assert asked(runs, **load, ttft_ms=300).plan.fractional == pytest.approx(4.8, abs=0.05)
     assert asked(runs, **load).plan.fractional == pytest.approx(2.8, abs=0.05)
+
+
+def test_seed_a_by_a_table(tmp_path: Path) -> None:
+    """43 B, 3,500 / 500, 32 in flight on a machine of 8: 2.606 s for prompts and 21.4 ms a token are 2.405 requests/s,
+    and 13 systems for 31."""
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEAD}\nnemo-43b,H100,fp16,8,3500,500,32,2606,21.4,{2606 + 500 * 21.4},2.405,,,\n")
+    found = plan(measured=str(path), isl=3500, osl=500, rate=31, mode="offline").plan
+    assert (found.systems, found.point.rate_of_system) == (13, 2.405)
+    assert found.fractional == pytest.approx(12.89, abs=5e-3) and found.provenance == "measured"
 
 
 @needs_tables

@@ -17,8 +17,7 @@ from millrace.size.hardware import measured_here
 from millrace.size.lengths import Work, work
 from millrace.size.load import DAY_S
 from millrace.size.memory import Memory, memory
-from millrace.size.money import Fleet as Needed
-from millrace.size.money import Money, engines, money
+from millrace.size.money import Money, Needed, engines, money
 from millrace.size.offers import Offers
 from millrace.size.planning import Plan
 from millrace.size.points import Limits, Point, Source
