@@ -110,6 +110,14 @@ class Verified:
         return float(np.quantile(self.judged, 0.9))
 
     @property
+    def medians(self) -> dict[str, float]:
+        """Of each kind of figure by itself: below capacity requests/s are nearly given, and hide what the others do."""
+        by_name: dict[str, list[float]] = {}
+        for f in (f for load in self.loads for f in load.figures if f.judged):
+            by_name.setdefault(f.name, []).append(abs(f.error))
+        return {name: float(np.median(errors)) for name, errors in by_name.items()}
+
+    @property
     def holds(self) -> bool:
         return self.median <= MEDIAN and self.p90 <= P90
 
