@@ -59,6 +59,15 @@ def test_waits_of_a_load_stand_beside_those_of_full_systems() -> None:
     assert not waits.notes, "what they serve is the load"
 
 
+def test_devices_that_are_hardly_used_can_be_told_apart() -> None:
+    """0.1 requests/s on machines for 100 and more: 0.00 of each says nothing."""
+    found = plan(**COMMON, rate=0.1, hardware=["H100", "H200", "L40S"])
+    (devices,) = (part for part in tables(found) if part.key == "devices")
+    told = [float(row[1]) for row in devices.rows]
+    plans = [one.plan.fractional for one in found.alternatives if one.plan]
+    assert len(set(told)) == 3 and told == pytest.approx(plans, rel=0.05)
+
+
 def test_a_page_of_stages_has_parts_that_a_plain_one_has_not() -> None:
     """Stages of an instance, memory, devices beside each other, those that do not do, what rows were left out."""
     found = plan(**{**COMMON, "model": "llama-3.1-405b", "ttft_ms": 5000}, rate=1, pp=2, hardware=["H100", "T4"])

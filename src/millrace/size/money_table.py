@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from millrace.size.answer import Alternative
 from millrace.size.money import DAY_HOURS, Money
-from millrace.size.table import Table
+from millrace.size.table import Table, few
 
 
 def of_devices(alternatives: Sequence[Alternative]) -> Table:
@@ -14,7 +14,7 @@ def of_devices(alternatives: Sequence[Alternative]) -> Table:
         if one.plan is None:
             rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-", "-"])
         else:
-            rows.append([one.device, f"{one.plan.fractional:.2f}", str(one.plan.systems), one.plan.point.configuration,
+            rows.append([one.device, few(one.plan.fractional), str(one.plan.systems), one.plan.point.configuration,
                          "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
     currency = next((one.money.currency for one in alternatives if one.money), "")
     header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")

@@ -24,3 +24,8 @@ class Table:
     def numbers(self) -> list[bool]:
         """Which columns are of numbers, set flush right."""
         return [all(is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
+
+
+def few(systems: float) -> str:
+    """Of less than a tenth, what can be told apart."""
+    return f"{systems:.2f}" if not 0 < systems < 0.1 else f"{systems:.2g}"

@@ -7,7 +7,7 @@ from millrace.report.numbers import count
 from millrace.size.answer import Answer
 from millrace.size.money_table import costs, of_devices
 from millrace.size.points import Point
-from millrace.size.table import Table
+from millrace.size.table import Table, few
 from millrace.size.told import band, read_as
 
 _MOST_ROWS = 12
@@ -18,7 +18,7 @@ _COLUMNS = ("configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E
 def in_short(answer: Answer) -> list[tuple[str, str]]:
     """The answer itself: names and values."""
     plan, h = answer.plan, answer.question.hardware
-    systems = f"{_few(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
+    systems = f"{few(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
     bought = f"planned with {h.utilisation:.0%} of what they can, {h.spare or 'none'} to spare"
     return [
         ("systems", systems + bought),
@@ -74,11 +74,6 @@ def _waits(answer: Answer) -> Table:
     )  # fmt: skip
 
 
-def _few(systems: float) -> str:
-    """Of less than a tenth, what can be told apart."""
-    return f"{systems:.2f}" if not 0 < systems < 0.1 else f"{systems:.2g}"
-
-
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
@@ -109,7 +104,7 @@ def _point(point: Point, rate: float) -> list[str]:
     p95 = point.p95.ttft_s if point.p95 else None
     return [
         point.configuration, f"{point.concurrency:.4g}", f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
-        _ms(p95), _ms(point.mean.itl_s), _ms(point.mean.e2e_s), _few(rate / point.rate_of_system), str(point.source),
+        _ms(p95), _ms(point.mean.itl_s), _ms(point.mean.e2e_s), few(rate / point.rate_of_system), str(point.source),
     ]  # fmt: skip
 
 
@@ -130,7 +125,7 @@ def _memory(answer: Answer) -> Table:
 def _why(answer: Answer) -> Table:
     before, rows, notes = 0.0, [], list[str]()
     for step in answer.why:
-        rows.append([_few(step.systems), "+" + _few(step.systems - before), step.why])
+        rows.append([few(step.systems), "+" + few(step.systems - before), step.why])
         before = step.systems
     if answer.plan.shares:
         shares = sorted(answer.plan.shares.items(), key=lambda share: -share[1])
@@ -155,7 +150,7 @@ def _configurations(answer: Answer) -> Table:
 def _changes(answer: Answer) -> Table:
     rows = []
     for change in answer.changes:
-        figure = "-" if change.fractional is None else _few(change.fractional)
+        figure = "-" if change.fractional is None else few(change.fractional)
         rows.append([change.what, "-" if change.systems is None else str(change.systems), figure])
     breaks = any(change.systems is None for change in answer.changes)
     notes = ("-: nothing keeps the limits then",) if breaks else ()
