@@ -27,6 +27,10 @@ def test_a_server_beside_its_prediction(
     (load,) = told["loads"]
     assert load["share"] == 0.3 and load["requests_per_s"] == pytest.approx(0.3 * told["capacity_requests_per_s"])
     by = {(f["name"], f["of"]): f for f in load["figures"]}
+    for name, error in told["median_errors"].items():
+        errors = [abs(f["error"]) for f in load["figures"] if f["judged"] and f["name"] == name]
+        assert error == pytest.approx(sum(errors) / len(errors)), "of one figure, or of two"
+    assert set(told["median_errors"]) == {"ttft", "itl", "throughput"}
     assert len(by) == 7 and sum(f["judged"] for f in by.values()) == told["figures_judged"] == 5
     for figure in by.values():
         assert figure["error"] == pytest.approx(figure["predicted"] / figure["measured"] - 1)

@@ -7,16 +7,12 @@ from dataclasses import asdict
 
 import pytest
 
+from benchmarks.sizing import PARTS
 from millrace.size.constants import profile
 from millrace.size.stackfit import Held, Run, judged, leave_one_out, replay
 from tests.size.tables import needs_tables, served_runs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), needs_tables]
-PARTS = {
-    "model": lambda run: run.instance.model.name,
-    "lengths": lambda run: f"{run.lengths.n_input}/{run.lengths.n_output}",
-    "tp": lambda run: f"TP{run.instance.tp}",
-}
 
 
 def by_profile() -> dict[tuple[str, str], list[Run]]:

@@ -12,11 +12,11 @@ from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import answer as answer_module
 from millrace.size import capacity, plan
 from millrace.size.answer import Answer, answered
-from millrace.size.fleet import shared
 from millrace.size.models import PRESETS
 from millrace.size.points import Source
 from millrace.size.question import Question
-from millrace.size.told import told
+from millrace.size.shared import shared
+from millrace.size.told import band, read_as, told, told_point
 from tests.size.tables import SIZING, needs_tables
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
@@ -58,6 +58,16 @@ def test_the_course_exercise(runs: str) -> None:
     assert asked(runs, **load).plan.fractional == pytest.approx(2.8, abs=0.05)
 
 
+def test_seed_a_by_a_table(tmp_path: Path) -> None:
+    """43 B, 3,500 / 500, 32 in flight on a machine of 8: 2.606 s for prompts and 21.4 ms a token are 2.405 requests/s,
+    and 13 systems for 31."""
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEAD}\nnemo-43b,H100,fp16,8,3500,500,32,2606,21.4,{2606 + 500 * 21.4},2.405,,,\n")
+    found = plan(measured=str(path), isl=3500, osl=500, rate=31, mode="offline").plan
+    assert (found.systems, found.point.rate_of_system) == (13, 2.405)
+    assert found.fractional == pytest.approx(12.89, abs=5e-3) and found.provenance == "measured"
+
+
 @needs_tables
 def test_the_published_table_whole() -> None:
     found = plan(
@@ -82,6 +92,20 @@ def test_users_of_a_rate() -> None:
     assert follows.users == pytest.approx(679e3 * follows.rate / 70.7, rel=1e-3)
     assert follows.requests_a_day == pytest.approx(follows.rate * 86_400)
     assert follows.tokens_a_day == pytest.approx(follows.requests_a_day * 2200)
+
+
+@pytest.mark.parametrize("load, a_day, n_users", [
+    ({"users": 100_000, "hours": 8}, 300_000, 100_000),
+    ({"users": 2e6, "requests_each": 5, "daily": ",".join(["1"] * 16 + ["5"] * 8)}, 10e6, 2e6),
+    ({"calls": "30M/year", "requests_each": 30, "burst": 7, "percentile": 0}, 30e6 * 30 / 365, None),
+])  # fmt: skip
+def test_who_was_asked_for_is_served(load: dict[str, Any], a_day: float, n_users: float | None) -> None:
+    """What is bought bears as many such days, one above the other, as it bears such peaks; a peak is not all day."""
+    found = plan(**COMMON, **load)
+    more = found.follows.rate / found.plan.rate
+    assert more >= 1 and found.follows.requests_a_day == pytest.approx(more * a_day)
+    if n_users is not None:
+        assert found.follows.users == pytest.approx(more * n_users)
 
 
 def test_more_load_and_tighter_limits_never_need_less() -> None:
@@ -153,6 +177,33 @@ def test_an_answer_as_data(runs: str) -> None:
     assert found["answer"]["systems"] == 11 and found["answer"]["point"]["requests_per_s_of_system"] == 70.744
     assert found["answer"]["limits"] == {"ttft_ms": 500, "itl_ms": None, "e2e_ms": None, "of": "mean"}
     assert found["question"]["rate"] == 707.5 and found["memory"] is None
+
+
+def test_what_a_table_leaves_out_is_told(tmp_path: Path) -> None:
+    """A row whose requests in flight are not rate x time, within 15 %."""
+    path = tmp_path / "runs.csv"
+    unsteady = ROWS[0].replace(",5.195,", ",9,")
+    path.write_text("\n".join((HEAD, *ROWS, unsteady, unsteady)) + "\n")
+    assert read_as(asked(str(path), rate=5))[-1] == f"{path}: 2 rows left out, which were not in a steady state"
+    path.write_text("\n".join((HEAD, *ROWS)) + "\n")
+    assert "left out" not in " ".join(read_as(asked(str(path), rate=5)))
+
+
+@pytest.mark.parametrize("rate, said", [
+    (70, "1 to 2 systems, as they may be 2% off"), (60, "1 system also where they are 2% off"),
+    (200, "3 systems also where they are 2% off"),
+])  # fmt: skip
+def test_a_band_is_told_where_it_is_one(runs: str, rate: float, said: str) -> None:
+    """70.744 requests/s of a system: of 70 2 % more are 71.4."""
+    assert band(asked(runs, rate=rate)) == said
+
+
+@pytest.mark.parametrize("more, why", [
+    ({"pipeline": "guard>answer"}, "several calls in a row are not simulated"), ({}, "(--no-simulate)"),
+])  # fmt: skip
+def test_why_there_is_no_p95_beside(more: dict[str, Any], why: str) -> None:
+    found = plan(**COMMON, rate=5, **more)
+    assert found.other is None and why in found.why_no_other
 
 
 @pytest.mark.parametrize("more, said", [
@@ -272,6 +323,10 @@ def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> N
     instances = found.plan.systems * 8
     assert found.operating.rate == pytest.approx(1000 / instances) and found.operating.mean.ttft_s <= limit_s
     changed = {change.what: change.fractional for change in found.changes}
+    said, within = told_point(point)["sampled"], point.sampled.mean_within
+    assert said["mean_within"] == {"ttft_ms": within.ttft_s * 1e3, "itl_ms": within.itl_s * 1e3,
+                                   "e2e_ms": within.e2e_s * 1e3}  # fmt: skip
+    assert not [name for some in said.values() if isinstance(some, dict) for name in some if name.endswith("_s")]
     half, twice = changed["limits half as long"], changed["limits twice as long"]
     assert half is not None and twice is not None and half > found.plan.fractional >= twice
     slow = plan(**{**asked, "ttft_ms": 2e3 * limit_s}, systems="1", factor=2)

@@ -69,3 +69,23 @@ def test_what_people_write_for_hardware(name: str, said: str) -> None:
 def test_names_of_the_hub_are_told_theirs(name: str) -> None:
     with pytest.raises(ConfigError, match=r'did you mean "llama-3\.1-8b"'):
         plan(**{**ASKED, "model": name})
+
+
+@pytest.mark.parametrize("asked, missing", [
+    ({"rate": 5.0}, ["which model", "how long a prompt", "how long an answer", "what users may wait for"]),
+    ({"model": "llama-3-8b"}, ["how long a prompt", "how long an answer", "how many requests", "what users may wait"]),
+    ({"measured": "r.csv", "preset": "rag"}, ["how many requests", "what users may wait for"]),
+    ({"trace": "t.jsonl"}, ["which model", "what users may wait for"]),
+    ({"systems": "1", "question": "9 words", "mode": "offline"}, ["which model", "how long an answer"]),
+])  # fmt: skip
+def test_all_that_lacks_is_said_at_once(asked: dict[str, Any], missing: list[str]) -> None:
+    with pytest.raises(ConfigError) as said:
+        answered(Question.of(asked))
+    parts = said.value.what.removeprefix("not said: ").split("; ")
+    assert len(parts) == len(missing) and all(map(str.startswith, parts, missing)), parts
+
+
+def test_one_that_lacks_is_said_by_what_reads_it() -> None:
+    asked = {name: value for name, value in ASKED.items() if name != "rate"}
+    with pytest.raises(ConfigError, match=r"how many requests come is not said"):
+        answered(Question.of(asked))

@@ -51,7 +51,10 @@ def test_hours_of_a_day() -> None:
     alone = LoadSettings(rate=5)
     assert hourly_peaks(alone, demand(alone)) == (5.0,) * 24
     part = demand(LoadSettings(average=10, hours=7.5, percentile=0))
-    assert part.hours[6:9] == (part.peak, part.peak / 2, 0) and part.peak == pytest.approx(32)
+    assert part.hours[14:17] == (part.peak, part.peak / 2, 0) and part.peak == pytest.approx(32)
+    for hours, busy in ((8, range(8, 16)), (16, range(8, 24)), (20.5, range(3, 24)), (24, range(24))):
+        found = demand(LoadSettings(average=10, hours=hours, percentile=0))
+        assert [i for i in range(24) if found.hours[i] > 0] == list(busy), "by day, and nobody asks at midnight"
 
 
 def trace(tmp_path: Path, times_s: list[float]) -> str:

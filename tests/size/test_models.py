@@ -57,7 +57,48 @@ def test_configurations_of_several_families(tmp_path: Path, changed: Mapping[str
         assert name == "name" or getattr(found, name) == getattr(preset, name), name
 
 
+# Qwen1.5-MoE-A2.7B and GPT-OSS-20B as their makers published them, the sizes that count.
+QWEN_MOE = {
+    "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_experts": 60,
+    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "vocab_size": 151936,
+    "max_position_embeddings": 8192, "sliding_window": 32768, "use_sliding_window": False,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}  # fmt: skip
+
+
+def test_experts_that_all_visit_are_counted() -> None:
+    """14.3 billion parameters, of which 2.7 are active for a token, as its makers say (with embeddings and head)."""
+    found = of_config(QWEN_MOE, "m")
+    assert found.stored_parameters / 1e9 == pytest.approx(14.3, rel=0.01) and found.window is None
+    assert (found.active_parameters + 2 * found.head_parameters) / 1e9 == pytest.approx(2.7, rel=0.01)
+    assert found.touched_parameters(1) == pytest.approx(found.active_parameters)
+    counted = {key: value for key, value in QWEN_MOE.items() if key != "shared_expert_intermediate_size"}
+    assert of_config({**counted, "n_shared_experts": 4}, "m") == found
+
+
+def test_a_window_of_some_layers_is_none_of_all() -> None:
+    found = of_config(GPT_OSS, "m")
+    assert found.window is None and found.reached(5000) == 5000
+    assert found.parameters == PRESETS["gpt-oss-20b"].parameters
+    assert of_config({**LLAMA, "sliding_window": 128, "layer_types": ["sliding_attention"] * 32}, "m").window == 128
+    for more in ({"model_type": "gemma2"}, {"sliding_window_pattern": 6}):
+        assert of_config({**LLAMA, "sliding_window": 128, **more}, "m").window is None
+
+
+def test_a_model_that_sees_is_sized_by_its_decoder() -> None:
+    found = of_config({"model_type": "mllama", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}, "m")
+    assert found == of_config(LLAMA, "m")
+
+
 @pytest.mark.parametrize("config, said", [
+    ({**LLAMA, "kv_lora_rank": 512}, "compressed"), ({**LLAMA, "attn_layer_period": 8}, "layers without attention"),
+    ({**LLAMA, "text_config": {"hybrid_override_pattern": "M-M*"}}, "layers without attention"),
     ({}, "has no hidden_size"),
     ({**LLAMA, "hidden_size": "large"}, "hidden_size is 'large'"),
     ({**LLAMA, "num_hidden_layers": 0}, "n_layers is 0"),

@@ -15,6 +15,7 @@ from millrace.size.answer import Answer
 from millrace.size.demand import demand
 from millrace.size.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
 from millrace.size.settings import LoadSettings
+from millrace.size.tables import tables
 from millrace.size.told import headline
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
@@ -41,7 +42,40 @@ def test_a_page_has_every_part_and_needs_nothing(day: Answer) -> None:
         headline(day), "95 % stay within", *(step.why for step in day.why),
     ):  # fmt: skip
         assert said in text, said
+    for part in tables(day):
+        for words in (part.name, part.more, *part.header, *(cell for row in part.rows for cell in row), *part.notes):
+            assert words in text, f"all of what a screen has: {words}"
     assert not re.search(r'(src|href)="', page) and "<script" not in page and page.count('<svg viewBox="0 0 1080') == 6
+
+
+def test_waits_of_a_load_stand_beside_those_of_full_systems() -> None:
+    """5 requests/s on a system for 112: nobody waits the 17 s that it could come to."""
+    found = plan(**COMMON, rate=5)
+    (waits,) = (part for part in tables(found) if part.key == "waits")
+    load = found.operating.mean
+    assert load.e2e_s < 2 < 10 < found.plan.point.mean.e2e_s and "as busy as they may be" in waits.more
+    assert waits.notes[-1].endswith(f"E2E {load.e2e_s * 1e3:,.1f} ms") and "at this load" in waits.notes[-1]
+    (waits,) = (part for part in tables(plan(**COMMON, systems="1")) if part.key == "waits")
+    assert not waits.notes, "what they serve is the load"
+
+
+def test_devices_that_are_hardly_used_can_be_told_apart() -> None:
+    """0.1 requests/s on machines for 100 and more: 0.00 of each says nothing."""
+    found = plan(**COMMON, rate=0.1, hardware=["H100", "H200", "L40S"])
+    (devices,) = (part for part in tables(found) if part.key == "devices")
+    told = [float(row[1]) for row in devices.rows]
+    plans = [one.plan.fractional for one in found.alternatives if one.plan]
+    assert len(set(told)) == 3 and told == pytest.approx(plans, rel=0.05)
+
+
+def test_a_page_of_stages_has_parts_that_a_plain_one_has_not() -> None:
+    """Stages of an instance, memory, devices beside each other, those that do not do, what rows were left out."""
+    found = plan(**{**COMMON, "model": "llama-3.1-405b", "ttft_ms": 5000}, rate=1, pp=2, hardware=["H100", "T4"])
+    text = unescape(re.sub(r"<[^>]*>", " ", size_page(found)))
+    assert f"{found.instances} x {found.plan.point.parallel}" in text and "PP2" in found.plan.point.parallel
+    assert {"memory", "devices", "follows", "waits"} <= {part.key for part in tables(found)}
+    for said in ("Memory of an instance", "weights", "On each hardware", "T4", "takes", "users", "TTFT, ms", "p99"):
+        assert said in text, said
 
 
 def test_what_is_named_is_escaped(tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ def test_analytic_plans_say_how_surely_and_why() -> None:
     assert found.throughput_optimal.rate_of_system >= found.point.rate_of_system
 
 
+def test_latency_optimal_is_a_request_alone() -> None:
+    """By the closed form two small ones are as quick as one, to the last digits of a float."""
+    points = analytic_points("llama-3-8b", ["H100"], ["fp8"], (300, 10))
+    found = plan(500, points, Limits(ttft_s=0.2), Fleet(), BASIS).latency_optimal
+    assert found.concurrency == 1
+    assert found.mean.e2e_s == pytest.approx(min(p.mean.e2e_s for p in points), rel=1e-8)
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests a point: what must hold of plans holds with any number."""

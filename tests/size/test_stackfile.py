@@ -9,7 +9,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.size import plan
+from millrace.size import capacity, plan
 from millrace.size.constants import profile
 from millrace.size.measured import read_points, write_points
 from millrace.size.points import Point, Source, Waits
@@ -40,6 +40,26 @@ def test_it_decides_what_is_computed(tmp_path: Path) -> None:
     assert own[1].point.rate < 0.55 * own[0].point.rate and "(1.0% off on average)" in own[1].provenance
     with pytest.raises(ConfigError, match="is of H100 SXM"):
         plan(**{**COMMON, "hardware": "L4"}, stack=str(tmp_path / "s.json"))
+
+
+def test_an_answer_is_of_that_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its precision, as nothing is known of it in another; its scheduler, where time goes, and what the fit leaves."""
+    monkeypatch.setattr(capacity, "_LEAST", 100)
+    monkeypatch.setattr(capacity, "_TURNS", 1)
+    slow = replace(OWN.stack, prefill=20.0, step_tokens=4096, sequences=32)
+    write_stack(tmp_path / "s.json", replace(OWN, stack=slow))
+    asked: dict[str, Any] = {**COMMON, "precision": (), "isl": 500, "osl": 5, "stack": str(tmp_path / "s.json")}
+    closed = plan(**asked)
+    found = plan(**{**asked, "simulate": True}).plan
+    assert {p.precision for p in closed.offers.points} == {"fp8"}, "in 16 bits another's software would be quicker"
+    assert "16 bits alone" not in {change.what for change in closed.changes}
+    assert found.binding == "prefill arithmetic" and found.shares["prefill arithmetic"] > 0.9
+    for said in ("ours (3.1% off on average)", "Poisson arrivals", "at most 4096 tokens and 32 sequences"):
+        assert said in found.provenance
+    assert found.error == pytest.approx(0.101) and closed.plan.error == pytest.approx(0.131)
+    with_two = plan(**{**asked, "hardware": ("H100", "L40S")})
+    (other,) = (one.offers for one in with_two.alternatives if one.device == "L40S")
+    assert {p.precision for p in other.points} == {"fp16", "fp8"}
 
 
 @pytest.mark.parametrize("change, said", [

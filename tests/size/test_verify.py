@@ -12,7 +12,7 @@ from millrace.bench.run import Record
 from millrace.errors import ConfigError
 from millrace.runtime.step_cost import Schedule
 from millrace.size.profiled import OwnSteps
-from millrace.size.verify import Part, Probe, Times, VerifySettings, figures
+from millrace.size.verify import Part, Probe, Times, VerifySettings, arrivals_of, figures
 from millrace.size.virtual import Arrival
 from tests.size.test_stepfit import LAW, rows
 
@@ -78,6 +78,13 @@ def test_figures_are_of_all_rounds_together() -> None:
     assert not by["ttft", "mean"].judged and by["itl", "p95"].judged and not by["e2e", "mean"].judged
     alone_s = [LAW.seconds([n], [0], 0, 0) for n in (100, 50, 60)]
     assert by["ttft", "mean"].predicted == pytest.approx(np.mean(alone_s))
+
+
+def test_a_slow_server_is_asked_something() -> None:
+    """0.2 requests/s for 12 s are 2.4 on average, and in one round of eleven none: that ended all of it."""
+    for rate in (1e-3, 0.2, 0.66):
+        assert arrivals_of(rate, 12.0) == {"request_rate": rate, "request_count": 8}
+    assert arrivals_of(0.67, 12.0) == {"request_rate": 0.67, "duration_s": 12.0}
 
 
 @pytest.mark.parametrize("loads", ["", "0", "0.5,x", "nan", "2", ",".join(["0.5"] * 21)])

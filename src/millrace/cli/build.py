@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from millrace.cli.build_told import Figures, show_traffic
 from millrace.cli.build_traffic import Chosen, TrafficSettings, chosen
 from millrace.cli.options import json_option, made, settings_options
-from millrace.cli.screen import count, heading, pairs, print_json, progress, size
+from millrace.cli.screen import heading, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
 from millrace.compile.builder import build_engine
@@ -20,6 +20,7 @@ from millrace.compile.room import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError
+from millrace.report.numbers import count
 from millrace.settings import once, read_given
 from millrace.tune.pricing import pricing
 

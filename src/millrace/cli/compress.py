@@ -15,7 +15,7 @@ from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, r
 from millrace.cli.compress_budget import budget_options, searched
 from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
-from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
+from millrace.cli.screen import heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.compress.calibrated import by_statistics, needs
 from millrace.compress.collect import SAMPLES
@@ -28,6 +28,7 @@ from millrace.compress.recipe import PRESETS, read_recipe
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.evaluate.windows import LENGTH
+from millrace.report.numbers import count
 
 _WORST = 3  # layers that are named
 _MOST_SAMPLES = 4096

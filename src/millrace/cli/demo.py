@@ -12,7 +12,7 @@ import click
 from millrace.bench.demo_load import Ask, Heard, ask, ask_all, quantile
 from millrace.bench.server_process import ServerProcess
 from millrace.cli.options import json_option
-from millrace.cli.screen import count, heading, note, pairs, print_json, size
+from millrace.cli.screen import heading, note, pairs, print_json, size
 from millrace.cli.tables import Tables
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED
@@ -24,6 +24,7 @@ from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, load, usable_cores
 from millrace.machine.roofline import Roofline
+from millrace.report.numbers import count
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import RunSettings, open_engine

@@ -8,11 +8,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.screen import count, size
+from millrace.cli.screen import size
 from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced
 from millrace.engine.bound import DecodeWork
 from millrace.engine.tables import Buffer, Call
 from millrace.machine.roofline import Roofline
+from millrace.report.numbers import count
 from millrace.report.page import render
 from millrace.report.scale import Scale, byte_ticks
 

@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
 from millrace.cli.page_file import write_page
-from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
+from millrace.cli.screen import heading, note, pairs, print_json, progress, size, table
 from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
 from millrace.compile.find import find_built
 from millrace.compile.rooflines import kept_roofline
@@ -19,6 +19,7 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
+from millrace.report.numbers import count
 
 EPILOG = """\b
 Examples:

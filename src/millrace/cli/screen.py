@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,8 @@ from typing import Any
 import click
 
 from millrace.errors import ConfigError, plain
+from millrace.report.numbers import is_number
 
-_NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
 _BYTES = 1 << 16  # a total from here on is one of bytes; smaller ones are rounds and shapes
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
@@ -68,7 +67,7 @@ def _echo(text: str, err: bool) -> None:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as they need; columns of numbers are set flush right."""
     widths = [max(len(str(r[i])) for r in (header, *rows)) for i in range(len(header))]
-    right = [bool(rows) and all(_NUMBER.fullmatch(r[i]) for r in rows) for i in range(len(header))]
+    right = [bool(rows) and all(is_number(r[i]) for r in rows) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         aligned = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
@@ -87,11 +86,6 @@ def size(nbytes: float) -> str:
             return f"{digits} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
-
-
-def count(n: float) -> str:
-    """A number of things: 3,967,744 or 4.0 M."""
-    return f"{n:,.0f}" if n < 1e5 else f"{n / 1e6:.1f} M" if n < 1e9 else f"{n / 1e9:.2f} B"
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Roofline
 from millrace.size.answer import answered
-from millrace.size.fleet import shared
 from millrace.size.hardware import measured_here
 from millrace.size.page import size_page
 from millrace.size.question import GROUPS, Question, read_answers
+from millrace.size.shared import shared
 from millrace.size.told import told
 
 EPILOG = """\b

@@ -96,7 +96,8 @@ def told(found: Verified) -> dict[str, Any]:
             {"share": load.share, "requests_per_s": load.rate, "requests": load.n, "paces": load.paces,
              "figures": [{**asdict(f), "error": f.error} for f in load.figures]} for load in found.loads
         ],
-        "median_error": found.median, "p90_error": found.p90, "figures_judged": len(found.judged),
+        "median_error": found.median, "median_errors": found.medians, "p90_error": found.p90,
+        "figures_judged": len(found.judged),
         "asked": {"median_error": MEDIAN, "p90_error": P90}, "holds": found.holds,
     }  # fmt: skip
 
@@ -116,6 +117,8 @@ def _show(found: Verified, asked: VerifySettings) -> None:
     within = "as they should be" if found.holds else "more than they should be"
     click.echo(f"  {len(found.judged)} figures: median error {found.median:.1%} (at most {MEDIAN:.0%}), 90 % within "
                f"{found.p90:.1%} ({P90:.0%}): {within}")  # fmt: skip
+    each = ", ".join(f"{_UNITS[name][1].partition(',')[0]} {error:.1%}" for name, error in found.medians.items())
+    click.echo(f"  median errors of each: {each}")
     click.echo("  Not judged: E2E, and TTFT above 0.8 of capacity, where it is that of a queue.")
 
 

@@ -17,8 +17,7 @@ from millrace.size.hardware import measured_here
 from millrace.size.lengths import Work, work
 from millrace.size.load import DAY_S
 from millrace.size.memory import Memory, memory
-from millrace.size.money import Fleet as Needed
-from millrace.size.money import Money, engines, money
+from millrace.size.money import Money, Needed, engines, money
 from millrace.size.offers import Offers
 from millrace.size.planning import Plan
 from millrace.size.points import Limits, Point, Source
@@ -37,13 +36,16 @@ _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """What the systems serve without those to spare. users: with so many requests a day each, in so many hours"""
+    """What the systems serve without those to spare. rate: at the peak; users: with so many requests a day each
+
+    hours: in which these ask, all alike; None: through days as busy as those that were asked for
+    """
 
     rate: float
     requests_a_day: float
     tokens_a_day: float
     users: float
-    hours: float
+    hours: float | None
     requests_each: float
 
 
@@ -290,10 +292,19 @@ def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
     try:
         found = case.simulated(found, limits)
         if of == "p95" and all(point.p95 is None for point in found.points):
-            return None, "the p95 is not known from a closed form: measure it, or simulate it"
+            return None, _why_no_p95(case)
         return case.plan(found, limits), ""
     except ConfigError as error:
         return None, error.what
+
+
+def _why_no_p95(case: Case) -> str:
+    if case.question.hardware.measured is not None:
+        return "it was not measured (columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms)"
+    if len(case.work.calls) > 1:
+        return "several calls in a row are not simulated, and a closed form does not know it"
+    why = "time was up" if case.question.search.simulate else "nothing was simulated (--no-simulate)"
+    return f"{why}, and a closed form does not know it"
 
 
 def _follows(case: Case, found: Plan) -> Follows:
@@ -302,10 +313,13 @@ def _follows(case: Case, found: Plan) -> Follows:
     beside = case.there if case.load is not None else case.there[1:]
     rate = (found.systems - h.spare if found.systems else 0) * h.utilisation * found.point.rate_of_system
     rate += sum(there.rate(case.limits, h.utilisation) for there in beside)
-    hours, each = load.hours or _PEOPLE_HOURS, USER_REQUESTS
+    each, tokens = USER_REQUESTS, case.work.n_input + case.work.n_output
     if load.requests_each is not None and load.calls is None:
         each = load.requests_each
-    a_day, tokens = rate * DAY_S, case.work.n_input + case.work.n_output
+    if case.load is not None and (average := case.load.average) is not None:
+        a_day = rate * average / case.load.peak * DAY_S  # more of such days, peaks and nights in them
+        return Follows(rate, a_day, a_day * tokens, a_day / each, None, each)
+    hours, a_day = load.hours or _PEOPLE_HOURS, rate * DAY_S
     return Follows(rate, a_day, a_day * tokens, users(rate, hours, each), hours, each)
 
 
@@ -355,7 +369,7 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
     if best.point.tp > 1 and h.pp is None and _is_by_pcie(found, best):
         for pp in (2, 4):
             told[f"layers in {pp} stages (--pp {pp})"] = _staged(case, best, pp)
-    if not h.precision and h.profile is None:
+    if not h.precision and h.profile is None and h.stack is None:
         told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
     return told
 

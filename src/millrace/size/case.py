@@ -89,15 +89,7 @@ class Case:
 
     def plan(self, found: Offers, limits: Limits | None = None, times: float = 1.0) -> Plan:
         """times: as many requests. raises ConfigError where nothing keeps the limits"""
-        found_plan = self._plan(found, limits or self.limits, times)
-        point, own = found_plan.point, found.own
-        if own is None or own.of(point.device, point.precision) is None:
-            return found_plan
-        return replace(found_plan, provenance=f"{found_plan.provenance.split('; served by')[0]}; served by "
-                       f"{own.stack.name} ({own.error:.1%} off on average)")  # fmt: skip
-
-    def _plan(self, found: Offers, limits: Limits, times: float) -> Plan:
-        h = self.question.hardware
+        h, limits = self.question.hardware, limits or self.limits
         basis = found.basis
         fleet = Fleet(h.utilisation, h.spare)
         if self.load is None:

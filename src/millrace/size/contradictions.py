@@ -1,8 +1,10 @@
 """What answers say against each other, or beside what makes no use of it: refused before anything is computed."""
 
 from millrace.errors import ConfigError, nearest
+from millrace.settings import Settings
 from millrace.size.cost import WEIGHT_BYTES
 from millrace.size.hardware import THIS
+from millrace.size.lengths import PARTS
 from millrace.size.load import WORDS_A_TOKEN
 from millrace.size.planning import PPS, TPS
 from millrace.size.points import SYSTEM
@@ -18,6 +20,30 @@ def check_question(question: Question) -> None:
     _check_limits(question.limits)
     _check_hardware(question.hardware)
     _check_search(question)
+    _check_answered(question)
+
+
+def _check_answered(question: Question) -> None:
+    """All that lacks at once; where it is one answer alone, what reads it says more of it."""
+    asked, load, limits, h = question.request, question.load, question.limits, question.hardware
+
+    def given(of: Settings, *names: str) -> bool:
+        return any(getattr(of, name) is not None for name in names)
+
+    known = load.trace is not None or asked.preset is not None  # the lengths
+    answered = {
+        "which model (--model)": given(asked, "model") or given(h, "measured", "profile"),
+        "how long a prompt is (--isl, --input)": known or given(asked, "isl", "input", *PARTS),
+        "how long an answer is (--osl, --output)": known or given(asked, "osl", "output"),
+        "how many requests come (--rate, --users, --calls)":
+            given(load, "rate", "average", "users", "calls", "trace") or given(h, "systems"),
+        "what users may wait for (--ttft-ms, --mode offline)":
+            limits.mode == "offline" or given(limits, "ttft_ms", "itl_ms", "e2e_ms", "reading"),
+    }  # fmt: skip
+    missing = [what for what, is_known in answered.items() if not is_known]
+    if len(missing) > 1:
+        raise ConfigError(f"not said: {'; '.join(missing)}", "an answer to each",
+                          "say them, or `millrace size` alone, which asks in a terminal")  # fmt: skip
 
 
 def _check_request(asked: RequestSettings) -> None:

@@ -1,5 +1,6 @@
 """From what people know of their load to the peak that systems must bear, the hours of a day, and what that makes."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from millrace.tune.recording import Recording, read_recording
 _CALLS = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e\d+)?)\s*([kMB]?)\s*(?:/|\s+(?:per|a)\s+)\s*([a-z]+)")
 _TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 _HOURS, _MOST_WINDOWS = 24, 10_000_000
+_MORNING = 8  # o'clock, from when on people ask, where only for how many hours is said
 _MOST_BURST = 1e4  # as --burst
 USER_REQUESTS = 3.0  # a day, where nobody says
 
@@ -146,7 +148,8 @@ def _curve(asked: LoadSettings) -> Sequence[float]:
     """(24,) The weight of each hour."""
     if asked.daily is None:
         hours = _HOURS if asked.hours is None else asked.hours
-        return [min(1.0, max(0.0, hours - i)) or 0.0 for i in range(_HOURS)]
+        first = min(_MORNING, _HOURS - math.ceil(hours))
+        return [min(1.0, max(0.0, hours - (i - first))) if i >= first else 0.0 for i in range(_HOURS)]
     if asked.hours is not None:
         raise ConfigError("hours and daily are both given", "one of them", "leave one out")
     try:

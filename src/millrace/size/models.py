@@ -19,12 +19,21 @@ _MOST = 1 << 24  # of any size in it
 _TUNED = re.compile(r"(-(instruct|chat|it|hf|base|v0\.[12]))+$")  # of one size, other weights
 _SIZES = ("n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_context")
 
+# What makes memory and time of a token others than those of attention as it is known here.
+_OTHERWISE = {
+    "kv_lora_rank": "keys and values are compressed (MLA), which is not modelled",
+    **dict.fromkeys(("hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state", "ssm_cfg"),
+                    "layers without attention are not modelled"),
+}  # fmt: skip
+_SOME_LAYERS = ("gemma2", "gemma3", "gemma3_text", "gpt_oss", "cohere2")  # in which alone a window is
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder. experts: of a layer (0: dense), of which a token visits `experts_active`
 
-    window: tokens that attention reaches back, where that is less than the context
+    shared: width of what each token visits beside those; window: tokens that attention reaches back in all layers,
+    where that is less than the context
     """
 
     name: str
@@ -39,6 +48,7 @@ class ModelShape:
     gated: bool = True  # three matrices in a feed-forward layer, else two
     experts: int = 0
     experts_active: int = 0
+    shared: int = 0
     window: int | None = None
     tied: bool = False  # the head is the embedding table
 
@@ -61,17 +71,25 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Of all layers, one expert of each."""
-        return self.n_layers * (3 if self.gated else 2) * self.hidden * self.ffn
+        return self._of_width(self.ffn)
+
+    def _of_width(self, width: int) -> int:
+        return self.n_layers * (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def always_parameters(self) -> int:
+        """Of all layers, what every token visits: attention, and shared experts."""
+        return self.attention_parameters + self._of_width(self.shared)
 
     @property
     def parameters(self) -> int:
         """Of all layers; without embeddings and head."""
-        return self.attention_parameters + max(1, self.experts) * self.expert_parameters
+        return self.always_parameters + max(1, self.experts) * self.expert_parameters
 
     @property
     def active_parameters(self) -> int:
         """Of those, the ones that a token is multiplied by."""
-        return self.attention_parameters + max(1, self.experts_active) * self.expert_parameters
+        return self.always_parameters + max(1, self.experts_active) * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -100,7 +118,7 @@ class ModelShape:
         if not self.experts:
             return self.parameters
         met: float = self.experts * (1 - (1 - self.experts_active / self.experts) ** n_tokens)
-        return self.attention_parameters + met * self.expert_parameters
+        return self.always_parameters + met * self.expert_parameters
 
 
 def _preset(name: str, sizes: tuple[int, ...], **more: Any) -> ModelShape:
@@ -178,24 +196,40 @@ def read_model(path: Path) -> ModelShape:
 
 
 def of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """From the keys that families write them under. raises ConfigError"""
+    """From the keys that families write them under. raises ConfigError, also for what would be sized wrongly"""
+    if isinstance(inner := config.get("text_config"), dict):  # of a model that sees, too: its decoder
+        config = {**config, **inner}
+    for key, why in _OTHERWISE.items():
+        if config.get(key):
+            raise ConfigError(f"{name}: {key}: {why}", "attention with its keys and values in every layer",
+                              "take the preset or config.json of a model alike, which has that")  # fmt: skip
     find = _Keys(config, name)
     hidden, n_heads = find("hidden_size", "n_embd", "d_model"), find("num_attention_heads", "n_head", "n_heads")
     n_kv = find("num_key_value_heads", "num_kv_heads", "n_head_kv", default=n_heads)
     experts = find("num_local_experts", "num_experts", "n_routed_experts", default=0)
     ffn = find("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", default=4 * hidden)
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    of_expert = find("moe_intermediate_size", default=ffn) if experts else ffn
+    shared = find("shared_expert_intermediate_size", default=find("n_shared_experts", default=0) * of_expert)
     return ModelShape(
         name=name, n_layers=find("num_hidden_layers", "n_layer", "n_layers"), hidden=hidden, n_heads=n_heads,
         n_kv_heads=1 if config.get("multi_query") is True and "num_kv_heads" not in config else n_kv,
-        head_dim=find("head_dim", default=max(1, hidden // max(1, n_heads))),
-        ffn=find("moe_intermediate_size", default=ffn) if experts else ffn, vocab=find("vocab_size"),
+        head_dim=find("head_dim", default=max(1, hidden // max(1, n_heads))), ffn=of_expert, vocab=find("vocab_size"),
         max_context=find("max_position_embeddings", "n_positions", "max_seq_len", default=2048),
         gated=config.get("model_type") not in ("falcon", "RefinedWeb", "mpt", "gpt2", "nemotron", "opt"),
         experts=experts, experts_active=find("num_experts_per_tok", default=0) if experts else 0,
-        window=window if isinstance(window, int) and window > 0 else None,
-        tied=config.get("tie_word_embeddings") is True,
+        shared=shared if experts else 0, window=_window(config), tied=config.get("tie_word_embeddings") is True,
     )  # fmt: skip
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Of all layers. Where only some look back no further, all are taken to look back to the beginning: what is planned
+    then is rather too much than too little."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    some = isinstance(kinds, list) and any(kind != "sliding_attention" for kind in kinds)
+    some = some or bool(config.get("sliding_window_pattern")) or config.get("model_type") in _SOME_LAYERS
+    if some or not config.get("use_sliding_window", True):
+        return None
+    return window if isinstance(window, int) and window > 0 else None
 
 
 class _Keys:

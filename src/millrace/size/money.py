@@ -13,7 +13,7 @@ _DGX = "H100 SXM"  # of which the power of a whole system is known
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Needed:
     """What is needed. tp: devices of an instance, less than 1 where it has a slice; system: devices of one
 
     systems: to buy; hourly: (24,) instances in each hour
@@ -116,7 +116,7 @@ def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[in
     return tuple(max(1, math.ceil(peak / (rate * utilisation) - 1e-9)) for peak in peaks)
 
 
-def bought(fleet: Fleet, prices: Prices) -> Bought | None:
+def bought(fleet: Needed, prices: Prices) -> Bought | None:
     """None where the price of such a system is not known."""
     price = prices.systems.get(fleet.device.name)
     if price is None or fleet.system != SYSTEM:  # prices are of systems of 8
@@ -136,7 +136,7 @@ def watts(device: Device, prices: Prices) -> float:
     return SYSTEM * device.watts * share
 
 
-def rented(fleet: Fleet, rents: Sequence[Rent]) -> Rented | None:
+def rented(fleet: Needed, rents: Sequence[Rent]) -> Rented | None:
     """rents: cheapest first; None where there is no offer"""
     if not rents:
         return None
@@ -147,7 +147,7 @@ def rented(fleet: Fleet, rents: Sequence[Rent]) -> Rented | None:
     )
 
 
-def hybrid(fleet: Fleet, own: Bought | None, rent: Rented | None) -> Hybrid | None:
+def hybrid(fleet: Needed, own: Bought | None, rent: Rented | None) -> Hybrid | None:
     """The cheapest number of systems to buy, when the rest is rented in the hours that need it."""
     if own is None or rent is None:
         return None
@@ -171,7 +171,7 @@ def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:
 
 
 def money(
-    fleet: Fleet, prices: Prices, rents: Sequence[Rent], average: float, rate: float, lengths: tuple[float, float]
+    fleet: Needed, prices: Prices, rents: Sequence[Rent], average: float, rate: float, lengths: tuple[float, float]
 ) -> Money:
     """average: requests/s of a whole year; rate: of an instance; lengths: tokens of a request, all calls together"""
     own, rent = bought(fleet, prices), rented(fleet, rents)

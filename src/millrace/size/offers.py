@@ -65,7 +65,7 @@ class Offers:
         if self.profiled is not None:
             return self.profiled
         instance = self.instance(self.points[0]) if self.points else None
-        return None if instance is None else Computed(instance)
+        return None if instance is None else Computed(instance, self.own)
 
     def instance(self, point: Point) -> Instance | None:
         found = self.bought(point.device)
@@ -141,7 +141,8 @@ def _alone(
     found: list[Point] = []
     why: ConfigError | None = None
     device, pp = one.device, asked.pp or 1
-    for precision, tp in product(asked.precision or _precisions(device), TPS):
+    usual = _precisions(device) if own is None or own.device != device.name else [own.precision]  # all that it tells of
+    for precision, tp in product(asked.precision or usual, TPS):
         stack = own.of(device.name, precision) if own else None
         try:
             instance, known = instance_of(shape, device, precision, tp, pp, one.system), profile(device, precision)

@@ -1,7 +1,8 @@
 """An answer as one offline page: throughput against latency, TTFT against load, arrivals, hours, why, costs."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from millrace.size.demand import Demand, window_counts
 from millrace.size.load import poisson_quantile
 from millrace.size.points import Limits, Point
 from millrace.size.settings import LoadSettings
-from millrace.size.told import cut_short, headline
+from millrace.size.tables import tables
+from millrace.size.told import band, cut_short, headline
 
 _COLOURS, _MOST_BARS, _SPREAD = 5, 400, 4.5
 _MARK = 1  # the colour of what is said: limits, percentiles
@@ -22,16 +24,25 @@ _MARK = 1  # the colour of what is said: limits, percentiles
 
 def size_page(answer: Answer) -> str:
     """The whole page."""
-    load = answer.demand
     return render(
         Path(__file__).with_name("size_page.html"), a=answer, plan=answer.plan, money=answer.money,
-        headline=headline(answer), cut=cut_short(answer), load=load, limits=answer.plan.limits,
+        headline=headline(answer), band=band(answer), cut=cut_short(answer), load=answer.demand,
         throughput=throughput_plot(answer), ttft=ttft_plot(answer.offers.points, answer.plan.point, answer.plan.limits),
-        arrivals=None if load is None else arrivals_plot(answer.question.load, load),
-        hours=hours_plot(answer.money.hourly) if answer.money and len(set(answer.money.hourly)) > 1 else None,
-        why=why_plot(answer), costs=costs_plot(answer), shown=best_configurations(answer),
-        rows=[*answer.work.how, *(load.how if load else ())],
+        shown=best_configurations(answer), tables=list(tables(answer)), drawings=_beside(answer),
     )  # fmt: skip
+
+
+def _beside(answer: Answer) -> Mapping[str, list[tuple[str, Markup | None]]]:
+    """What is drawn below each table, by its key: what it says, and the drawing."""
+    load, money = answer.demand, answer.money
+    arrivals = None if load is None else arrivals_plot(answer.question.load, load)
+    hours = hours_plot(money.hourly) if money and len(set(money.hourly)) > 1 else None
+    return defaultdict(list, {
+        "read": [("Arrivals: how many requests come at once, and what is planned for", arrivals)],
+        "why": [("Why so many systems", why_plot(answer))],
+        "costs": [("Costs of a year, by how systems are paid for", costs_plot(answer)),
+                  ("Hours of a day: instances that each needs", hours)],
+    })  # fmt: skip
 
 
 def best_configurations(answer: Answer) -> list[str]:
@@ -74,7 +85,7 @@ def ttft_plot(points: Sequence[Point], chosen: Point, limits: Limits) -> Markup:
         plot.text(line[-1].rate * 0.9, high[-1], "p95")
     if limit:
         plot.line([plot.x.low, plot.x.high], limit * 2, _MARK)
-        plot.text(plot.x.low, limit[0], f"limit on the {limits.of}")
+        plot.text((plot.x.low + plot.x.high) / 2, limit[0], f"limit on the {limits.of}")  # beside the axis' name
     return plot.svg("Time to the first token against requests a second of an instance")
 
 
@@ -115,7 +126,9 @@ def why_plot(answer: Answer) -> Markup:
     """The waterfall: what each step adds."""
     steps = answer.why
     names = [str(i) for i in range(1, len(steps) + 1)]
-    plot = Plot(Axis("step", -0.5, len(steps) - 0.5, names), Axis.over("systems", [step.systems for step in steps]))
+    plot = Plot(
+        Axis("step, as above", -0.5, len(steps) - 0.5, names), Axis.over("systems", [step.systems for step in steps])
+    )
     before = 0.0
     for i, step in enumerate(steps):
         plot.box((i - 0.4, 0), (i + 0.4, before), 4, 0.45)

@@ -36,6 +36,23 @@ def headline(answer: Answer) -> str:
     return f"{needed}, for {plan.rate:.4g} requests/s of {model}"
 
 
+def band(answer: Answer) -> str:
+    """How far the figures may be off, and what that makes of the systems."""
+    plan = answer.plan
+    if answer.demand is None:
+        return f"they may be {plan.error:.0%} off"
+    if plan.low == plan.high:
+        return f"{plan.low} system{'' if plan.low == 1 else 's'} also where they are {plan.error:.0%} off"
+    return f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"
+
+
+def read_as(answer: Answer) -> tuple[str, ...]:
+    """How the question was read, and what was left out of a table."""
+    n, of = answer.offers.left_out, answer.question.hardware.measured
+    without = (f"{of}: {n} rows left out, which were not in a steady state",) if n else ()
+    return (*answer.work.how, *(answer.demand.how if answer.demand else ()), *without)
+
+
 def cut_short(answer: Answer) -> str:
     """What was not simulated; nothing where all was that could matter."""
     if not answer.not_simulated:
@@ -128,11 +145,15 @@ def told_point(point: Point) -> dict[str, Any]:
             return None
         return {"ttft_ms": found.ttft_s * 1e3, "itl_ms": found.itl_s * 1e3, "e2e_ms": found.e2e_s * 1e3}
 
+    sampled = point.sampled
     return {
         "configuration": point.configuration, "device": point.device, "precision": point.precision, "tp": point.tp,
         "pp": point.pp, "system_size": point.system,
         "concurrency": point.concurrency, "requests_per_s": point.rate,
         "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
-        "sampled": {**asdict(point.sampled), "p99": waits(point.sampled.p99)} if point.sampled else None,
+        "sampled": None if sampled is None else {
+            **asdict(sampled), "p99": waits(sampled.p99), "mean_within": waits(sampled.mean_within),
+            "p95_within": waits(sampled.p95_within),
+        },
         "source": str(point.source),
     }  # fmt: skip

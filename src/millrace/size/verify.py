@@ -34,6 +34,7 @@ _TTFT_UP_TO, _UP_TO = 0.8, 0.95  # shares of capacity to which they are
 _SIMULATED = 5  # times that a load is, with steps drawn anew
 _ROUNDS = 4  # of the closed loop that tells the capacity
 _TIMEOUT_S = 30.0
+_FEWEST = 8  # requests of a load in a round
 Begins = Callable[[Run], None]
 
 
@@ -45,7 +46,7 @@ class VerifySettings(Settings):
     osl: int = setting(64, "tokens of an answer", low=2, high=1 << 20)
     loads: str = setting("0.2,0.4,0.6,0.8,0.95", "shares of the predicted capacity", metavar="SHARE,...")
     rounds: int = setting(3, "times that all loads are asked in turn", low=1, high=100)
-    each_s: float = setting(10.0, "seconds of each load in a round", low=0.1, high=86_400)
+    each_s: float = setting(10.0, "seconds of each load in a round; eight requests at least", low=0.1, high=86_400)
     probe_s: float = setting(2.0, "seconds of the probe between two loads, and of three before", low=0.1, high=3600)
     header: tuple[str, ...] = setting((), "header of each request", metavar="NAME:VALUE")
     random_seed: int = setting(0, "of texts and arrivals", low=0, high=2**62)
@@ -108,6 +109,14 @@ class Verified:
     @property
     def p90(self) -> float:
         return float(np.quantile(self.judged, 0.9))
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of each kind of figure by itself: below capacity requests/s are nearly given, and hide what the others do."""
+        by_name: dict[str, list[float]] = {}
+        for f in (f for load in self.loads for f in load.figures if f.judged):
+            by_name.setdefault(f.name, []).append(abs(f.error))
+        return {name: float(np.median(errors)) for name, errors in by_name.items()}
 
     @property
     def holds(self) -> bool:
@@ -212,7 +221,7 @@ class _Server:
         return Probe(records, await self.steps())
 
     async def load(self, rate: float) -> Sequence[Record]:
-        records = await self._run({"request_rate": rate, "duration_s": self._asked.each_s})
+        records = await self._run(arrivals_of(rate, self._asked.each_s))
         await self.steps()  # its steps are no probe's
         return records
 
@@ -246,6 +255,13 @@ def _plan(url: str, model: str, asked: VerifySettings, n: int, **load: float) ->
                           header=asked.header)  # fmt: skip
     given = LoadSettings(random_seed=asked.random_seed * 1000 + n, **load)  # type: ignore[arg-type]
     return planned(url, whom, given, InputSettings(isl=asked.isl, osl=asked.osl), SessionSettings())
+
+
+def arrivals_of(rate: float, each_s: float) -> dict[str, float]:
+    """For so long; of a slow server some requests, however long that takes: within seconds there may come none."""
+    if rate * each_s < _FEWEST:
+        return {"request_rate": rate, "request_count": _FEWEST}
+    return {"request_rate": rate, "duration_s": each_s}
 
 
 def _capacity(own: OwnSteps, asked: VerifySettings) -> float:

@@ -1,43 +1,34 @@
-"""What systems cost, on a screen, and every device that was asked for beside the others."""
+"""What systems cost, and every device that was asked for beside the others, as tables of words."""
 
-import click
+from collections.abc import Sequence
 
-from millrace.cli.screen import heading, pairs, table
-from millrace.size.answer import Answer
+from millrace.size.answer import Alternative
 from millrace.size.money import DAY_HOURS, Money
+from millrace.size.table import Table, few
 
 
-def show_devices(answer: Answer) -> None:
-    if len(answer.alternatives) < 2:
-        return
-    click.echo()
-    heading("On each hardware, the cheapest first where prices are known")
+def of_devices(alternatives: Sequence[Alternative]) -> Table:
     rows = []
-    for one in answer.alternatives:
+    for one in alternatives:
         cost = one.money.cheapest if one.money else None
         if one.plan is None:
             rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-", "-"])
         else:
-            rows.append([one.device, f"{one.plan.fractional:.2f}", str(one.plan.systems), one.plan.point.configuration,
+            rows.append([one.device, few(one.plan.fractional), str(one.plan.systems), one.plan.point.configuration,
                          "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
-    currency = next((one.money.currency for one in answer.alternatives if one.money), "")
-    table(["", "by the figures", "systems", "configuration", f"{currency} a year", "figures"], rows)
+    currency = next((one.money.currency for one in alternatives if one.money), "")
+    header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
+    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header)
 
 
-def show_money(answer: Answer) -> None:
-    found = answer.money
-    if found is None:
-        return
-    click.echo()
-    heading(f"Costs, {found.currency} a year")
+def costs(found: Money) -> Table:
     rows = [*_bought(found), *_rented(found), *_both(found)]
     day, night = max(found.hourly), min(found.hourly)
     if day > night:
         rows.append(("instances", f"{night} at night, {day} by day: {_ranges(found.hourly)}"))
     rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
-    pairs(rows)
-    for note in found.notes:
-        click.echo(f"  note: {note}")
+    notes = [f"note: {note}" for note in found.notes]
+    return Table("costs", f"Costs, {found.currency} a year", rows, notes=notes)
 
 
 def _bought(found: Money) -> list[tuple[str, str]]:
@@ -55,12 +46,12 @@ def _rented(found: Money) -> list[tuple[str, str]]:
     own = found.rented
     if own is None:
         return []
-    rent = own.rent
+    rent, of = own.rent, f"the middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"
+    one = f"{rent.hour:,.2f} a device, by {rent.who} on {rent.date}, {of if own.offers > 1 else 'the only offer'}"
     return [
         ("rented", f"{own.scaled:,.0f} with as many as each hour needs, {own.always:,.0f} with all of them always"),
-        ("  an hour", f"{own.peak_hour:,.2f} at the peak; {rent.hour:,.2f} a device, by {rent.who} on {rent.date}, the "
-                      f"middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"),
-    ]  # fmt: skip
+        ("  an hour", f"{own.peak_hour:,.2f} at the peak; {one}"),
+    ]
 
 
 def _both(found: Money) -> list[tuple[str, str]]:

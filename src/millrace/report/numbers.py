@@ -1,0 +1,18 @@
+"""Numbers in words, on a screen and on a page."""
+
+import re
+
+_NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
+
+
+def count(n: float) -> str:
+    """A number of things, as 99,999, 679 k, 4.0 M, or 1.10 B."""
+    for most, times, digits, unit in ((99_999.5, 1e0, 0, ""), (999_500.0, 1e3, 0, " k"), (999.95e6, 1e6, 1, " M")):
+        if n < most:
+            return f"{n / times:,.{digits}f}{unit}"
+    return f"{n / 1e9:,.2f} B"
+
+
+def is_number(text: str) -> bool:
+    """Of a table: one that stands flush right in its column, or leaves that to the others."""
+    return _NUMBER.fullmatch(text) is not None

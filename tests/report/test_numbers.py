@@ -1,0 +1,20 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from millrace.report.numbers import count, is_number
+
+
+@pytest.mark.parametrize("n, said", [
+    (0, "0"), (99_999, "99,999"), (1e5, "100 k"), (678_720, "679 k"), (999_499, "999 k"), (999_500, "1.0 M"),
+    (3_967_744, "4.0 M"), (999.949e6, "999.9 M"), (1.1e9, "1.10 B"), (13.45e12, "13,450.00 B"),
+])  # fmt: skip
+def test_a_number_of_things_has_two_digits_at_least(n: float, said: str) -> None:
+    assert count(n) == said
+
+
+@pytest.mark.parametrize("text, said", [
+    ("1,234.5", True), ("12 GiB", True), ("3.4 GB/s", True), ("-", True), ("", True), ("+0.63", False), ("fp8", False),
+])  # fmt: skip
+def test_what_stands_flush_right(text: str, said: bool) -> None:
+    assert is_number(text) == said
