@@ -10,13 +10,13 @@ import pytest
 
 from millrace.cli.options import made, settings_options
 from millrace.cli.sampling import SamplingFlags
-from millrace.cli.serve import QueueFlags, ServeFlags
+from millrace.cli.serve import ListenFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.runtime.open import RunSettings
 from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting
 
-CLASSES = (BuildSettings, RunSettings, SamplingFlags, QueueFlags, ServeFlags)
+CLASSES = (BuildSettings, RunSettings, SamplingFlags, QueueFlags, ListenFlags, ServeFlags)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,7 +213,7 @@ REQUESTS: list[tuple[str, bytes, int, str]] = [  # path, body, status, the messa
     (CHAT, chat(messages=[{"role": "king", "content": "Hi"}]), 400, "system, developer, user, assistant or tool"),
     (CHAT, chat(messages=[]), 400, "messages"),
     (CHAT, chat(model="gpt-9"), 404, f'the model "gpt-9" does not exist; expected: one of "{MODEL}"'),
-    ("/v1/rerank", text(), 404, "/v1/rerank is not served yet"),
+    ("/v1/moderations", text(), 404, "/v1/moderations is not served yet"),
     ("/v1/embeddings", b'{"input": "Once"}', 400, "is a language model, and cannot answer /v1/embeddings"),
     ("/v1/models", text(), 405, "does not know POST"),
     ("/detokenize", b'{"tokens": [2048]}', 400, "tokens[0] is 2048"),

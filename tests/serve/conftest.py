@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.serve import connections
-from millrace.serve import server as server_module
+from millrace.serve import web as web_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
 from tests.serve.thinkers import ALL, DAY, KINDS, SPELLED, Ask, Thinker, streamed, thinker_of, whole
@@ -19,7 +19,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SWEEP_TICKS", 1)
+    monkeypatch.setattr(web_module, "SWEEP_TICKS", 1)
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
 
 

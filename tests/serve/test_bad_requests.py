@@ -345,7 +345,7 @@ def test_a_misspelt_role_is_not_a_tool(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        ("/v1/assistants", "use /v1/responses"), ("/v1/rerank", "not served yet"),
+        ("/v1/assistants", "use /v1/responses"), ("/v1/moderations", "not served yet"),
         ("/embedding", "use /v1/embeddings"),
         ("/v1/chat/completions/chat/completions", '"/v1/chat/completions"'),
         ("/chat/completions", '"/v1/chat/completions"'),

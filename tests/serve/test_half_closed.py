@@ -9,7 +9,7 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
-from millrace.serve import server as server_module
+from millrace.serve import web as web_module
 from millrace.serve.connections import Connection
 from tests.serve.support import Fake, Running, connect, everything, http_requests, serving_with, until
 from tests.serve.test_pipelines import LIVE, completion
@@ -31,7 +31,7 @@ def ask(server: Running, *requests: bytes) -> bytes:
 
 
 def test_an_answer_before_the_next_sweep_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SWEEP_TICKS", 1_000_000)  # none comes, however busy the machine is
+    monkeypatch.setattr(web_module, "SWEEP_TICKS", 1_000_000)  # none comes, however busy the machine is
     goes_on, as_ever = threading.Event(), Connection.eof_received
 
     def noted(self: Connection) -> bool:

@@ -21,10 +21,11 @@ import pytest
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.serve import fields, routes
+from millrace.serve.listening import bind
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.protocol import Body
 from millrace.serve.routes import Protocol
-from millrace.serve.server import Server, bind
+from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel
 from tests.runtime.fakes import limits
@@ -225,7 +226,7 @@ def test_no_connection_holds_up_the_exit(kind: str, monkeypatch: pytest.MonkeyPa
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit that
         return sock
 
-    monkeypatch.setattr("millrace.serve.server.bind", narrow)
+    monkeypatch.setattr("millrace.serve.listening.bind", narrow)
     wide = limits(vocab_size=VOCABULARY, max_sequences=128, max_context=1024, n_pages=32768, max_step_tokens=256)
     drain_s = 1.0 if kind == "unread streams" else 30.0  # for which nobody need wait
     with serving_with(Fake(limits=wide), drain_timeout_s=drain_s) as server, ExitStack() as stack:

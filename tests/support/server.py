@@ -24,6 +24,7 @@ from millrace.serve.text import TextModel
 class Threaded:
     url: str
     grpc_url: str
+    metrics_url: str
     server: Server
     thread: threading.Thread
 
@@ -44,8 +45,8 @@ def in_thread(
     """
     ready, urls, failures = threading.Event(), list[str](), list[MillraceError]()
 
-    def announce(url: str, grpc_url: str = "") -> None:
-        urls.extend((url, grpc_url))
+    def announce(url: str, grpc_url: str = "", metrics_url: str = "") -> None:
+        urls.extend((url, grpc_url, metrics_url))
         ready.set()
 
     chosen = settings or ServerSettings(port=0)
@@ -65,8 +66,8 @@ def in_thread(
     if wait:
         assert ready.wait(start_s) and urls, failures
     try:
-        url, grpc_url = urls if wait else (f"http://127.0.0.1:{chosen.port}", "")
-        yield Threaded(url, grpc_url, server, thread)
+        url, grpc_url, metrics_url = urls if wait else (f"http://127.0.0.1:{chosen.port}", "", "")
+        yield Threaded(url, grpc_url, metrics_url, server, thread)
     finally:
         server.stop()
         server.stop()

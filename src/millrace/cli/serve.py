@@ -33,9 +33,10 @@ from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.lifecycle import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.listening import bind, check_tls, unix_socket
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.routes import read_keys
-from millrace.serve.server import Announce, bind, serve
+from millrace.serve.server import Announce, serve
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import DecodeClock, TextModel
 from millrace.serve.warm import WarmPrompt, read_warm_prompts
@@ -48,15 +49,28 @@ Examples:
   millrace serve --model-repository ./models --grpc-port 8001
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Tell me a story."}], "stream": true}'"""
+_DOORS = {"grpc_url": "gRPC", "metrics_url": "metrics"}
 LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFlags(Settings):
-    """How the server listens and answers; becomes ServerSettings and ServiceOptions."""
+class ListenFlags(Settings):
+    """Where the server listens."""
 
     host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0 is every network of this machine")
     port: int = setting(ServerSettings.port, "port to listen on; 0 takes a free one", low=0, high=65535)
+    uds: str | None = setting(None, "Unix socket to listen on, in place of --host and --port", metavar="PATH")
+    ssl_certfile: str | None = setting(None, "certificate (PEM): speak TLS, over gRPC too", metavar="FILE")
+    ssl_keyfile: str | None = setting(None, "its key (PEM); default: in the same file", metavar="FILE")
+    metrics_port: int | None = setting(
+        None, "port where nothing but /metrics is; 0 takes a free one; default: none", low=0, high=65535
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(Settings):
+    """How the server answers; with ListenFlags it becomes ServerSettings."""
+
     served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
     api_key_file: str | None = setting(
         None, "file with API keys, one a line; default: everybody may ask", metavar="FILE"
@@ -91,11 +105,15 @@ class ServeFlags(Settings):
                     f'--cors-origin is "{origin}"', "an origin like https://app.example.com, or *", "write it so"
                 )
 
-    def server(self) -> ServerSettings:
+    def server(self, listen: ListenFlags) -> ServerSettings:
         """raises ConfigError where the key file is missing or empty"""
         return ServerSettings(
-            host=self.host,
-            port=self.port,
+            host=listen.host,
+            port=listen.port,
+            uds=listen.uds,
+            ssl_certfile=listen.ssl_certfile,
+            ssl_keyfile=listen.ssl_keyfile,
+            metrics_port=listen.metrics_port,
             api_keys=read_keys(Path(self.api_key_file)) if self.api_key_file else (),
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
@@ -137,7 +155,7 @@ class ProfileFlags(Settings):
 
 @click.command(epilog=EPILOG)
 @click.argument("model", required=False)
-@settings_options(ServeFlags, QueueFlags, ProfileFlags, RepositoryFlags, BuildSettings, RunSettings)
+@settings_options(ListenFlags, ServeFlags, QueueFlags, ProfileFlags, RepositoryFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None:
@@ -150,7 +168,7 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
     flags, repository = made(ServeFlags, given), repository_model(made(RepositoryFlags, given))
     if model is None and repository is None:
         raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
-    settings = flags.server()
+    settings = flags.server(made(ListenFlags, given))
     _check_ports(settings, repository)
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     if model is None:
@@ -171,12 +189,23 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
 
 def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:
     """So that one that is taken is said before the model is loaded. raises ConfigError"""
-    bind(settings.host, settings.port).close()
-    grpc_port = repository.flags.grpc_port if repository is not None else None
-    if grpc_port is not None:
-        if grpc_port == settings.port != 0:
-            raise ConfigError(f"--port and --grpc-port are both {grpc_port}", "a port for each", "choose another")
-        bind(settings.host, grpc_port, "--grpc-port").close()
+    check_tls(settings)
+    if settings.uds is not None:
+        with unix_socket(Path(settings.uds)):
+            pass
+    asked = {
+        "--port": settings.port if settings.uds is None else None,
+        "--grpc-port": repository.flags.grpc_port if repository is not None else None,
+        "--metrics-port": settings.metrics_port,
+    }
+    taken: dict[int, str] = {}
+    for flag, port in asked.items():
+        if port in taken:
+            raise ConfigError(f"{taken[port]} and {flag} are both {port}", "a port for each", "choose another")
+        if port is not None:
+            bind(settings.host, port, flag).close()
+        if port:
+            taken[port] = flag
 
 
 def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
@@ -218,9 +247,10 @@ def _announcer(as_json: bool, served: ServedModel, opened: Opened | OpenedEncode
         if as_json:
             said(json.dumps({"url": url, **also, "model": served.name, "ready_s": seconds, **memory}))
         else:
-            base = url + ("/v1" if opened else "/v2")
-            grpc = "".join(f", gRPC at {click.style(place, bold=True)}" for place in also.values())
-            note(f"Ready after {seconds:.1f} s: {click.style(base, bold=True)}{grpc}   (docs: {url}/docs)")
+            base = url if url.startswith("unix:") else url + ("/v1" if opened else "/v2")
+            more = "".join(f", {_DOORS[door]} at {click.style(place, bold=True)}" for door, place in also.items())
+            docs = "" if url.startswith("unix:") else f"   (docs: {url}/docs)"
+            note(f"Ready after {seconds:.1f} s: {click.style(base, bold=True)}{more}{docs}")
 
     return ready
 

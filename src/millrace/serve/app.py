@@ -17,6 +17,7 @@ from millrace.serve.connections import Shortcut
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.kserve.asgi import BELOW, KSERVE, KServe
 from millrace.serve.kserve.quick import Quick
+from millrace.serve.metrics_door import MetricsDoor
 from millrace.serve.ollama.endpoints import OLLAMA
 from millrace.serve.openai.endpoints import OPENAI
 from millrace.serve.openapi import About, document
@@ -68,12 +69,16 @@ class Door(Interface):
 
 def create_doors(models: Models) -> list[Door]:
     """What is configured of them; not open yet."""
+    settings = models.serving.settings
+    doors: list[Door] = []
+    if settings.metrics_port is not None:
+        doors.append(MetricsDoor(settings, models.serving.metrics))
     repositories = [r for r in models.of_kind(RepositoryBackend) if r.repository.flags.grpc_port is not None]
     if not repositories:
-        return []
+        return doors
     from millrace.serve.kserve.grpc_server import GrpcServer  # an extra
 
-    return [GrpcServer(models, r, Keys(models.serving.settings.api_keys)) for r in repositories]
+    return [*doors, *(GrpcServer(models, r, Keys(settings.api_keys)) for r in repositories)]
 
 
 def create_shortcut(models: Models) -> Callable[[], Shortcut] | None:

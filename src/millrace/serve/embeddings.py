@@ -19,7 +19,7 @@ from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, checked_ids, truncated, truncation
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
-from millrace.serve.fields import let_go, texts_or_ids
+from millrace.serve.fields import TextsOrIds, let_go, texts_or_ids
 from millrace.serve.metrics import counter, gauge
 from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
@@ -129,7 +129,8 @@ class EncoderBackend(Backend):
 async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingRequest) -> ASGIApp:
     """A vector for each text of the request, in their order. raises MillraceError"""
     _check(asked, backend)
-    texts = await _token_ids(backend, asked)
+    special, cut = asked.add_special_tokens is not False, asked.truncate_prompt_tokens
+    texts = await token_ids(backend, asked.input, "input", special, cut)
     in_base64 = asked.encoding_format == "base64"
     let_go(asked)
     n_tokens = sum(map(len, texts))
@@ -147,8 +148,12 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
         content = await backend.off_loop(vectors.size > LARGE, written)
     finally:
         held.release()
+    return replied(backend, call, content)
+
+
+def replied(backend: EncoderBackend, call: Call, content: bytes) -> Response:
     backend.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
-    backend.metrics.prompt_tokens.observe(n_tokens)
+    backend.metrics.prompt_tokens.observe(call.log.prompt_tokens or 0)
     return Response(content, media_type="application/json")
 
 
@@ -170,13 +175,15 @@ def _check(asked: EmbeddingRequest, backend: EncoderBackend) -> None:
         )  # fmt: skip
 
 
-async def _token_ids(backend: EncoderBackend, asked: EmbeddingRequest) -> list[Ids]:
-    """Of each text, checked. raises RequestError, BusyError"""
-    limits, special = backend.limits, asked.add_special_tokens is not False
-    most = truncation(asked.truncate_prompt_tokens, limits.max_context)
-    given = texts_or_ids(asked.input, "input")
+async def token_ids(
+    backend: EncoderBackend, asked: TextsOrIds, field: str, special: bool = True, truncate: int | None = None
+) -> list[Ids]:
+    """Of each text, checked. field: of the request, as errors name it. raises RequestError, BusyError"""
+    limits = backend.limits
+    most = truncation(truncate, limits.max_context)
+    given = texts_or_ids(asked, field)
     if len(given) > MAX_INPUTS:
-        raise RequestError(f"input has {len(given)} texts", f"at most {MAX_INPUTS}", "send several requests", "input")
+        raise RequestError(f"{field} has {len(given)} texts", f"at most {MAX_INPUTS}", "send several requests", field)
     texts = [text for text in given if isinstance(text, str)]
     found = await backend.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
 
@@ -186,7 +193,7 @@ async def _token_ids(backend: EncoderBackend, asked: EmbeddingRequest) -> list[I
         kept: list[Ids] = []
         for i, ids in enumerate(found):
             cut = ids if most is None else truncated(ids, most, around)
-            kept.append(checked_ids(cut, limits, f"input {i}" if len(found) > 1 else "the input", "input"))
+            kept.append(checked_ids(cut, limits, f"{field} {i}" if len(found) > 1 else f"the {field}", field))
         return kept
 
     n_ids = sum(map(len, found))

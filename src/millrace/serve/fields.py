@@ -38,6 +38,7 @@ from millrace.serve.protocol import (
 from millrace.serve.structured import FIELDS, structured_outputs
 
 T = TypeVar("T", bound=Body)
+TextsOrIds = str | list[str | int | list[int]]
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
@@ -116,7 +117,7 @@ def let_go(asked: Body) -> None:
             setattr(asked, name, type(held)())
 
 
-def texts_or_ids(given: str | list[str | int | list[int]], field: str) -> list[str] | list[list[int]]:
+def texts_or_ids(given: TextsOrIds, field: str) -> list[str] | list[list[int]]:
     """The four ways to write prompts, as a list of texts or of token-id lists. raises RequestError for a mixture"""
     if isinstance(given, str):
         return [given]

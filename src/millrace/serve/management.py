@@ -35,7 +35,7 @@ NOT_YET = {
     "/api": "models come with the server's start: of Ollama's paths there are chat, generate, tags, show, ps, version",
     "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
     "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
-    "/v1/rerank": _OTHER, "/v1/score": _OTHER, "/v1/moderations": _OTHER,
+    "/v1/moderations": _OTHER,
     "/v1/audio": _OTHER, "/v1/images": _OTHER, "/v1/files": _OTHER, "/v1/batches": _OTHER, "/v1/uploads": _OTHER,
     "/v1/fine_tuning": _OTHER, "/v1/vector_stores": _OTHER,
 }  # fmt: skip

@@ -135,10 +135,22 @@ EMBEDDING_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "additional_data": (),
     "input_type": (),
 }
+NEARNESS_NOT_YET: Mapping[str, tuple[object, ...]] = {
+    "priority": (0,),
+    "softmax": (),
+    "activation": (),
+    "use_activation": (),
+    "mm_processor_kwargs": ({},),
+    "rank_fields": (["text"], []),
+    "max_tokens_per_doc": (),
+    "max_chunks_per_doc": (),
+    "overlap_tokens": (),
+}
 # What to use in place of some, said behind "leave it out".
 INSTEAD: Mapping[str, str] = {
     "prompt_logprobs": "; /v1/completions tells them with echo and logprobs, and max_tokens 0 for the prompt alone",
     "normalize": ": vectors have the length that the model's own files say, which is 1 for most",
+    "max_tokens_per_doc": "; truncate_prompt_tokens cuts texts",
     "functions": "; tools takes them",
     "function_call": "; tool_choice takes it",
     "grammar": "; structured_outputs takes it",

@@ -29,6 +29,7 @@ from millrace.serve.other_fields import (
     HARMLESS,
     IGNORED,
     LLAMA_NOT_YET,
+    NEARNESS_NOT_YET,
     VLLM_NOT_YET,
 )
 
@@ -261,6 +262,36 @@ class EmbeddingRequest(Body, kw_only=True):
         int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
     ] = None
     add_special_tokens: Annotated[bool | None, described("around a text, such as [CLS] and [SEP]", True)] = None
+
+
+class ScoreRequest(Body, kw_only=True):
+    NOT_YET: ClassVar = NEARNESS_NOT_YET
+    OTHERS: ClassVar = HARMLESS | IGNORED
+
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    text_1: Annotated[str | list[str], described("a text, which meets every one of text_2, or as many as these")]
+    text_2: Annotated[str | list[str], described("a text or a list of texts")]
+    truncate_prompt_tokens: Annotated[
+        int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
+    ] = None
+
+
+class Document(Struct, forbid_unknown_fields=True, gc=False):
+    text: str
+
+
+class RerankRequest(Body, kw_only=True):
+    NOT_YET: ClassVar = NEARNESS_NOT_YET
+    OTHERS: ClassVar = HARMLESS | IGNORED
+
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    query: Annotated[str, described("a text")]
+    documents: Annotated[list[str | Document], described('texts, or objects {"text": ...}')]
+    top_n: Annotated[int | None, described("only so many of the nearest; 0: all", 0, low=0)] = None
+    return_documents: Annotated[bool | None, described("with their texts", True)] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
+    ] = None
 
 
 class TokenizeRequest(Body, kw_only=True):

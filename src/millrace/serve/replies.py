@@ -122,6 +122,40 @@ class EmbeddingReply(Struct):
     object: Literal["list"] = "list"
 
 
+class Score(Struct, gc=False):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreReply(Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+class RankedText(Struct, gc=False):
+    text: str
+
+
+class Ranked(Struct, gc=False, omit_defaults=True):
+    """index: of the document in the request"""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class RerankReply(Struct):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[Ranked]
+
+
 # ------------------------------------------------------------------ models, management
 
 

@@ -6,38 +6,31 @@ listening -> warming up -> ready -> (first signal) draining: new requests get 50
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
-import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
 
-import uvicorn
-
-from millrace.errors import ConfigError
 from millrace.runtime.service import STOP_S, quick_switches
 from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors, create_shortcut
 from millrace.serve.backend import Models, ServedModel
-from millrace.serve.connections import Connection
 from millrace.serve.health import Phase
+from millrace.serve.listening import listening
 from millrace.serve.logs import Logging
 from millrace.serve.routes import Protocol
-from millrace.serve.serving import ConnectionLimits, Connections, Serving, number_of_connections
+from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
+from millrace.serve.web import MIN_FLUSH_S, Web
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TICK_S = 0.1
-SWEEP_TICKS = 5
 MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is
-MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
+MAX_FLUSH_S = 5.0  # for answers that are complete to reach their clients, at the end
 log = logging.getLogger(__name__)
 
-Announce = Callable[..., None]  # with the base URL, and grpc_url where there is one
+Announce = Callable[..., None]  # with the base URL, and those of what is open beside
 
 
 def serve(
@@ -50,8 +43,8 @@ def serve(
     """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the models' engines.
 
     protocols: the endpoints; the first writes the errors of requests that are nobody's
-    announce: called with the base URL once the server is ready for requests, and with grpc_url (HOST:PORT) where it
-        speaks gRPC; nobody need listen (BrokenPipeError)
+    announce: called with the base URL once the server is ready for requests, and with the url of each door beside
+        (grpc_url, metrics_url); nobody need listen (BrokenPipeError)
     last: the process ends afterwards: both signals stay ignored, for one more while it unloads is no failure
     raises ConfigError where it cannot listen
     """
@@ -93,9 +86,14 @@ class Server:
     async def run(self) -> None:
         """Listen, warm up, serve; returns after `stop`, when everything is finished or aborted. raises ConfigError"""
         self._loop = asyncio.get_running_loop()
-        sock = bind(self._settings.host, self._settings.port)
+        with listening(self._settings) as (sock, url):
+            await self._run(sock, url)
+
+    async def _run(self, sock: socket.socket, url: str) -> None:
         models = Models(Serving(self._settings), self._served)
-        web, doors = _uvicorn(models, self._protocols), create_doors(models)
+        settings = models.serving.settings
+        app, shortcut = create_app(models, self._protocols), create_shortcut(models)
+        web, doors = Web.of(app, settings, settings.max_connections, shortcut), create_doors(models)
         try:
             for door in doors:
                 await door.open()
@@ -104,16 +102,17 @@ class Server:
                     backend.start()
                     started.push_async_callback(backend.abort, STOP_S)
                 started.pop_all()  # from here on `_serve` does that
-            await self._serve(models, web, sock, doors)
+            await self._serve(models, web, sock, url, doors)
         finally:
-            sock.close()
             await asyncio.gather(*(door.close(0) for door in doors))
             models.close()
 
-    async def _serve(self, models: Models, web: "_Web", sock: socket.socket, doors: Sequence[Door]) -> None:
-        listening = asyncio.create_task(web.serve(sockets=[sock]))
-        warming = asyncio.create_task(self._get_ready(models, web, _url(sock), {door.name: door.url for door in doors}))
-        for task in (listening, warming):
+    async def _serve(
+        self, models: Models, web: Web, sock: socket.socket, url: str, doors: Sequence[Door]
+    ) -> None:  # fmt: skip
+        web_ends = asyncio.create_task(web.serve(sockets=[sock]))
+        warming = asyncio.create_task(self._get_ready(models, web, url, {door.name: door.url for door in doors}))
+        for task in (web_ends, warming):
             task.add_done_callback(self._stop_on_bug)
         try:
             await self._stopping.wait()
@@ -123,9 +122,9 @@ class Server:
             hurrying, until_s = self._hurrying.is_set(), time.monotonic() + self._flush_s
             await self._abort(models, STOP_S if hurrying else max(MIN_STOP_S, self._flush_s))
             flush_s = MIN_FLUSH_S if hurrying else max(MIN_FLUSH_S, until_s - time.monotonic())
-            await asyncio.gather(web.end(listening, flush_s), *(door.close(flush_s) for door in doors))
-            await asyncio.wait((warming, listening))
-        for task in (warming, listening):
+            await asyncio.gather(web.end(web_ends, flush_s), *(door.close(flush_s) for door in doors))
+            await asyncio.wait((warming, web_ends))
+        for task in (warming, web_ends):
             if not task.cancelled():
                 task.result()
 
@@ -148,7 +147,7 @@ class Server:
         self.stuck = any(backend.stuck for backend in models.backends)
         models.serving.close()
 
-    async def _get_ready(self, models: Models, web: uvicorn.Server, url: str, also: Mapping[str, str]) -> None:
+    async def _get_ready(self, models: Models, web: Web, url: str, also: Mapping[str, str]) -> None:
         heartbeat = models.heartbeat
         trouble = next(filter(None, await asyncio.gather(*(b.warm_up() for b in models.backends))), None)
         while not web.started:
@@ -186,93 +185,6 @@ class Server:
         await asyncio.wait((draining, hurrying))
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A TCP socket, bound but not yet listening. flag: by which the port was chosen. raises ConfigError"""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-        except OSError:
-            sock.close()
-            raise
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}",
-            "a free port at an address of this machine",
-            f"choose another --host or {flag}, or stop what listens there",
-        ) from None
-    return sock
-
-
-class _Web(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after its shutdown, and the exit status would not be 0."""
-
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        super().__init__(config)
-        self._all_connections, self._ending = connections, asyncio.Event()
-
-    async def main_loop(self) -> None:
-        """uvicorn's, which would look whether to end ten times a second."""
-        counter = 0
-        while not await self.on_tick(counter):
-            counter += 1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), TICK_S)
-
-    async def on_tick(self, counter: int) -> bool:
-        if counter % SWEEP_TICKS == 0:
-            self._all_connections.sweep()
-        return await super().on_tick(counter)
-
-    async def end(self, listening: asyncio.Task[None], flush_s: float) -> None:
-        """Close what is idle or incomplete, give answers that are complete so long to be read, and cut off the rest.
-
-        listening: what `serve` runs in
-        """
-        self.should_exit = True
-        self._ending.set()
-        await asyncio.wait((listening,), timeout=flush_s)
-        self._all_connections.abort()
-        await asyncio.wait((listening,), timeout=MIN_FLUSH_S)
-        self.force_exit = True  # whatever does not end by itself is left alone
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _uvicorn(models: Models, protocols: Sequence[Protocol]) -> _Web:
-    settings = models.serving.settings
-    connections = Connections(
-        ConnectionLimits(
-            max_connections=number_of_connections(settings.max_connections),
-            header_timeout_s=settings.header_timeout_s,
-            keep_alive_s=settings.keep_alive_s,
-            write_timeout_s=settings.write_timeout_s,
-            max_unread_bytes=settings.max_unread_bytes,
-        )
-    )
-    return _Web(
-        uvicorn.Config(
-            create_app(models, protocols),
-            loop="none",
-            http=cast(
-                type[asyncio.Protocol], functools.partial(Connection, connections, create_shortcut(models))
-            ),  # uvicorn only calls it
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=math.ceil(settings.keep_alive_s),
-        ),
-        connections,
-    )
-
-
 async def _with_signals(server: Server) -> None:
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
@@ -283,8 +195,3 @@ async def _with_signals(server: Server) -> None:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -17,6 +17,10 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
+    uds: str | None = None  # path of a Unix socket to listen on, in place of host and port
+    ssl_certfile: str | None = None  # PEM, with the chain; with it the server speaks TLS, over gRPC too
+    ssl_keyfile: str | None = None  # PEM; None: in ssl_certfile
+    metrics_port: int | None = None  # where nothing but /metrics is; None: nowhere else
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may ask
     cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may
     log_format: Literal["text", "json"] = "text"
@@ -33,8 +37,11 @@ class ServerSettings:
     drain_timeout_s: float = 30.0  # from the first signal to the end; nine tenths of it are for running requests
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}", "0 to 65535", "choose another port")
+        for name in ("port", "metrics_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "0 to 65535", "choose another port")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is given, and ssl_certfile is not", "the certificate of that key", "name it")
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format is {self.log_format!r}", '"text" or "json"', "choose one of them")
         for name in ("max_body_bytes", "max_preparing", "max_receiving_bytes", "max_unread_bytes", "max_connections"):

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -85,7 +86,7 @@ class GrpcServer:
             tuple(grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items())
         )
         try:
-            port = server.add_insecure_port(self.url)
+            port = self._add_port(server)
         except RuntimeError:
             port = 0  # as older ones say it
         if not port:
@@ -95,6 +96,15 @@ class GrpcServer:
             )  # fmt: skip
         await server.start()
         self._server, self.url = server, f"{self._host}:{port}"
+
+    def _add_port(self, server: Any) -> int:
+        """With the certificate that HTTP has. raises RuntimeError where the port is taken"""
+        settings = self._serving.settings
+        if settings.ssl_certfile is None:
+            return int(server.add_insecure_port(self.url))
+        chain = Path(settings.ssl_certfile).read_bytes()
+        key = Path(settings.ssl_keyfile).read_bytes() if settings.ssl_keyfile is not None else chain
+        return int(server.add_secure_port(self.url, grpc.ssl_server_credentials([(key, chain)])))
 
     async def close(self, within_s: float) -> None:
         """Take no more, end streams that wait for their clients, and give answers so long to be read."""

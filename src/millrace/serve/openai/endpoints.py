@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from millrace.serve import management, timeline, trace
 from millrace.serve.embeddings import EncoderBackend, embeddings
 from millrace.serve.errors import Problem
+from millrace.serve.nearness import rerank, score
 from millrace.serve.openai.chat import chat_completions
 from millrace.serve.openai.completions import completions
 from millrace.serve.openai.replies import ChatChunk, ChatReply, CompletionReply, DetokenizeReply, TokenizeReply
@@ -16,6 +17,8 @@ from millrace.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from millrace.serve.replies import (
@@ -26,6 +29,8 @@ from millrace.serve.replies import (
     MetadataReply,
     ModelCard,
     ModelList,
+    RerankReply,
+    ScoreReply,
     TokenizerInfoReply,
     VersionReply,
 )
@@ -39,6 +44,8 @@ _EXAMPLES: Mapping[type[Body], Mapping[str, object]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
     CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 64},
     EmbeddingRequest: {"input": ["The river runs past a mill.", "The wheel turns."]},
+    ScoreRequest: {"text_1": "a mill", "text_2": ["The river runs past a mill.", "The wheel turns."]},
+    RerankRequest: {"query": "a mill", "documents": ["The river runs past a mill.", "The wheel turns."], "top_n": 1},
     ResponsesRequest: {"input": "Tell me a story.", "max_output_tokens": 64},
     TokenizeRequest: {"prompt": "Once upon a time", "return_token_strs": True},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
@@ -63,11 +70,10 @@ def _of_response(method: str, path: str, handler: Asked, summary: str, reply: ty
     return Endpoint(Operation(method, path, summary, True, None, reply), asked=handler)
 
 
-def _embeddings() -> Endpoint:
-    request, reply = EmbeddingRequest, EmbeddingReply
-    what = "A vector for each text"
-    operation = Operation("POST", "/v1/embeddings", what, True, request, reply, example=_EXAMPLES[request])
-    return Endpoint(operation, embeddings, EncoderBackend)
+def _encoder(path: str, handler: Posted, summary: str, request: type[Body], reply: type) -> Endpoint:
+    """Of an encoder of texts."""
+    operation = Operation("POST", path, summary, True, request, reply, example=_EXAMPLES[request])
+    return Endpoint(operation, handler, EncoderBackend)
 
 
 # Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
@@ -86,7 +92,9 @@ _MAIN: tuple[Endpoint, ...] = (
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response", ResponseReply, protected=True),
     _of_response("DELETE", "/v1/responses/{response_id}", responses.delete, "Forget a response", DeletedReply),
     _of_response("POST", "/v1/responses/{response_id}/cancel", responses.cancel, "End a response", ResponseReply),
-    _embeddings(),
+    _encoder("/v1/embeddings", embeddings, "A vector for each text", EmbeddingRequest, EmbeddingReply),
+    _encoder("/v1/score", score, "How near texts are, by the cosine of their vectors", ScoreRequest, ScoreReply),
+    _encoder("/v1/rerank", rerank, "Documents by how near they are to a query", RerankRequest, RerankReply),
     _text("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
     _text("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
     get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),
@@ -114,6 +122,9 @@ _MAIN: tuple[Endpoint, ...] = (
 _ALSO: tuple[tuple[str, str, str], ...] = (
     ("POST", "/v1/tokenize", "/tokenize"),
     ("POST", "/v1/detokenize", "/detokenize"),
+    ("POST", "/score", "/v1/score"),
+    ("POST", "/rerank", "/v1/rerank"),
+    ("POST", "/v2/rerank", "/v1/rerank"),
     ("GET", "/ping", "/health"),
     ("POST", "/ping", "/health"),
     ("GET", "/metrics", "/v1/metrics"),

@@ -1,0 +1,116 @@
+"""Where a server listens: a port or a Unix socket; and whether it can speak TLS there."""
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.errors import ConfigError
+from millrace.serve.settings import ServerSettings
+
+_ONLY_US = 0o600  # of a Unix socket: who may write to it may ask
+_PROBE_S = 1.0
+
+
+@contextlib.contextmanager
+def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
+    """(a socket, bound but not yet listening; where it is, for clients). raises ConfigError"""
+    check_tls(settings)
+    if settings.uds is None:
+        with bind(settings.host, settings.port) as sock:
+            yield sock, _url(sock, "http" if settings.ssl_certfile is None else "https")
+        return
+    path = Path(settings.uds)
+    with unix_socket(path) as sock:
+        yield sock, f"unix:{path}"
+
+
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A TCP socket, bound but not yet listening. flag: by which the port was chosen. raises ConfigError"""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}",
+            "a free port at an address of this machine",
+            f"choose another --host or {flag}, or stop what listens there",
+        ) from None
+    return sock
+
+
+@contextlib.contextmanager
+def unix_socket(path: Path) -> Iterator[socket.socket]:
+    """Bound, and open to this user alone; one that nobody listens on any more is replaced. It is gone afterwards.
+
+    raises ConfigError
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            if _is_left_behind(path):
+                path.unlink()
+            before = os.umask(0o777 & ~_ONLY_US)
+            try:
+                sock.bind(str(path))
+            finally:
+                os.umask(before)
+            own = path.stat().st_ino
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            raise ConfigError(
+                f"cannot listen on the Unix socket {str(path)!r:.200}: {error}",
+                "a path that is free, of at most 107 bytes", "choose another --uds, or stop what listens there",
+            ) from None  # fmt: skip
+        try:
+            yield sock
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == own:  # somebody else's may stand there by now
+                    path.unlink()
+
+
+def check_tls(settings: ServerSettings) -> None:
+    """raises ConfigError for a certificate or a key that cannot be used"""
+    if settings.ssl_certfile is None:
+        return
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+
+    def no_password() -> bytes:  # or OpenSSL would ask on the terminal
+        raise ConfigError(f"the key of {settings.ssl_certfile} has a password", "a key without one", "decrypt it")
+
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, no_password)
+    except OSError as error:  # ssl.SSLError is one
+        of = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
+        raise ConfigError(
+            f"cannot speak TLS with {of}: {error.strerror or error}", "a certificate and its key, as PEM",
+            "name other files",
+        ) from None  # fmt: skip
+
+
+def _is_left_behind(path: Path) -> bool:
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
+def _url(sock: socket.socket, scheme: str) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
