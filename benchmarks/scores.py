@@ -127,8 +127,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         args.kept = args.kept or Path(temporary)
         result = run(args)
-    if tuple(args.recipes) == RECIPES:
-        print(write_result(f"scores-{result['model']}", result))
+    print(write_result(f"scores-{result['model']}", result))
 
 
 if __name__ == "__main__":
