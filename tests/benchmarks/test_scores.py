@@ -5,6 +5,7 @@ from pathlib import Path
 
 from benchmarks import scores
 from benchmarks.compression import TINY_WINDOWS
+from benchmarks.runs import results
 from millrace.evaluate.questions import read_questions
 from tools.tiny.world import held_out_exam
 
@@ -19,3 +20,11 @@ def test_exams_are_others_than_those_of_losses(tmp_path: Path) -> None:
         exam = held_out_exam(200_000 + i)
         assert line["prompt"] == exam.prompt and "ABCD"[line["answer"]] == exam.choice.letter
     assert len({line["prompt"] for line in raw} - judged) > 30, "some short questions are the same"
+
+
+def test_the_newest_run_of_tiny_has_every_recipe() -> None:
+    """All of them answered the same questions, and their source did."""
+    found = [r for _, r in results() if r["command"].startswith("python -m benchmarks.scores") and r["model"] == "tiny"]
+    asked = found[-1]["runs"]
+    assert list(asked) == [scores.BASE, *scores.RECIPES]
+    assert {run["questions"] for run in asked.values()} == {2000}
