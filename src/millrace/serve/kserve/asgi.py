@@ -42,7 +42,9 @@ class KServe:
         repository = backend.repository
         most = repository.flags.http_max_input_size
         self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
-        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
+        self._front = Front(
+            repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside, backend.shared
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")

@@ -16,6 +16,7 @@ from millrace.serve.kserve import asked, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
 from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.tensors import held_bytes
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
@@ -38,17 +39,21 @@ class Front:
         is_ready: Callable[[], bool],
         aside: Aside,
         came: Callable[[bytes, Any, Model], None] = lambda data, told, model: None,
+        shared: Regions | None = None,
     ) -> None:
         """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop
 
         came: is told of each inference: its bytes, its message, its model
+        shared: None where no client's memory is read
         """
+        self._shared = shared
         self._came = came
         self._repository, self._is_ready, self._aside = repository, is_ready, aside
         self._calls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
-            "Check": self._health, "ServerMetadata": lambda _: told.SERVER, "ModelReady": self._model_ready,
-            "ModelMetadata": self._metadata, "ModelConfig": self._config, "ModelStatistics": self._statistics,
+            "Check": self._health, "ServerMetadata": lambda _: told.server(shared is not None),
+            "ModelReady": self._model_ready, "ModelMetadata": self._metadata, "ModelConfig": self._config,
+            "ModelStatistics": self._statistics,
         }  # fmt: skip
 
     async def answer(self, name: str, data: bytes) -> bytes:
@@ -60,7 +65,7 @@ class Front:
                 found = await self._of_repository(name, read(f"{name}Request", data))
                 return written(name, found)
         if name in SHARED:
-            raise StatusError(Code.UNSUPPORTED, asked.SHARED_OFF)
+            return written(name, self._of_shared(name, data))
         if name in NOT_YET:
             raise asked.not_yet(NOT_YET[name])
         request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
@@ -78,7 +83,9 @@ class Front:
 
     async def checked(self, request: Any, model: Model, n_bytes: int) -> tuple[InferRequest, Wanted]:
         """n_bytes: the request's. raises StatusError, BusyError"""
-        found: tuple[InferRequest, Wanted] = await self._aside(lambda: read_infer(request, model), n_bytes)
+        found: tuple[InferRequest, Wanted] = await self._aside(
+            lambda: read_infer(request, model, self._shared), n_bytes
+        )
         return found
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
@@ -127,6 +134,21 @@ class Front:
         for one in found:
             del one["batch_closed"]  # ours, for which the protocol has no field
         return {"model_stats": found}
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _of_shared(self, name: str, data: bytes) -> Any:
+        regions = allowed(self._shared)
+        if name.startswith("Cuda"):
+            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
+        request = read(f"{name}Request", data)
+        if name.endswith("Status"):
+            return {"regions": {one["name"]: one for one in regions.status(request.name)}}
+        if name.endswith("Unregister"):
+            regions.unregister(request.name)
+        else:
+            regions.register(request.name, request.key, request.offset, request.byte_size)
+        return {}
 
     # ------------------------------------------------------------------ repository
 

@@ -58,7 +58,7 @@ class GrpcServer:
         self._backend = backend
         self._quick = QuickCalls(backend)
         is_ready = lambda: models.heartbeat.ready().ok and repository.is_ready()  # noqa: E731
-        self._front = Front(repository, is_ready, backend.aside, self._quick.came)
+        self._front = Front(repository, is_ready, backend.aside, self._quick.came, backend.shared)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
