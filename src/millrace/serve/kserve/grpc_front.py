@@ -3,7 +3,7 @@
 Codes and words of errors are Triton's. `grpc_server.py` joins it to gRPC, `grpc_stream.py` has the stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -56,11 +56,11 @@ class Front:
             "ModelStatistics": self._statistics,
         }  # fmt: skip
 
-    async def answer(self, name: str, data: bytes) -> bytes:
-        """One call. raises StatusError, BusyError"""
+    async def answer(self, name: str, data: bytes, shown: Mapping[str, str]) -> bytes:
+        """One call. shown: of its metadata, what models see. raises StatusError, BusyError"""
         match name:
             case "ModelInfer":
-                return await self._infer(data)
+                return await self._infer(data, shown)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
                 found = await self._of_repository(name, read(f"{name}Request", data))
                 return written(name, found)
@@ -81,11 +81,14 @@ class Front:
         """A ModelInferRequest. raises StatusError, BusyError"""
         return await self._aside(lambda: read("ModelInferRequest", data), len(data))
 
-    async def checked(self, request: Any, model: Model, n_bytes: int) -> tuple[InferRequest, Wanted]:
-        """n_bytes: the request's. raises StatusError, BusyError"""
+    async def checked(
+        self, request: Any, model: Model, n_bytes: int, shown: Mapping[str, str]
+    ) -> tuple[InferRequest, Wanted]:
+        """n_bytes: the request's; shown: of its metadata, what models see. raises StatusError, BusyError"""
         found: tuple[InferRequest, Wanted] = await self._aside(
             lambda: read_infer(request, model, self._shared), n_bytes
         )
+        found[0].parameters.update(shown)
         return found
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
@@ -94,14 +97,14 @@ class Front:
         data: bytes = await self._aside(write, n_bytes)
         return data
 
-    async def _infer(self, data: bytes) -> bytes:
+    async def _infer(self, data: bytes, shown: Mapping[str, str]) -> bytes:
         request = await self.decoded(data)
         model = self.model(request)
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
-        asking, wanted = await self.checked(request, model, len(data))
+        asking, wanted = await self.checked(request, model, len(data), shown)
         response = await model.infer(asking)
         return await self.packed(
             response, lambda: response_message(model, asking, response, wanted).SerializeToString()

@@ -12,9 +12,11 @@ import msgspec
 
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
+from millrace.serve.kserve.guarded import OPEN, Guard
 from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.shared_memory import Regions, allowed
@@ -80,12 +82,14 @@ class Front:
     """The routes of one repository."""
 
     def __init__(
-        self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside, shared: Regions | None = None
-    ) -> None:
+        self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside, shared: Regions | None = None,
+        guard: Guard = OPEN,
+    ) -> None:  # fmt: skip
         """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop
 
-        shared: None where no client's memory is read
+        shared: None where no client's memory is read; guard: which headers models see
         """
+        self._guard = guard
         self._repository, self._is_ready, self._aside, self._shared = repository, is_ready, aside, shared
         self._most_bytes = repository.flags.http_max_input_size
 
@@ -166,6 +170,7 @@ class Front:
 
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
         asking, wanted = await self._aside(read, n_slow)
+        self._show_headers(asking, request)
         response = await model.infer(asking)
         n_bytes = held_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
@@ -180,11 +185,18 @@ class Front:
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
+        self._show_headers(asked, request)
         if not streamed:
             return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
         events = Events(model, asked, self._aside)
         failed = await events.begin()
         return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
+
+    def _show_headers(self, asking: InferRequest, request: Request) -> None:
+        """Those that become parameters. raises StatusError"""
+        if self._guard.forward is not None:  # otherwise nobody looks at them
+            named = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.items()}
+            asking.parameters.update(self._guard.forwarded(named))
 
     async def _unpacked(self, request: Request, coding: str) -> bytes:
         """In pieces, each counted before the next: it may become a thousand times larger."""
