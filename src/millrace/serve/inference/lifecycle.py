@@ -20,6 +20,7 @@ from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
+from millrace.serve.inference.sequence_model import SequenceModel
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
@@ -244,7 +245,8 @@ class ModelRepository:
             return lambda version: Ensemble(found(version), self.get, loop)
         backend = backend_named(config.backend)
         config = await in_own_thread(name, partial(backend.completed, config, read.folder))
-        return lambda version: BackendModel(found(version), backend, loop)
+        made = SequenceModel if config.sequence_batching is not None else BackendModel
+        return lambda version: made(found(version), backend, loop)
 
     # ------------------------------------------------------------------ ensembles
 
@@ -380,9 +382,11 @@ def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
 
 def _refuse_not_yet(config: ModelConfig) -> None:
     """What would change the answers, and is not there yet. raises StatusError"""
+    sequences = config.sequence_batching
     said = {
-        "sequence_batching": config.sequence_batching, "batch_input": config.batch_input,
-        "batch_output": config.batch_output, "model_warmup": config.model_warmup,
+        "sequence_batching.state": sequences and sequences.state,
+        "sequence_batching.iterative_sequence": sequences and sequences.iterative_sequence,
+        "batch_input": config.batch_input, "batch_output": config.batch_output, "model_warmup": config.model_warmup,
     }  # fmt: skip
     for name, value in said.items():
         if value:
