@@ -74,3 +74,37 @@ def part(model: Model, id_: int | str, value: int, flags: int = 0, **more: Any) 
     data = np.array([[value]] if model.config.max_batch_size else [value], np.int32)
     model.checker.take(request, [Given("INPUT", "INT32", data.shape, data)])
     return request
+
+
+# The same sum, kept by the server; OUTPUT_STATE is told where a client asks for it.
+HELD_SUMS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            value, state = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("INPUT", "INPUT_STATE")
+            )
+            if value.item() == -1:
+                answers.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("less than nothing")))
+                continue
+            total = state + value
+            state = total if value.item() != -2 else total.astype(np.int64)
+            out = [pb_utils.Tensor("OUTPUT", total), pb_utils.Tensor("OUTPUT_STATE", state)]
+            answers.append(pb_utils.InferenceResponse(out[: 1 if value.item() == -3 else 2]))
+        return answers
+"""
+
+
+def holder(strategy: str = "", initial: str = "", told: bool = False, dims: str = "1") -> str:
+    state = f"dims: [ {dims} ] data_type: TYPE_INT32"
+    output = f'output {{ name: "OUTPUT_STATE" {state} }}' if told else ""
+    return f"""backend: "python" max_batch_size: 4 {output}
+input {{ name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }}
+output {{ name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }}
+sequence_batching {{ {strategy} state {{ input_name: "INPUT_STATE" output_name: "OUTPUT_STATE" {state} {initial} }} }}
+"""

@@ -33,7 +33,7 @@ def null(like: InferRequest) -> InferRequest:
 
 
 def queue_of(rules: SequenceRules, n_instances: int = 1) -> SequenceQueue:
-    return SequenceQueue(rules, n_instances, null)
+    return SequenceQueue(rules, n_instances, lambda _: None, null)
 
 
 @dataclass(eq=False)

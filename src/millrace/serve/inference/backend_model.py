@@ -14,6 +14,7 @@ from millrace.serve.inference.instances import Outbox, Worker
 from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.warm import warmed
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
@@ -40,7 +41,7 @@ class BackendModel(Model):
         self._idle = deque(self._workers)
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
-        return Worker(given.name, lambda: backend.instance(given), self._outbox, self._freed)
+        return Worker(given.name, lambda: warmed(backend.instance(given), given), self._outbox, self._freed)
 
     async def loaded(self) -> None:
         """raises StatusError, and all of its instances are closed, where one cannot be loaded"""

@@ -12,6 +12,7 @@ from millrace.serve.inference.instances import Worker
 from millrace.serve.inference.model import Loadable
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
+from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError
 
 
@@ -19,13 +20,15 @@ class SequenceModel(BackendModel):
     # An answer may let the next of its sequence be computed, which must not be within the call that computes this one.
     _computes_here = False
 
-    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop, states: States) -> None:
         """As `BackendModel`; its configuration has sequence_batching"""
         super().__init__(of, backend, loop)
         said = of.config.sequence_batching
         assert said is not None, of.name
-        self._controls = Controls(of.config)
-        self._sequences = SequenceQueue(SequenceRules.of(of.config), len(self._workers), self._controls.null)
+        self._controls, self._states = Controls(of.config), states
+        self._sequences = SequenceQueue(
+            SequenceRules.of(of.config), len(self._workers), self._ready, self._controls.null
+        )
         self._numbers = {worker: i for i, worker in enumerate(self._workers)}
         self._is_finishing = False
         if said.oldest is not None and said.oldest.preserve_ordering:
@@ -56,6 +59,10 @@ class SequenceModel(BackendModel):
 
     # ------------------------------------------------------------------ batches
 
+    def _ready(self, request: InferRequest) -> None:
+        self._controls.give(request)
+        self._states.give(request)
+
     def _refuse_late(self, now_ns: int) -> None:
         for request in self._sequences.expired(now_ns):
             self._answered(request, None, StatusError(Code.UNAVAILABLE, self._sequences.timed_out), True)
@@ -64,8 +71,6 @@ class SequenceModel(BackendModel):
         for worker in self._idle:
             batch = self._sequences.take(now_ns, self._numbers[worker])
             if batch is not None:
-                for request in batch.requests:
-                    self._controls.give(request)
                 return worker, batch
         return None
 
@@ -85,6 +90,11 @@ class SequenceModel(BackendModel):
         if request.finished:
             return
         now_ns = time.monotonic_ns()
+        if response is not None and request.started_ns:
+            try:
+                response = self._states.keep(request, response)
+            except StatusError as failed:
+                response, error = None, failed
         if final and not self.is_decoupled:
             self._sequences.done(request, now_ns)
         super()._answered(request, response, error, final)

@@ -68,18 +68,21 @@ def _least(utilization: float, n_slots: int) -> int:
 class Sequence:
     """`waiting`: what no instance has taken; `state`: of its model, where the scheduler holds it."""
 
-    __slots__ = ("busy", "deadline_ns", "id", "idle_ns", "is_closed", "is_offered", "place", "state", "waiting")
+    __slots__ = (
+        "asked", "busy", "deadline_ns", "id", "idle_ns", "is_closed", "is_offered", "place", "state", "waiting"
+    )  # fmt: skip
 
     def __init__(self, id_: Id) -> None:
         self.id = id_
         self.waiting: deque[InferRequest] = deque()
         self.busy: InferRequest | None = None  # that an instance has taken
-        self.is_offered = False  # the first that waits is in the queue of its instance
+        self.is_offered = False  # the first that waits may be in a batch
         self.is_closed = False  # no more comes of it
         self.place: tuple[int, int] | None = None  # slot, instance
         self.deadline_ns = NEVER
         self.idle_ns = 0  # since when it is so
         self.state: dict[str, Any] = {}
+        self.asked: tuple[str, ...] = ()  # outputs, by the client of what is busy
 
 
 class SequenceQueue:
@@ -87,9 +90,16 @@ class SequenceQueue:
 
     timed_out = "timeout of the corresponding sequence has been expired"
 
-    def __init__(self, rules: SequenceRules, n_instances: int, null: Callable[[InferRequest], InferRequest]) -> None:
-        """null: what stands in the place of a slot without a request, beside one like this"""
-        self._rules, self._null = rules, null
+    def __init__(
+        self,
+        rules: SequenceRules,
+        n_instances: int,
+        ready: Callable[[InferRequest], None],
+        null: Callable[[InferRequest], InferRequest],
+    ) -> None:
+        """ready: called with a request that is the next of its sequence, before it may be in a batch
+        null: what stands in the place of a slot without a request, beside one like this"""
+        self._rules, self._ready, self._null = rules, ready, null
         self._slots: list[list[Sequence | None]] = [[None] * rules.n_slots for _ in range(n_instances)]
         self._free = [(slot, i) for slot in range(rules.n_slots) for i in range(n_instances)]  # a heap
         self._by_id: dict[Id, deque[Sequence]] = {}  # those that are not over; of an id the newest is last
@@ -232,9 +242,7 @@ class SequenceQueue:
 
     def _direct(self, now_ns: int, instance: int) -> Batch | None:
         rules, slots = self._rules, self._slots[instance]
-        ready = {
-            slot: one.waiting[0] for slot, one in enumerate(slots) if one is not None and one.waiting and not one.busy
-        }
+        ready = {slot: one.waiting[0] for slot, one in enumerate(slots) if one is not None and one.is_offered}
         if not ready:
             return None
         oldest_ns = min(request.queued_ns for request in ready.values())
@@ -288,14 +296,15 @@ class SequenceQueue:
             self._offer(sequence, now_ns)
 
     def _offer(self, sequence: Sequence, now_ns: int) -> None:
-        """Where `oldest` batches: the next of it may be in one."""
-        if self._rules.batches is None or sequence.place is None or sequence.is_offered:
+        """The next of it may be in a batch."""
+        if sequence.place is None or sequence.is_offered or not sequence.waiting or sequence.busy is not None:
             return
-        if sequence.waiting and sequence.busy is None:
-            request, sequence.is_offered = sequence.waiting[0], True
+        request, sequence.is_offered = sequence.waiting[0], True
+        self._ready(request)
+        if self._rules.batches is not None:
             self._offered[sequence.place[1]].put(request, now_ns)
 
     def _unoffer(self, sequence: Sequence) -> None:
         if sequence.is_offered and sequence.place is not None:
             self._offered[sequence.place[1]].leave(sequence.waiting[0])
-            sequence.is_offered = False
+        sequence.is_offered = False

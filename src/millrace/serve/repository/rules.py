@@ -48,6 +48,18 @@ def broken_rules(config: ModelConfig) -> Iterator[Broken]:
             yield Broken(("response_cache",), what, "one of them", "response_cache { enable: false }")
 
 
+def not_yet(config: ModelConfig) -> Iterator[Broken]:
+    """What would change the answers, and is not there."""
+    sequences = config.sequence_batching
+    said: dict[Path_, object] = {
+        ("sequence_batching", "iterative_sequence"): sequences and sequences.iterative_sequence,
+        ("batch_input",): config.batch_input, ("batch_output",): config.batch_output,
+    }  # fmt: skip
+    for path, value in said.items():
+        if value:
+            yield Broken(path, f"{path[-1]} is not supported yet", "a model without", "remove it")
+
+
 def _is_decoupled(config: ModelConfig) -> bool:
     return bool(config.model_transaction_policy and config.model_transaction_policy.decoupled)
 
