@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import scores
 from benchmarks.compression import about, losses, told
 from benchmarks.page import table
 from benchmarks.runs import Result, label, of_kind
@@ -11,16 +12,20 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "compress.md"
 BEGIN, END = "<!-- losses: written by python -m benchmarks.losses -->", "<!-- end of losses -->"
 
 
-def newest() -> list[Result]:
+def newest(kind: str) -> dict[str, Result]:
     """The last run of each model."""
-    return list({result["model"]: result for _, result in of_kind("compression")}.values())
+    return {result["model"]: result for _, result in of_kind(kind)}
 
 
 def tables() -> Iterator[str]:
-    for result in newest():
+    answered = newest("scores")
+    for model, result in newest("compression").items():
         yield f"**{result['model']}**, {about(result)}; {label(result)}."
         yield table(*losses(result))
         yield "\n".join(f"- {told(goal)}" for goal in result["goals"])
+        if model in answered:
+            yield f"Right answers of {model}: {scores.about(answered[model])}; {label(answered[model])}."
+            yield table(*scores.scores(answered[model]))
 
 
 def written(document: str) -> str:

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compression, contexts, start
+from benchmarks import compression, contexts, scores, start
 from benchmarks.runs import (
     REAL,
     Numbers,
@@ -106,6 +106,9 @@ def _compressions() -> Iterator[str]:
     for _, result in of_kind("compression"):
         yield f"### {result['model']}\n\n{compression.about(result)}; {label(result)}"
         yield table(*compression.losses(result))
+    for _, result in of_kind("scores"):
+        yield f"### {result['model']}: right answers\n\n{scores.about(result)}; {label(result)}"
+        yield table(*scores.scores(result))
 
 
 def _speeds() -> Iterator[str]:

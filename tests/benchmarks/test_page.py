@@ -30,7 +30,7 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
             assert all(line in told for line in (*left_out(result), *remarks(result))), name
     assert {kind(r) for _, r in results()} - {"hadamard"} == {
         "alone", "calibration", "compression", "contexts", "embeddings", "gpu_kernels", "grammars", "mmlu",
-        "peers", "perplexity", "products", "serving", "sizing", "start", "tensors", "truth", "versions",
+        "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors", "truth", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",
@@ -191,6 +191,30 @@ def test_losses_are_on_the_page_and_in_the_document(tmp_path: Path, monkeypatch:
     assert "c01" in "".join(told) and "c01" not in "".join(document)
     assert document[0] == "before" and document[-1] == "after" and "old" not in document
     assert "- KL of fp8: 0.0137, asked: at most 0.01: missed" in document
+
+
+def test_right_answers_stand_behind_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the newest run of the model; what is lost is a share of what the source had right."""
+    asked = {"task": "exam", "questions": 1000, "cut": 0}
+    beside = {"difference": -0.01, "interval": [-0.03, 0.01], "gained": 20, "lost": 30, "p_value": 0.2026}
+    for day, right in (("01", 500), ("02", 490)):
+        base = {"precision": "default bf16", "right": 500, "share": 0.5, "interval": [0.469, 0.531], **asked}
+        made = {"precision": "default w4a16", "share": right / 1000, "interval": [0.459, 0.521], **asked}
+        result = {
+            "date": f"2026-01-{day}", "time": f"2026-01-{day}T12:00:00Z", "commit": f"c{day}", "machine": MACHINE,
+            "command": "python -m benchmarks.scores", "model": "m",
+            "runs": {"bf16": base, "x": {**made, "against": beside}},
+        }  # fmt: skip
+        (tmp_path / f"{day}.json").write_text(json.dumps(result))
+    of_losses = {**result, "command": "python -m benchmarks.compression", "text": "a text", "windows": 20, "tokens": 9,
+                 "costs": [], "goals": []}  # fmt: skip
+    (tmp_path / "03.json").write_text(json.dumps(of_losses))
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    document = losses.written(f"{losses.BEGIN}\n{losses.END}")
+    assert "Right answers of m: 1,000 questions (exam); 2026-01-02 12:00, c02" in document and "c01" not in document
+    assert "| bf16 | bf16 | 50.00% (46.9% to 53.1%) |  |  |  |" in document
+    row = "| x | w4a16 | 49.00% (45.9% to 52.1%) | +2.00% (-2.00% to +6.00%) | 20 / 30 | 0.2 |"
+    assert row in document and row in "\n".join(pages._compressions())
 
 
 def test_the_document_has_the_newest_losses() -> None:

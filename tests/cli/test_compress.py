@@ -71,14 +71,23 @@ def test_the_whole_way(millrace: Millrace, source: Path, tmp_path: Path) -> None
     again.assert_mistake("compressed already")
 
 
+_MEASURES_FOR_LONG = """
+import time
+from millrace.cli import compression
+from millrace.cli.main import main
+def measure(source, made, read, report):
+    report("reading the source", 0, 1)
+    time.sleep(60)
+compression.measure = measure
+main()
+"""
+
+
 def killed_while_it_measures(source: Path, out: Path, number: int) -> int:
     """The exit code of a run that measures for long, and is sent the signal then."""
-    long = out.with_suffix(".txt")
-    long.write_text((BUNDLED / "calibration.txt").read_text() * 20)
-    command = [sys.executable, "-m", "millrace", "compress", str(source), "-o", str(out), "--recipe", "int8-wo"]
+    command = [sys.executable, "-c", _MEASURES_FOR_LONG, "compress", str(source), "-o", str(out), "--recipe", "int8-wo"]
     with subprocess.Popen(
-        [*command, "--calibration", str(long)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env=environment(out.parent / "cache"),
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment(out.parent / "cache"),
     ) as process:  # fmt: skip
         assert process.stderr is not None
         said = ""
@@ -271,7 +280,7 @@ def test_mistakes_with_statistics(millrace: Millrace, source: Path, text: Path, 
     millrace(*asked, "fp8", "--statistics", tmp_path / "s").assert_mistake("fp8 needs no statistics")
     millrace(*asked, "int4-awq", "--statistics", tmp_path / "s").assert_mistake("no statistics yet", "--samples-from")
     millrace(*asked, "int4-awq", "--samples-from", text, "--calibration", text).assert_mistake("are one text")
-    millrace(*asked, "int4-awq", "--samples-from", tmp_path / "short.txt").assert_mistake("calibration text has")
+    millrace(*asked, "int4-awq", "--samples-from", tmp_path / "short.txt").assert_mistake("text for statistics has")
     millrace(*asked, "int4-awq", "--samples-from", tmp_path / "empty.txt").assert_mistake("is empty")
     millrace(*asked, "int4-awq", "--samples-from", tmp_path / "none.txt").assert_mistake("none.txt")
     for inside in (out, out / "s", out.parent / "." / "out"):

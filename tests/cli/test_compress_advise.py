@@ -33,11 +33,15 @@ def test_methods_side_by_side(
     assert all(p["made"]["median"] > 0 for p in row["speed"]["paces"]) and set(told["advice"]) >= {"memory"}
     assert row["bytes"] < told["about"]["bytes_before"] and row["statistics"] == ""
     before = (out / "int8-wo.json").stat().st_mtime_ns
+    (killed := out / ".methods.0123456789ab.search").mkdir()
+    (killed / ".lock").touch()
     shown = millrace(*asked, "--presets", "int8-wo,int4-wo")
     assert shown.code == 0 and "not for this model" in shown.out and "100 inputs" in shown.out, shown.err
     assert "which to take" in shown.out and (out / "int8-wo.json").stat().st_mtime_ns == before
     names = {p.name for p in out.iterdir()}
-    assert names == {"about.json", "advice.html", "int8-wo.json", "int4-wo.json"}, "nothing else is left"
+    assert names == {"about.json", "advice.html", "int8-wo.json", "int4-wo.json"}, (
+        "nothing else is left, nor what a killed run had"
+    )
     given = ("--presets", "int8-wo,int8-sq", "--samples-from", text, "--samples", 2, "--json")
     rows = json.loads(millrace(*asked, *given).out)["rows"]
     assert rows[0] == row and rows[1]["statistics"] and rows[1]["statistics_s"] > 0
@@ -50,6 +54,13 @@ def test_methods_side_by_side(
     assert json.loads(millrace(*asked, *given).out)["rows"] == rows, "nothing is left to do"
     other = millrace(*asked[:-1], 3, "--presets", "int8-sq", "--samples-from", text, "--samples", 2)
     other.assert_mistake("has figures of batch 2", "name another folder")
+
+
+def test_help_says_what_a_batch_is_for_advice(millrace: Millrace) -> None:
+    shown = " ".join(millrace("compress", "--help").out.split())
+    said = shown.partition("--batch N")[2].partition("--advise Make")[0]
+    assert f"Sequences of the large batch, with --advise; default: {compress_advise.BATCH}." in said
+    assert "must not exist, but for --measure and --advise" in shown
 
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:

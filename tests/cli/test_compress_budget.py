@@ -49,13 +49,17 @@ def test_the_whole_way(
     damaged.write_bytes(damaged.read_bytes()[:-30])
     millrace(*asked, "-o", tmp_path / "d").assert_mistake("int8.npz is damaged", "search again")
     damaged.unlink()
-    shown = millrace(*asked, "-o", tmp_path / "d", "--batch", 2)
+    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+    (hard := tmp_path / "e").write_text("@#$%^&*" * 400)
+    shown = millrace(*asked, "-o", tmp_path / "d", "--batch", 2, "--calibration", hard)
     assert "chosen by" in shown.out and ", on other windows" in shown.out and " ± " in shown.out
     assert shown.code == 0 and "<- found" in shown.out and "of a step of 2 rows" in shown.out, shown.err
     search = json.loads((tmp_path / "d" / "compression.json").read_text())["search"]
     assert search["target"] == "latency" and search["rows"] == 2 and search["unit"] == "s" and search["threads"] > 0
     assert 0 < search["mixes"][0]["cost"] <= search["floats"] < 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == list("acd"), "nothing else is left"
+    perplexity = json.loads((tmp_path / "d" / "compression.json").read_text())["loss"]["source_perplexity"]
+    assert perplexity > vocab_size and "worse than guessing" in shown.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == list("acde"), "nothing else is left"
 
 
 def test_mistakes(millrace: Millrace, given: tuple[Path, Path, Path], tmp_path: Path) -> None:

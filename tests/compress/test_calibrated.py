@@ -199,7 +199,7 @@ def test_what_statistics_are_not_for(small: Small, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not read model.layers.0.mlp.extra"):
         next(by_statistics(small.statistics)(unread))
     (tmp_path / "short.txt").write_text("a mill")
-    with pytest.raises(ConfigError, match="the calibration text has"):
+    with pytest.raises(ConfigError, match="the text for statistics has"):
         sampled(small.checkpoint, str(tmp_path / "short.txt"), 2)
     whole = tmp_path / "whole.txt"
     whole.write_text(TEXT)

@@ -211,8 +211,14 @@ def test_a_folder_is_written_by_one_run(tmp_path: Path) -> None:
 def test_what_cannot_be_collected_is_said_before(tiny: Collected, tmp_path: Path, monkeypatch: Any) -> None:
     tokenizer = Checkpoint.open(BUNDLED / "tiny").tokenizer
     for text, n in (("", 1), ("Too short.", 1), (TEXT, 1000), (TEXT, 0)):
-        with pytest.raises(ConfigError, match="calibration text has"):
+        with pytest.raises(ConfigError, match="text for statistics has"):
             samples(tokenizer, text, n)
+    with pytest.raises(ConfigError) as error:
+        samples(tokenizer, TEXT, 1000, 48)
+    fewer = int(error.value.mend.rpartition("--samples ")[2])
+    assert samples(tokenizer, TEXT, fewer, 48).ids.shape == (fewer, 48), "what it says can be done"
+    with pytest.raises(ConfigError, match="text for statistics"):
+        samples(tokenizer, TEXT, fewer + 1, 48)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
     with pytest.raises(MachineError, match="1,000 are free"):
         collect(tiny.source, tiny.text, tmp_path / "s")

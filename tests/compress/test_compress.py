@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from gguf import GGMLQuantizationType as GgufKind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import INDEX, Tensors
@@ -36,6 +37,7 @@ from tests.fuzz.originals import write_checkpoint
 from tests.support.checkpoints import random_encoder
 from tests.support.compressed_files import Kind, dequantised_by_spec, read_file, write_compressed
 from tests.support.engines import build, last_logits
+from tests.support.gguf_files import write_gguf
 from tests.support.tolerance import assert_no_worse
 
 LAYERS = "model.layers.0."
@@ -106,6 +108,38 @@ def test_a_mix_and_its_note(tmp_path: Path, source: Path) -> None:
         "up_proj": "int4", "down_proj": "int8",
     }  # fmt: skip
     assert planned.notes == () and "groups of 64: 128 does not divide" in job(source).notes[0]
+
+
+@pytest.mark.parametrize("said", [{}, {"method": "none", "prune": {"mlp": 0.25}}, {"method": "wanda"}])
+def test_progress_counts_bytes_of_the_folder(tmp_path: Path, source: Path, said: dict[str, Any]) -> None:
+    """Of all layers that are changed, also of those that stay floats."""
+    planned, told = job(source, **said), list[tuple[int, int]]()
+
+    def way(of: Job) -> Iterator[Piece]:
+        if of.layers:
+            yield from by_rounding(of)
+        for name in (*of.sparse, *(of.treated if of.pruned else ())):
+            yield Piece({}, {}, {f"{name}.weight": np.zeros(of.specs[f"{name}.weight"].shape)})
+
+    def report(what: str, done: int, total: int) -> None:
+        if what.startswith("compressing"):
+            told.append((done, total))
+
+    compress(planned, tmp_path / "out", way, report)
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as held:
+        sizes = [held.get_tensor(n).nbytes for n in held.keys() if n.rpartition(".")[0] in planned.treated]  # noqa: SIM118
+    assert len(told) == len(planned.treated) > 0 and {total for _, total in told} == {sum(sizes)}
+    assert told[0][0] == 0 and 0 < sum(sizes) - told[-1][0] < sum(sizes)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+def test_a_folder_that_is_larger_is_said(tmp_path: Path, source: Path) -> None:
+    """Of a file of 4 bits already."""
+    file = write_gguf(tmp_path / "mill.Q4_0.gguf", source, GgufKind.Q4_0)
+    planned = plan(Checkpoint.open(file), PRESETS["int8-wo"])
+    ratio = planned.bytes_after / planned.bytes_before
+    assert ratio > 1.1 and any(f"{ratio:.2f} times the source's bytes" in note for note in planned.notes)
+    assert not any("times the source's bytes" in note for note in job(source).notes)
 
 
 def test_who_cannot_read_zero_points_is_said(source: Path) -> None:

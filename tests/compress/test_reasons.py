@@ -10,7 +10,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibrated import by_statistics, statistics_of
 from millrace.compress.candidates import Shelf, recipe_of, survey
 from millrace.compress.collect import samples
-from millrace.compress.compress import Method, by_rounding, compress
+from millrace.compress.compress import Way, by_rounding, compress
 from millrace.compress.page import PAGE
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, Recipe, parsed
@@ -40,10 +40,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return checkpoint, statistics_of(checkpoint, text, folder / "s", lambda *_: None)
 
 
-def check(small: Small, job: Job, method: Method, out: Path) -> Any:
+def check(small: Small, job: Job, way: Way, out: Path) -> Any:
     """Every layer that was changed has reasons, and errors equal a plain float64 sum; returns the page."""
     checkpoint, statistics = small
-    errors = compress(job, out, method).errors
+    errors = compress(job, out, way).errors
     record, made = read_record(out), Checkpoint.open(out).tensors
     assert errors and set(record.figures) == set(errors) >= set(job.layers)
     moved = {name for name, one in record.figures.items() if one.moved is not None}

@@ -34,6 +34,16 @@ def test_presets_survive_a_file(tmp_path: Path, name: str) -> None:
     assert read_recipe(str(path)) == PRESETS[name] == read_recipe(name)
 
 
+def test_what_is_the_same_is_that_of_the_preset_before() -> None:
+    """Where `--help` says so: the same form, whatever else differs."""
+    last = None
+    for recipe in PRESETS.values():
+        one = recipe.usual
+        form = (one.bits, one.group, one.fp8, one.method == "fp8-tensor", one.smooth)
+        assert not recipe.about.startswith("the same") or form == last, recipe.name
+        last = form
+
+
 def test_keys_and_values() -> None:
     assert parsed({"version": 1}, "x").kv is None and parsed({"version": 1, "kv": "float"}, "x").kv is None
     for named in ("int8", "fp8", "int4"):

@@ -128,7 +128,8 @@ def test_the_recipe_makes_the_same_bytes(model: Model, searches: list[Found], tm
 def test_where_nothing_is_within(model: Model, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"within a loss of 1e-08 \(KL\): the best found has [1-9.e-]+") as error:
         model.search("kl:1e-8", tmp_path / "out")
-    assert "raise --max-loss to" in error.value.mend and not list(tmp_path.iterdir())
+    raised = error.value.mend.removeprefix("raise --max-loss to ").partition(" or more")[0]
+    assert MaxLoss.parse(raised).bound > 1e-8 and not list(tmp_path.iterdir())
 
 
 def test_what_statistics_say_of_each_format(model: Model) -> None:
@@ -212,6 +213,22 @@ def test_losses_in_words() -> None:
     assert percent.of(worse) == pytest.approx(0.05) and MaxLoss(KL, 1).of(worse) == 0.01
     assert percent.of(luckier) == pytest.approx(np.expm1(0.01)), "a perplexity that falls is no gain"
     assert percent.said(0.0123) == "+1.23 %" and MaxLoss(KL, 1).said(0.0123) == "0.0123"
+
+
+@pytest.mark.parametrize("kind", [PERPLEXITY, KL])
+def test_a_bound_that_is_named_can_be_asked_for(kind: str) -> None:
+    """It is read as it is written, holds what it is said of, and is hardly larger."""
+    rng = np.random.default_rng(4)
+    for value in [*np.exp(rng.uniform(np.log(1e-6), np.log(10), 300)), 0.01, 0.00335, 0.1, 1.0, 9.9999, 10.0]:
+        text = MaxLoss(kind, 1.0).asked(value)
+        assert text is not None
+        found = MaxLoss.parse(text)
+        assert found.kind == kind and value <= found.bound <= 1.011 * value, (value, text)
+    assert MaxLoss(kind, 1.0).asked(10.01) is None, "no bound is as large"
+    assert MaxLoss.parse(MaxLoss(kind, 1.0).asked(1e-15) or "").bound >= 1e-15
+    with pytest.raises(ConfigError) as error:
+        searched([Mix(1.0, 1.0, {})], MaxLoss(kind, 0.01), lambda *_: 1e6)
+    assert error.value.mend == "leave the model as it is"
 
 
 def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:

@@ -106,8 +106,9 @@ def test_files_that_are_something_else(tmp_path: Path, test: str, said: str) -> 
 
 
 def test_folders_that_are_something_else(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no folder test"):
+    with pytest.raises(ConfigError, match="has no folder test") as error:
         read_subjects(tmp_path)
+    assert "--" not in str(error.value), "`compress` names the folder by another option than `eval`"
     whole = folder(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"no subject 'high_school_sum'.*\n.*did you mean \"high_school_sums\""):
         read_subjects(whole, ["high_school_sum"])

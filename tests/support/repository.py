@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.serve.inference.lifecycle import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.settings import ServerSettings
 from tests.support.server import Threaded, in_thread
 
@@ -44,10 +45,12 @@ def serving(root: Path, settings: ServerSettings | None = None, wait: bool = Tru
 
 @contextmanager
 def in_process(
-    root: Path, settings: ServerSettings | None = None, wait: bool = True, **flags: Any
-) -> Iterator[Threaded]:
+    root: Path, settings: ServerSettings | None = None, wait: bool = True, guards: GuardFlags | None = None,
+    **flags: Any,
+) -> Iterator[Threaded]:  # fmt: skip
     model = RepositoryModel(
-        name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags)
-    )
+        name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags),
+        guards=guards or GuardFlags(),
+    )  # fmt: skip
     with in_thread(model, settings, start_s=30, stop_s=30, wait=wait) as served:
         yield served

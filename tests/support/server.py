@@ -63,9 +63,9 @@ def in_thread(
 
     thread = threading.Thread(target=run, name="server-under-test")
     thread.start()
-    if wait:
-        assert ready.wait(start_s) and urls, failures
     try:
+        if wait:
+            assert ready.wait(start_s) and urls, failures
         url, grpc_url, metrics_url = urls if wait else (f"http://127.0.0.1:{chosen.port}", "", "")
         yield Threaded(url, grpc_url, metrics_url, server, thread)
     finally:

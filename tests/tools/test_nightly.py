@@ -127,6 +127,12 @@ def test_a_result_is_stale_where_the_parts_own_files_have_changed(
     assert not says_stale(), "nothing is known of a commit that is not here"
 
 
+def test_what_is_compared_with_lm_eval_is_ours_as_it_is_now() -> None:
+    """A night of it is stale where what answers has changed, not its test alone."""
+    (part,) = (one for one in PARTS if one.name == "mmlu")
+    assert "src/millrace/evaluate" in part.files and all((ROOT / file).exists() for file in part.files)
+
+
 @pytest.mark.parametrize(
     ("tail", "figures"),
     [

@@ -44,6 +44,7 @@ BESIDE_TRITON = (
     "tests/nightly/test_triton_repository_grpc.py", "tests/nightly/test_triton_sequences.py",
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
+ONNX = "tests/serve/inference/test_onnxruntime.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
@@ -99,7 +100,8 @@ PARTS = (
     Part(
         "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_LM_EVAL),
-        packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=BESIDE_LM_EVAL,
+        packages=("lm-eval==0.4.13", "accelerate==1.15.0"),
+        files=(*BESIDE_LM_EVAL, "src/millrace/evaluate", "src/millrace/cli/eval_questions.py"),
     ),
     Part(
         "tritonclient", "Triton's own client on a served repository, and on the load generator's null server",
@@ -109,6 +111,11 @@ PARTS = (
             *BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py",
             "src/millrace/serve/kserve", "src/millrace/serve/inference", "src/millrace/serve/repository",
         ),
+    ),
+    Part(
+        "onnxruntime", "networks as ONNX in a served repository, beside NumPy and onnx's own evaluator",
+        ("{python}", "-m", "pytest", "--skips", "none", ONNX), packages=("onnxruntime==1.31.1", "onnx==1.23.2"),
+        files=(ONNX, "src/millrace/serve/inference"),
     ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",

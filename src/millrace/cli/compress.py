@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from millrace.cli.compress_advise import advise_options, advised
-from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, recorded, statistics_for
+from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, statistics_for
 from millrace.cli.compress_budget import budget_options, searched
 from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
@@ -19,7 +19,7 @@ from millrace.cli.screen import heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.compress.calibrated import by_statistics, needs
 from millrace.compress.collect import SAMPLES
-from millrace.compress.compress import Method, Result, by_rounding, compress
+from millrace.compress.compress import Result, Way, by_rounding, compress
 from millrace.compress.folder import check_place
 from millrace.compress.measure import memory_bytes, why_not
 from millrace.compress.page import write_page
@@ -58,7 +58,8 @@ _TAKES = {
 
 @click.command(epilog=EPILOG)
 @click.argument("model")
-@click.option("-o", "--output", type=Path, required=True, metavar="FOLDER", help="The folder to write; must not exist.")
+@click.option("-o", "--output", type=Path, required=True, metavar="FOLDER",
+              help="The folder to write; must not exist, but for --measure and --advise.")  # fmt: skip
 @click.option("--recipe", metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below.")
 @click.option("--measure", "again", is_flag=True,
               help="Make nothing: measure the folder that is there, as after a run that was ended.")  # fmt: skip
@@ -133,8 +134,8 @@ def _by_recipe(asked: Asked, /, recipe: str, dry_run: bool, **more: Any) -> None
         if job.calibrated and proof.text is not None and not dry_run:
             sampling.check_text(checkpoint, proof.text)
         if not dry_run:
-            with _method(job, output, sampling, report) as (method, about):
-                made = compress(job, output, method, report)
+            with _way_of(job, output, sampling, report) as (way, about):
+                made = compress(job, output, way, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**about, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
@@ -174,13 +175,13 @@ def _measure_again(asked: Asked, /, **more: Any) -> None:
 
 
 @contextmanager
-def _method(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Method, dict[str, Any]]]:
+def _way_of(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
     """How the job is done, and what is to be recorded of it."""
     if not job.calibrated:
         yield by_rounding, {}
         return
     with statistics_for(job, out, asked, report) as found:
-        yield by_statistics(found), recorded(found)
+        yield by_statistics(found), {"statistics": found.about.recorded}
 
 
 def _about(job: Job) -> dict[str, Any]:

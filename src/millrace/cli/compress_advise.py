@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Asked, Sampling, opened, statistics_for
+from millrace.cli.compress_asked import Asked, Sampling, opened, said_if_untold, statistics_for
 from millrace.cli.eval_asked import precision_of
 from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
@@ -34,6 +34,7 @@ from millrace.compress.advice import (
 from millrace.compress.calibrated import by_statistics
 from millrace.compress.collect import digest_of
 from millrace.compress.compress import by_rounding, compress
+from millrace.compress.folder import beside
 from millrace.compress.measure import Reference, loss_of, why_not, windows_for
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS
@@ -121,7 +122,7 @@ def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[li
             statistics = stack.enter_context(statistics_for(job, asked.folder, asked.sampling, report))
             seconds = time.perf_counter() - started_s if fresh else None
         if left:
-            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".work.", dir=asked.folder)))
+            work = stack.enter_context(beside(asked.folder / "methods", "search"))
             _, folder = model_folder(model, env, report)
             source = stack.enter_context(_engine(folder, work / "source", asked.batch, report))
             trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, asked.batch)
@@ -132,6 +133,7 @@ def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[li
                 seconds = None if made.statistics else seconds
         rows = [row for name in asked.names if (row := read_row(asked.folder, name, known)) is not None]
         write_page(asked.folder, rows, about, size)
+    said_if_untold(max((row.loss.source_perplexity for row in rows if row.loss is not None), default=0.0), checkpoint)
     return rows, about
 
 

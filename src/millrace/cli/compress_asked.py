@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.screen import Progress
+from millrace.cli.screen import Progress, note
 from millrace.compile.find import model_folder
 from millrace.compress.calibrated import is_of, needs, read_sampled, same_file, sampled, statistics_of
 from millrace.compress.collect import SAMPLES, digest_of
@@ -129,8 +128,11 @@ def statistics_for(job: Job, out: Path, asked: Sampling, report: Progress) -> It
         yield statistics_of(job.checkpoint, text, folder / "kept", report)
 
 
-def recorded(found: Statistics) -> dict[str, Any]:
-    return {"statistics": {"text": found.about.text, "tokens": found.about.tokens, "precision": found.about.precision}}
+def said_if_untold(perplexity: float, source: Checkpoint) -> None:
+    """perplexity: the source's own, of the text that losses are measured on"""
+    if perplexity > source.decoder.vocab_size:
+        note("The source itself tells this text worse than guessing among all its tokens does: perplexities say "
+             "little. Measure on a text of the kind it knows (--calibration)")  # fmt: skip
 
 
 def opened(model: str, env: Env, report: Progress) -> Checkpoint:

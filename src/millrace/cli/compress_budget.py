@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, statistics_for
+from millrace.cli.compress_advise import BATCH
+from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, said_if_untold, statistics_for
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
 from millrace.compress.budget import MaxLoss
@@ -38,8 +39,9 @@ _OPTIONS = (
     click.option("--target", type=click.Choice([*map(str, Target)]), help="What is to be small, with --max-loss: "
                  "the time of a step of few rows or of many, timed on this machine, or bytes; default: latency."),
     click.option("--batch", type=click.IntRange(1, _MOST_ROWS), metavar="N",
-                 help=f"Rows of a step; default: {ROWS[Target.LATENCY]} for latency, {ROWS[Target.THROUGHPUT]} for "
-                      "throughput."),
+                 help=f"Rows of a step, with --max-loss; default: {ROWS[Target.LATENCY]} for latency, "
+                      f"{ROWS[Target.THROUGHPUT]} for throughput. Sequences of the large batch, with --advise; "
+                      f"default: {BATCH}."),
 )  # fmt: skip
 
 
@@ -59,6 +61,7 @@ def searched(
         found = _searched(opened(asked.model, asked.env, report), given, asked.sampling, report)
     seconds = time.perf_counter() - started_s
     write_page(out, {"command": command_line(asked.model), "seconds": seconds})
+    said_if_untold(found.loss.source_perplexity, found.result.job.checkpoint)
     if asked.as_json:
         print_json(_as_json(found, out, seconds))
     else:

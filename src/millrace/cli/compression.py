@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import command_line, one_text
+from millrace.cli.compress_asked import command_line, one_text, said_if_untold
 from millrace.cli.eval_asked import Asked, precision_of
 from millrace.cli.eval_questions import answers_to_mmlu
 from millrace.cli.models import opened
@@ -99,9 +99,7 @@ class Proof:
             return {"loss": {"not_measured": read}}
         assert self.text is not None
         found = asdict(measure(source, Checkpoint.open(out), read, report).on(self.text))
-        if found["source_perplexity"] > source.decoder.vocab_size:
-            note("The source itself tells this text worse than guessing among all its tokens does: perplexities say "
-                 "little. Measure on a text of the kind it knows (--calibration)")  # fmt: skip
+        said_if_untold(found["source_perplexity"], source)
         return _kept(out, "loss", found, model)
 
     def more(self, model: str, out: Path, env: Env, quiet: bool) -> dict[str, Any]:

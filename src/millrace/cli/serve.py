@@ -33,6 +33,7 @@ from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.lifecycle import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.listening import bind, check_tls, unix_socket
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.routes import read_keys
@@ -155,7 +156,9 @@ class ProfileFlags(Settings):
 
 @click.command(epilog=EPILOG)
 @click.argument("model", required=False)
-@settings_options(ListenFlags, ServeFlags, QueueFlags, ProfileFlags, RepositoryFlags, BuildSettings, RunSettings)
+@settings_options(
+    ListenFlags, ServeFlags, QueueFlags, ProfileFlags, RepositoryFlags, GuardFlags, BuildSettings, RunSettings
+)
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None:
@@ -165,7 +168,7 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
     built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
     signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
-    flags, repository = made(ServeFlags, given), repository_model(made(RepositoryFlags, given))
+    flags, repository = made(ServeFlags, given), _repository(given)
     if model is None and repository is None:
         raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
     settings = flags.server(made(ListenFlags, given))
@@ -185,6 +188,10 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
         serve(
             [served, repository] if repository else [served], settings, _announcer(as_json, served, opened), last=True
         )
+
+
+def _repository(given: Mapping[str, Any]) -> RepositoryModel | None:
+    return repository_model(made(RepositoryFlags, given), made(GuardFlags, given))
 
 
 def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:

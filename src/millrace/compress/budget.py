@@ -18,6 +18,8 @@ from millrace.errors import ConfigError
 MOST_MIXES = 255  # so that eight are measured at most
 PERPLEXITY, KL = "perplexity", "KL"
 _MOST_NATS = 50.0  # whose exponential is still a number
+_MOST = 10.0  # bound, of either kind
+_MOST_DIGITS = 9  # behind its point: what the expressions below take
 _PERCENT, _NATS = re.compile(r"([0-9.]{1,12})\s?%"), re.compile(r"kl:([0-9.]{1,12}(?:e-?[0-9]{1,2})?)", re.IGNORECASE)
 
 
@@ -36,7 +38,8 @@ class MaxLoss:
         """ "1%" or "kl:0.01". raises ConfigError"""
         for kind, pattern, unit in ((PERPLEXITY, _PERCENT, 0.01), (KL, _NATS, 1.0)):
             found = pattern.fullmatch(text.strip())
-            if found and found[1].count(".") <= 1 and found[1] != "." and 0 < (bound := float(found[1]) * unit) <= 10:
+            number = found[1] if found else "."
+            if number != "." and number.count(".") <= 1 and 0 < (bound := float(number) * unit) <= _MOST:
                 return cls(kind, bound)
         raise ConfigError(
             f"--max-loss is {text!r:.60}",
@@ -51,6 +54,16 @@ class MaxLoss:
     def said(self, value: float) -> str:
         """A loss of this kind: "+0.83 %" or "0.0123"."""
         return f"{100 * value:+.3g} %" if self.kind == PERPLEXITY else f"{value:.3g}"
+
+    def asked(self, value: float) -> str | None:
+        """A loss of this kind as `parse` reads it, rounded up to about three digits; None for one beyond all bounds."""
+        unit, form = (0.01, "{}%") if self.kind == PERPLEXITY else (1.0, "kl:{}")
+        if value > _MOST:
+            return None
+        digits = min(max(0, 2 - math.floor(math.log10(value / unit))), _MOST_DIGITS)
+        least = math.ceil(value / unit * 10**digits)
+        texts = (form.format(f"{n / 10**digits:.{digits}f}") for n in (least, least + 1))
+        return next((text for text in texts if value <= self.parse(text).bound), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +110,12 @@ def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix],
             low = middle + 1
     if high == len(mixes):
         best = min(measured.values())
+        raised = bound.asked(best)
+        looser = f"raise --max-loss to {raised} or more, or " if raised else ""
         raise ConfigError(
             f"no mix keeps within a loss of {bound.said(bound.bound)} ({bound.kind}): the best found has "
             f"{bound.said(best)}", "a bound that can be kept",
-            f"raise --max-loss to {bound.said(best)} or more, or leave the model as it is",
+            f"{looser}leave the model as it is",
         )  # fmt: skip
     return Search(mixes, measured, high)
 

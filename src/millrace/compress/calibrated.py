@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.settings import Progress
 from millrace.compile.source import Source
-from millrace.compress.collect import SAMPLES, Progress, collect, digest_of, samples
-from millrace.compress.compress import Method as Way
-from millrace.compress.compress import Piece, by_layers, rounded_alone
+from millrace.compress.collect import SAMPLES, collect, digest_of, samples
+from millrace.compress.compress import Piece, Way, by_layers, rounded_alone
 from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.figures import Figures, figures, lost
 from millrace.compress.gptq import LLM_COMPRESSOR, gptq_e4m3

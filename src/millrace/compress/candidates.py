@@ -18,8 +18,9 @@ import numpy as np
 from msgspec.structs import replace as replaced
 
 from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compile.settings import Progress
 from millrace.compress.calibrated import fp8_by_gptq, method_of
-from millrace.compress.compress import Method, Piece, Progress
+from millrace.compress.compress import Piece, Way
 from millrace.compress.e4m3 import BF16, E4M3, Fp8Matrix
 from millrace.compress.figures import Figures
 from millrace.compress.forms import Form, Matrix, Spec
@@ -150,7 +151,7 @@ class Shelf:
                 f"{file} is damaged: {error}", "what was written", "remove it, and search again"
             ) from error
 
-    def method(self, chosen: Mapping[str, str]) -> Method:
+    def method(self, chosen: Mapping[str, str]) -> Way:
         """A job of `recipe_of(chosen)`, from what is held: the same matrices as its own methods make."""
 
         def made(job: Job) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ file. W windows of n tokens.
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.build import BuildOptions, plan_pieces
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.program import Bounds, Program
+from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.compress.statistics import About, InputStatistics, Statistics, Writing, input_bytes, whole_file, writing
 from millrace.errors import ConfigError, MachineError
@@ -30,7 +31,6 @@ from millrace.graph.rewrite import head_of
 from millrace.graph.types import Graph, Port, Value
 from millrace.kernels.precision import Precision
 
-Progress = Callable[[str, int, int], None]  # what is done, pieces done, of so many
 SAMPLES = 128
 _BATCH = 8192  # rows multiplied at once: behind each product BLAS threads spin for a while, in the way of the next step
 Readers = dict[str, tuple[str, ...]]  # by the first layer that reads an input, all that do
@@ -40,9 +40,11 @@ def samples(tokenizer: Tokenizer, text: str, n: int = SAMPLES, length: int = LEN
     """n windows, spread evenly over the text. raises ConfigError where it has fewer"""
     ids = tokenizer.encode(text)
     if n < 1 or len(ids) < n * length:
+        fitting = len(ids) // length
+        fewer = f", or ask for fewer samples: --samples {fitting}" if 0 < fitting < n else ""
         raise ConfigError(
-            f"the calibration text has {len(ids):,} tokens, for {n} samples of {length}",
-            f"at least {max(n, 1) * length:,}", "give a longer text, or ask for fewer or shorter samples",
+            f"the text for statistics has {len(ids):,} tokens, for {n} samples of {length}",
+            f"at least {max(n, 1) * length:,}", f"give a longer text: --samples-from{fewer}",
         )  # fmt: skip
     return replace(windows_of(tokenizer, ids, length).spread(n), first=0)
 

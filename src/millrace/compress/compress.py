@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from millrace.checkpoint.compressed.scheme import KEY
 from millrace.checkpoint.config_writer import written as config_of
 from millrace.checkpoint.tokenizer import read_json_object
 from millrace.checkpoint.weights import Tensors
+from millrace.compile.settings import Progress
 from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.figures import Figures, figures, lost
 from millrace.compress.folder import Folder, check_place, unfinished
@@ -33,7 +33,6 @@ from millrace.compress.record import Applied, write_record
 from millrace.compress.statistics import InputStatistics
 from millrace.errors import CheckpointError, MachineError
 
-Progress = Callable[[str, int, int], None]  # what is being done, weights done, of so many
 _DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name in NAMES.items()}
 
 
@@ -51,7 +50,7 @@ class Piece:
     figures: Mapping[str, Figures] = field(default_factory=dict)
 
 
-Method = Callable[[Job], Iterator[Piece]]
+Way = Callable[[Job], Iterator[Piece]]  # how a job is done: with a `layers.Method` for each layer, or without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def rounded_alone(job: Job, name: str, x: InputStatistics | None = None) -> Piec
     return Piece({name: made}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})
 
 
-def by_layers(layers: Iterable[Layer]) -> Method:
+def by_layers(layers: Iterable[Layer]) -> Way:
     """What methods that need statistics have made, layer by layer (`layers.rounded_layers`), on grids of the job's."""
 
     def made(job: Job) -> Iterator[Piece]:
@@ -103,8 +102,8 @@ def by_layers(layers: Iterable[Layer]) -> Method:
     return made
 
 
-def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progress = lambda *_: None) -> Result:
-    """Writes the folder `out`, which must not exist: whole and proved, or not at all. Memory: what `method` yields.
+def compress(job: Job, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None) -> Result:
+    """Writes the folder `out`, which must not exist: whole and proved, or not at all. Memory: what `way` yields.
 
     raises ConfigError for a folder that is there, MachineError where it has no room, CheckpointError for the source's
     """
@@ -113,16 +112,20 @@ def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progre
     why: dict[str, Figures] = {}
     with unfinished(out) as path:
         folder, seen, done = Folder(path, job.specs), dict[str, bytes](), 0
+        sizes = _sizes(job)
+        total = sum(sizes.values())
         left = {name for name in job.checkpoint.tensors if name.removesuffix(WEIGHT) not in job.layers}
-        for piece in method(job):
+        for piece in way(job):
             for name, matrix in piece.matrices.items():
-                progress(f"compressing {name}", done, job.n_weights)
+                progress(f"compressing {name}", done, total)
                 for part, array in job.layers[name][1].tensors(matrix).items():
                     folder.put(f"{name}.{part}", array)
                 seen[name + WEIGHT] = _digest(matrix)
-                done += math.prod(job.checkpoint.tensors[name + WEIGHT].shape)
+                done += sizes[name]
             for name, array in piece.floats.items():
+                progress(f"compressing {name.removesuffix(WEIGHT)}", done, total)
                 seen[name] = _put(folder, job, name, array)
+                done += sizes.get(name.removesuffix(WEIGHT), 0)
             left -= piece.floats.keys()
             errors |= piece.errors
             why |= piece.figures
@@ -132,6 +135,16 @@ def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progre
         _write_small(job, path, errors, why)
         _prove(path, seen, progress)
     return Result(out, job, errors)
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    """Bytes in the folder, of each layer that is changed."""
+    found = dict.fromkeys(job.treated, 0)
+    for tensor, spec in job.specs.items():
+        layer = tensor.rpartition(".")[0]
+        if layer in found:
+            found[layer] += spec.nbytes
+    return found
 
 
 def _put(folder: Folder, job: Job, name: str, array: Array) -> bytes:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from millrace.compile.settings import Progress
 from millrace.compress.candidates import FLOAT, TREATMENTS, bytes_of, offered
-from millrace.compress.compress import Progress
 from millrace.compress.plan import WEIGHT, Job, kept_dtype
 from millrace.engine.probe import Product, seconds_of
 from millrace.kernels.layout import up

@@ -9,6 +9,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_pieces
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.program import Bounds, Program
+from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
@@ -20,7 +21,6 @@ from millrace.evaluate.simulated import fp8_rows, read_with_fp8
 from millrace.evaluate.windows import LENGTH, Windows
 from millrace.kernels.precision import Precision
 
-Progress = Callable[[str, int, int], None]
 _ROWS = 64  # of logits in a step
 _DOING = "measuring it beside its source"
 _FLOAT_BYTES, _DOUBLE_BYTES, _BASE_BYTES = 4, 8, 96 << 20

@@ -26,6 +26,7 @@ _ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _AWQ_S = 0.033, 0.2, 0.04, 
 _CLIP_S, _WHOLE_CLIP_S = 0.11, 0.21
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 _FLOAT_BYTES, _GRAM_BYTES, _GPTQ_BYTES = 4, 4, 24
+_LARGER = 1.005  # times the source's bytes, from which on it is said
 _BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # of a Gram matrix
 
 
@@ -175,10 +176,10 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
         "format has a shorter last group" for (K, asked, own), n in smaller.items()
     )  # fmt: skip
-    about = _source_notes(checkpoint) if layers else ()
+    about, specs = _source_notes(checkpoint) if layers else (), _specs(checkpoint, layers)
     return Job(
-        checkpoint, recipe, layers, tuple(ignored), _specs(checkpoint, layers),
-        (*about, *notes, *_reader_notes(layers), *_sparse_notes(sparse)), sparse,
+        checkpoint, recipe, layers, tuple(ignored), specs,
+        (*about, *_size_notes(checkpoint, specs), *notes, *_reader_notes(layers), *_sparse_notes(sparse)), sparse,
     )  # fmt: skip
 
 
@@ -245,6 +246,13 @@ def _source_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     kinds = Counter(info.dtype for info in checkpoint.tensors.values() if info.dtype not in FLOAT_NAMES)
     held = ", ".join(f"{n} as {kind.upper()}" for kind, n in kinds.most_common())
     return (f"the source holds {held}: rounded once more, from their exact values",) if kinds else ()
+
+
+def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, Spec]) -> tuple[str, ...]:
+    ratio = sum(spec.nbytes for spec in specs.values()) / checkpoint.tensors.nbytes
+    if ratio < _LARGER:
+        return ()
+    return (f"the folder has {ratio:.2f} times the source's bytes: it is larger, as the source has fewer bits already",)
 
 
 def _linears(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:

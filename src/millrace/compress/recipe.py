@@ -130,7 +130,7 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe("fp8-tensor", Treatment(method="fp8-tensor", bits=8, group=0, activations=8),
                about="E4M3 with one scale a matrix: weights of llm-compressor's FP8; activations as of fp8"),
         Recipe("fp8-gptq", Treatment(method="fp8-gptq", bits=8, group=0, activations=8),
-               about="the same by GPTQ, on the best scales of an octave: what FP8 loses least by"),
+               about="E4M3 with a scale a row, the best of an octave, by GPTQ: what FP8 loses least by"),
         Recipe("int4-gptq", Treatment(method="gptq"),
                about="GPTQ of statistics, damping 0.01, static order: llm-compressor's W4A16 by GPTQModifier"),
         Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP),
@@ -140,7 +140,7 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
                about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", sizes=RMS, activations=8),
-               about="8-bit weights and activations: SmoothQuant by mean squares, then GPTQ; in place of W8A8"),
+               about="8-bit weights and activations: SmoothQuant by mean squares, then GPTQ; as llm-compressor's W8A8"),
     )
 }  # fmt: skip
 

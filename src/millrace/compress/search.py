@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.settings import Progress
 from millrace.compress import cost
 from millrace.compress.budget import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
 from millrace.compress.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
-from millrace.compress.compress import Progress, Result, compress
+from millrace.compress.compress import Result, compress
 from millrace.compress.cost import Target
 from millrace.compress.folder import beside, put_in_place
 from millrace.compress.measure import Loss, Reference, loss_of
@@ -151,9 +152,7 @@ class _Trials:
 def _record(folder: Path, found: Found, statistics: Statistics) -> None:
     """The recipe, and in what is recorded of the folder the search."""
     (folder / RECIPE).write_text(json.dumps(written(found.result.job.recipe), indent=1) + "\n")
-    about = statistics.about
-    of_text = {"text": about.text, "tokens": about.tokens, "precision": about.precision}
-    write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": of_text})
+    write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": statistics.about.recorded})
 
 
 def described(found: Found) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from statistics import median
 
 import msgspec
 
+from millrace.compile.settings import Progress
 from millrace.engine.dummy import dummy_step
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import NativeExecutor
@@ -16,7 +17,6 @@ SEQUENCES = (1, 4, 16)
 ROUNDS = 5
 _SHORTEST = AT + NEW
 TOKENS = max(SEQUENCES) * (_SHORTEST + PAGE_TOKENS)  # in KV pages at most, where these are shared out evenly
-Progress = Callable[[str, int, int], None]
 Work = Callable[[], object]
 
 

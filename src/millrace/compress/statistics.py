@@ -1,7 +1,7 @@
 """What is known of the inputs of a model's matrix products, in a folder that methods read again and again.
 
     about.json     which model, text and precision it is of; also the lock of the run that writes
-    piece-000007   a line of JSON (_Head), then for each distinct input of a matrix product, as float32 without gaps,
+    piece-007      a line of JSON (_Head), then for each distinct input of a matrix product, as float32 without gaps,
                    gram (K, K), amax (K,) and mean (K,); a checksum for each is in the head
     carried-007    what the piece of this number takes in; gone when all are done
 
@@ -41,6 +41,11 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     precision: str
     pieces: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     version: int = VERSION
+
+    @property
+    def recorded(self) -> dict[str, str | int]:
+        """What a folder that was made with them says of them."""
+        return {"text": self.text, "tokens": self.tokens, "precision": self.precision}
 
 
 class InputStatistics(NamedTuple):

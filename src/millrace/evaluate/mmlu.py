@@ -158,7 +158,7 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
         raise ConfigError(
             f"{folder} has no folder {split}",
             "dev/ and test/ with a CSV file a subject",
-            "give MMLU's folder: --data DIR",
+            "name the folder that holds both",
         )
     ending = f"_{split}.csv"
     found = {path.name.removesuffix(ending): path for path in sorted(inside.iterdir()) if path.name.endswith(ending)}

@@ -84,6 +84,8 @@ def create_doors(models: Models) -> list[Door]:
 def create_shortcut(models: Models) -> Callable[[], Shortcut] | None:
     """For each connection, where tensor models are served; it stands beside the application, and knows its answers."""
     for repository in models.of_kind(RepositoryBackend):
+        if not repository.http_guard.leaves_inference_alone:  # headers may say something else the next time
+            return None
         return Quick(repository, Keys(models.serving.settings.api_keys), models.serving).connection
     return None
 

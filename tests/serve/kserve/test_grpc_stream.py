@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from millrace.serve.inference import responses
@@ -236,9 +237,9 @@ def test_drain_answers_what_was_taken_and_refuses_the_rest(root: Path, waits: st
         stream = client.stream(iter(requests.get, None))
         idle = client.stream(iter(queue.SimpleQueue[Any]().get, None))
         requests.put(text(waits, b"x", id="first"))
-        unary = client.future("ModelInfer", text("waits_too", b"x"))
         begun(root, waits)
-        begun(root, "waits_too")
+        unary = client.future("ModelInfer", text("waits_too", b"x"))  # of one model the second only waits for its turn
+        until(lambda: httpx.get(f"{served.url}/load").json()["server_load"] == 3)  # both streams, and the unary call
         served.server.stop()
         until(lambda: not client.call("ServerReady").ready)
         requests.put(same("same", [1], "late"))

@@ -51,6 +51,7 @@ class RepositoryFlags(Settings):
     max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
     http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
 
+    allow_client_shm: bool = setting(False, "tensors may lie in shared memory that clients register")
     grpc_port: int | None = setting(
         None, "port for the same protocol over gRPC; 0 takes a free one; default: none", low=0, high=65535
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from prometheus_client.core import Metric
@@ -11,6 +11,8 @@ from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.metrics import metrics_text
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.guarded import GuardFlags
+from millrace.serve.kserve.shared_memory import Regions
 from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
 from millrace.serve.wire import Bodies, LogLater
 
@@ -29,6 +31,7 @@ class _Working:
 @dataclass(frozen=True, kw_only=True)
 class RepositoryModel(ServedModel):
     flags: RepositoryFlags
+    guards: GuardFlags = field(default_factory=GuardFlags)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,6 +56,8 @@ class RepositoryBackend(Backend):
         self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
+        self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
+        self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
         serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
@@ -99,4 +104,6 @@ class RepositoryBackend(Backend):
 
     def close(self) -> None:
         self._lane.close()
+        if self.shared is not None:
+            self.shared.close()
         self.log.write()

@@ -12,6 +12,7 @@ from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
 NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
 # Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
 # a count), "any" (of those that are the model's own)

@@ -3,7 +3,7 @@
 Codes and words of errors are Triton's. `grpc_server.py` joins it to gRPC, `grpc_stream.py` has the stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -16,6 +16,7 @@ from millrace.serve.kserve import asked, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
 from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.tensors import held_bytes
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
@@ -38,29 +39,33 @@ class Front:
         is_ready: Callable[[], bool],
         aside: Aside,
         came: Callable[[bytes, Any, Model], None] = lambda data, told, model: None,
+        shared: Regions | None = None,
     ) -> None:
         """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop
 
         came: is told of each inference: its bytes, its message, its model
+        shared: None where no client's memory is read
         """
+        self._shared = shared
         self._came = came
         self._repository, self._is_ready, self._aside = repository, is_ready, aside
         self._calls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
-            "Check": self._health, "ServerMetadata": lambda _: told.SERVER, "ModelReady": self._model_ready,
-            "ModelMetadata": self._metadata, "ModelConfig": self._config, "ModelStatistics": self._statistics,
+            "Check": self._health, "ServerMetadata": lambda _: told.server(shared is not None),
+            "ModelReady": self._model_ready, "ModelMetadata": self._metadata, "ModelConfig": self._config,
+            "ModelStatistics": self._statistics,
         }  # fmt: skip
 
-    async def answer(self, name: str, data: bytes) -> bytes:
-        """One call. raises StatusError, BusyError"""
+    async def answer(self, name: str, data: bytes, shown: Mapping[str, str]) -> bytes:
+        """One call. shown: of its metadata, what models see. raises StatusError, BusyError"""
         match name:
             case "ModelInfer":
-                return await self._infer(data)
+                return await self._infer(data, shown)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
                 found = await self._of_repository(name, read(f"{name}Request", data))
                 return written(name, found)
         if name in SHARED:
-            raise StatusError(Code.UNSUPPORTED, asked.SHARED_OFF)
+            return written(name, self._of_shared(name, data))
         if name in NOT_YET:
             raise asked.not_yet(NOT_YET[name])
         request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
@@ -76,9 +81,14 @@ class Front:
         """A ModelInferRequest. raises StatusError, BusyError"""
         return await self._aside(lambda: read("ModelInferRequest", data), len(data))
 
-    async def checked(self, request: Any, model: Model, n_bytes: int) -> tuple[InferRequest, Wanted]:
-        """n_bytes: the request's. raises StatusError, BusyError"""
-        found: tuple[InferRequest, Wanted] = await self._aside(lambda: read_infer(request, model), n_bytes)
+    async def checked(
+        self, request: Any, model: Model, n_bytes: int, shown: Mapping[str, str]
+    ) -> tuple[InferRequest, Wanted]:
+        """n_bytes: the request's; shown: of its metadata, what models see. raises StatusError, BusyError"""
+        found: tuple[InferRequest, Wanted] = await self._aside(
+            lambda: read_infer(request, model, self._shared), n_bytes
+        )
+        found[0].parameters.update(shown)
         return found
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
@@ -87,14 +97,14 @@ class Front:
         data: bytes = await self._aside(write, n_bytes)
         return data
 
-    async def _infer(self, data: bytes) -> bytes:
+    async def _infer(self, data: bytes, shown: Mapping[str, str]) -> bytes:
         request = await self.decoded(data)
         model = self.model(request)
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
-        asking, wanted = await self.checked(request, model, len(data))
+        asking, wanted = await self.checked(request, model, len(data), shown)
         response = await model.infer(asking)
         return await self.packed(
             response, lambda: response_message(model, asking, response, wanted).SerializeToString()
@@ -127,6 +137,21 @@ class Front:
         for one in found:
             del one["batch_closed"]  # ours, for which the protocol has no field
         return {"model_stats": found}
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _of_shared(self, name: str, data: bytes) -> Any:
+        regions = allowed(self._shared)
+        if name.startswith("Cuda"):
+            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
+        request = read(f"{name}Request", data)
+        if name.endswith("Status"):
+            return {"regions": {one["name"]: one for one in regions.status(request.name)}}
+        if name.endswith("Unregister"):
+            regions.unregister(request.name)
+        else:
+            regions.register(request.name, request.key, request.offset, request.byte_size)
+        return {}
 
     # ------------------------------------------------------------------ repository
 

@@ -13,9 +13,10 @@ from millrace.serve.inference.check import Given, check_shape, shown
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.asked import SHARED_OFF, output_names, take_parameter
+from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.infer_reply import told_outputs
 from millrace.serve.kserve.messages import CONTENTS, message
+from millrace.serve.kserve.shared_memory import Place, Regions, allowed
 from millrace.serve.kserve.tensors import BYTES, DTYPES, Tensor, objects
 
 EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
@@ -30,14 +31,17 @@ _EXPECTED = {
 
 @dataclass(slots=True)
 class Wanted:
-    """n_classes: of outputs whose classes are asked for; empty_final: the end is told, though it brings no response"""
+    """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
+    empty_final: the end is told, though it brings no response
+    """
 
     n_classes: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, Place] = field(default_factory=dict)
     empty_final: bool = False
 
 
-def read_infer(told: Any, model: Model) -> tuple[InferRequest, Wanted]:
-    """told: a ModelInferRequest. raises StatusError"""
+def read_infer(told: Any, model: Model, shared: Regions | None = None) -> tuple[InferRequest, Wanted]:
+    """told: a ModelInferRequest. shared: None where no client's memory is read. raises StatusError"""
     request, wanted = InferRequest({}, request_id=told.id), Wanted()
     for key, value in plain(told.parameters):
         if key == EMPTY_FINAL:
@@ -54,8 +58,8 @@ def read_infer(told: Any, model: Model) -> tuple[InferRequest, Wanted]:
     request.outputs = output_names(output.name for output in told.outputs)
     for output in told.outputs:
         if output.parameters:
-            _take_output(output, wanted)
-    model.checker.take(request, list(_given(told, model.name)))
+            _take_output(output, wanted, shared)
+    model.checker.take(request, list(_given(told, model.name, shared)))
     return request, wanted
 
 
@@ -72,10 +76,27 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
 
 
-def _take_output(output: Any, wanted: Wanted) -> None:
+def _place(tensor: Any, shared: Regions | None) -> Place | None:
+    """Of an input or an output; None where it is in no shared memory. raises StatusError"""
+    said = {key: value for key, value in plain(tensor.parameters) if key.startswith("shared_memory_")}
+    if not said:
+        return None
+    regions = allowed(shared)
+    region, offset, size = (said.get(f"shared_memory_{k}", 0) for k in ("region", "offset", "byte_size"))
+    for key, value, kind in (
+        ("region", region, "string_param"), ("offset", offset, "int64_param"), ("byte_size", size, "int64_param")
+    ):  # fmt: skip
+        if not isinstance(value, str if kind == "string_param" else int) or isinstance(value, bool):
+            raise invalid(
+                f"invalid value type for 'shared_memory_{key}' parameter for input '{tensor.name}', expected {kind}."
+            )
+    return regions.place(region, offset, size)
+
+
+def _take_output(output: Any, wanted: Wanted, shared: Regions | None) -> None:
+    if (place := _place(output, shared)) is not None:
+        wanted.shared[output.name] = place
     for key, value in plain(output.parameters):
-        if key.startswith("shared_memory_"):
-            raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
         if key == "classification":
             if isinstance(value, bool) or not isinstance(value, int):
                 raise invalid("invalid value type for 'classification' parameter, expected int64_param")
@@ -84,11 +105,10 @@ def _take_output(output: Any, wanted: Wanted) -> None:
             wanted.n_classes[output.name] = value
 
 
-def _given(told: Any, model: str) -> Iterator[Given]:
+def _given(told: Any, model: str, shared: Regions | None) -> Iterator[Given]:
     n_raw = 0
     for tensor in told.inputs:
-        if any(key.startswith("shared_memory_") for key in tensor.parameters):
-            raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
+        place = _place(tensor, shared) if tensor.parameters else None
         if tensor.datatype not in DTYPES:
             raise invalid(f"invalid datatype for input {tensor.name}")
         shape = tuple(tensor.shape)
@@ -96,7 +116,13 @@ def _given(told: Any, model: str) -> Iterator[Given]:
             what = f"shape {shown(shape)} contains one or more invalid dimensions"
             raise invalid(f"invalid shape for input '{tensor.name}': {what}")
         check_shape(tensor.name, tensor.datatype, shape)
-        if tensor.HasField("contents"):
+        data: bytes | memoryview
+        if place is not None:
+            if tensor.HasField("contents"):
+                what = "unexpected 'contents' in request when using shared memory for input tensor"
+                raise invalid(f"{what} '{tensor.name}' for model '{model}'")
+            data = place.read()
+        elif tensor.HasField("contents"):
             if told.raw_input_contents:
                 what = "contents field must not be specified when using raw_input_contents for"
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
@@ -144,8 +170,12 @@ def fill_response(found: Any, model: Model, request: InferRequest, response: Inf
     for key, value in response.parameters.items():
         set_parameter(found, key, value)
     for tensor in told_outputs(model, request, response, wanted.n_classes):
-        found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
-        found.raw_output_contents.append(tensor.raw())
+        output = found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
+        if (place := wanted.shared.get(tensor.name)) is None:
+            found.raw_output_contents.append(tensor.raw())
+            continue
+        for key, value in place.write(tensor.name, tensor.raw()).items():
+            set_parameter(output, key, value)
 
 
 def set_parameter(of: Any, key: str, value: Any) -> None:

@@ -5,7 +5,7 @@ It lives in the event loop that HTTP has, and shares with it what is served, its
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.grpc_front import ADMITTED, NOT_YET, OPEN, SHARED, Front
 from millrace.serve.kserve.grpc_stream import Stream
+from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.routes import Keys
@@ -55,10 +56,10 @@ class GrpcServer:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
         self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
-        self._backend = backend
+        self._backend, self._guard = backend, backend.grpc_guard
         self._quick = QuickCalls(backend)
         is_ready = lambda: models.heartbeat.ready().ok and repository.is_ready()  # noqa: E731
-        self._front = Front(repository, is_ready, backend.aside, self._quick.came)
+        self._front = Front(repository, is_ready, backend.aside, self._quick.came, backend.shared)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -118,11 +119,12 @@ class GrpcServer:
 
     def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def called(data: bytes, context: Any) -> bytes:
-            async with self._call(service, name, context):
+            async with self._call(service, name, context) as metadata:
+                shown = self._guard.forwarded(metadata)
                 if name not in ADMITTED:
-                    return await self._front.answer(name, data)
+                    return await self._front.answer(name, data, shown)
                 with self._held(len(data), is_control=name.startswith("Repository")):
-                    return await self._front.answer(name, data)
+                    return await self._front.answer(name, data, shown)
             raise AssertionError("a failed call is aborted")
 
         return called
@@ -131,11 +133,12 @@ class GrpcServer:
         """What is short and quick is answered without what the other calls need around them."""
         otherwise = self._unary(SERVICE, "ModelInfer")
         quick, log_later = self._quick, self._backend.log
+        is_open = self._keys.are_open and self._guard.leaves_inference_alone
 
         async def called(data: bytes, context: Any) -> bytes:
             began_s, details = time.perf_counter(), ""
             try:
-                found = quick.answer(data) if self._keys.are_open else None
+                found = quick.answer(data) if is_open else None
                 code = grpc.StatusCode.OK
             except StatusError as error:
                 found, code, details = b"", STATUS[error.code], error.message
@@ -156,7 +159,8 @@ class GrpcServer:
 
         async with self._call(SERVICE, _STREAM, context) as metadata:
             ends_with_error = metadata.get("triton_grpc_error") == "true"
-            stream = Stream(self._front, self._held, self._serving.settings.write_timeout_s, ends_with_error)
+            shown, write_s = self._guard.forwarded(metadata), self._serving.settings.write_timeout_s
+            stream = Stream(self._front, self._held, write_s, ends_with_error, shown)
             self._streams.add(stream)
             try:
                 await stream.run(read, context.write)
@@ -175,15 +179,18 @@ class GrpcServer:
                 yield
 
     @asynccontextmanager
-    async def _call(self, service: str, name: str, context: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _call(self, service: str, name: str, context: Any) -> AsyncIterator[dict[str, str]]:
         """Around one: its metadata. What is raised ends it with its status; the log has a line of it."""
-        began_s, metadata = time.perf_counter(), dict(context.invocation_metadata() or ())
+        began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
         self._serving.load.n += 1
         try:
             if name not in OPEN:
                 self._keys.tenant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
+            if (header := self._guard.missing(group_of_call(name), metadata, GRPC_PREFIX)) is not None:
+                what = f"This protocol is restricted, expecting header '{header}'"
+                raise StatusError(Code.UNAVAILABLE, what)
             yield metadata
             code = grpc.StatusCode.OK
         except StatusError as error:
@@ -216,6 +223,11 @@ def _given_id(context: Any) -> bytes | None:
     return None
 
 
-def _header(metadata: dict[str, Any], name: str) -> bytes | None:
+def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """By name; values of names that end in -bin are bytes."""
+    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in metadata}
+
+
+def _header(metadata: dict[str, str], name: str) -> bytes | None:
     value = metadata.get(name)
-    return value.encode() if isinstance(value, str) else value
+    return value.encode() if value is not None else None

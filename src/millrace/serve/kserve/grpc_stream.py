@@ -6,7 +6,7 @@ of decoupled ones as they are given, as Triton has it. An error is a message of 
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +54,15 @@ class _Open:
 class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
-    def __init__(self, front: Front, admit: Admit, write_s: float, ends_with_error: bool) -> None:
+    def __init__(
+        self, front: Front, admit: Admit, write_s: float, ends_with_error: bool, shown: Mapping[str, str]
+    ) -> None:
         """admit: a request of so many bytes, while it is answered
         write_s: for a reader to take an answer
-        ends_with_error: the first error ends the stream, with its status, as a client may ask for"""
+        ends_with_error: the first error ends the stream, with its status, as a client may ask for
+        shown: of its metadata, what models see"""
         self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
+        self._shown = shown
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
         self._ready: asyncio.Queue[tuple[_Open, _Answer, int] | None] = asyncio.Queue()
@@ -122,7 +126,7 @@ class Stream:
             model = self._front.model(one.told)
             if model.is_decoupled:
                 one.model = model
-            one.asking, one.wanted = await self._front.checked(one.told, model, len(data))
+            one.asking, one.wanted = await self._front.checked(one.told, model, len(data), self._shown)
             if model.is_decoupled:
                 model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
             else:

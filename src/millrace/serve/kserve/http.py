@@ -12,11 +12,14 @@ import msgspec
 
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
+from millrace.serve.kserve.guarded import OPEN, Guard
 from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.tensors import held_bytes
 from millrace.serve.repository.config_json import config_json
 
@@ -78,9 +81,16 @@ class _WrongMethod(Exception):  # noqa: N818
 class Front:
     """The routes of one repository."""
 
-    def __init__(self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside) -> None:
-        """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop"""
-        self._repository, self._is_ready, self._aside = repository, is_ready, aside
+    def __init__(
+        self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside, shared: Regions | None = None,
+        guard: Guard = OPEN,
+    ) -> None:  # fmt: skip
+        """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop
+
+        shared: None where no client's memory is read; guard: which headers models see
+        """
+        self._guard = guard
+        self._repository, self._is_ready, self._aside, self._shared = repository, is_ready, aside, shared
         self._most_bytes = repository.flags.http_max_input_size
 
     async def answer(self, request: Request) -> Reply:
@@ -106,8 +116,7 @@ class Front:
             case ["repository", *rest]:
                 return await self._of_repository(request, rest)
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
-                _only("GET" if rest[-1] == "status" else "POST", request)
-                raise StatusError(Code.UNSUPPORTED, asked.SHARED_OFF)
+                return self._of_shared(request, parts[0], rest)
             case ["logging"] | ["trace", "setting"]:
                 raise asked.not_yet("/".join(parts))
         raise _NoSuchPath
@@ -115,7 +124,7 @@ class Front:
     def _of_server(self, request: Request, parts: list[str]) -> Reply:
         _only("GET", request)
         if not parts:
-            return json_reply(told.SERVER)
+            return json_reply(told.server(self._shared is not None))
         return Reply(200 if parts[1] == "live" or self._is_ready() else 400)
 
     # ------------------------------------------------------------------ models
@@ -157,10 +166,11 @@ class Front:
         n_json = header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
-            return read_infer(body, n_json, model.name, model.checker)
+            return read_infer(body, n_json, model.name, model.checker, self._shared)
 
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
         asking, wanted = await self._aside(read, n_slow)
+        self._show_headers(asking, request)
         response = await model.infer(asking)
         n_bytes = held_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
@@ -175,11 +185,18 @@ class Front:
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
+        self._show_headers(asked, request)
         if not streamed:
             return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
         events = Events(model, asked, self._aside)
         failed = await events.begin()
         return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
+
+    def _show_headers(self, asking: InferRequest, request: Request) -> None:
+        """Those that become parameters. raises StatusError"""
+        if self._guard.forward is not None:  # otherwise nobody looks at them
+            named = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.items()}
+            asking.parameters.update(self._guard.forwarded(named))
 
     async def _unpacked(self, request: Request, coding: str) -> bytes:
         """In pieces, each counted before the next: it may become a thousand times larger."""
@@ -189,6 +206,27 @@ class Front:
             request.grew(len(pieces[-1]))
         n_bytes = sum(map(len, pieces))
         return await self._aside(lambda: b"".join(pieces), n_bytes) if len(pieces) > 1 else pieces[0]
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _of_shared(self, request: Request, kind: str, rest: list[str]) -> Reply:
+        """[/region/{name}]/{status,register,unregister}"""
+        action, region = rest[-1], ""
+        if len(rest) == 3 and rest[0] == "region":
+            region = _name(rest[1])
+        elif len(rest) > 1:
+            raise _NoSuchPath
+        _only("GET" if action == "status" else "POST", request)
+        regions = allowed(self._shared)
+        if kind == "cudasharedmemory":
+            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
+        if action == "status":
+            return json_reply(regions.status(region))
+        if action == "unregister":
+            regions.unregister(region)
+        else:
+            regions.register(region, *_registered(region, asked.json_object(request.body)))
+        return Reply(200, b"", [(b"content-type", _JSON)])
 
     # ------------------------------------------------------------------ repository
 
@@ -222,6 +260,22 @@ class Front:
 
 
 _SHARED_ACTIONS = ("status", "register", "unregister")
+
+
+def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
+    """(key, offset, byte_size). raises StatusError"""
+    if not region:
+        raise invalid("'region name' is necessary to register system shared memory region")
+    for member in ("key", "byte_size"):
+        if member not in body:
+            raise invalid(f"Shared memory register request has no '{member}' field")
+    key, offset, size = body["key"], body.get("offset", 0), body["byte_size"]
+    if not isinstance(key, str):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
+    for number in (offset, size):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
+    return key, offset, size
 
 
 def _only(method: str, request: Request) -> None:

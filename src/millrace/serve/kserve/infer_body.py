@@ -15,18 +15,37 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from millrace.serve.inference.check import Checker, Given, check_shape
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.asked import SHARED_OFF, output_names, take_parameter
+from millrace.serve.kserve.asked import output_names, take_parameter
+from millrace.serve.kserve.shared_memory import Place, Regions, allowed
 from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 
 HEADER = "Inference-Header-Content-Length"
 MOST_DEPTH = 100
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _FLOATS = ("FP32", "FP64")
+_SHARED_SIZE = "shared_memory_byte_size"
 
 
-class _InputParameters(Struct, gc=False):
-    binary_data_size: _Size | UnsetType = UNSET
+class _Shared(Struct, gc=False):
+    """The parameters of a tensor in shared memory."""
+
     shared_memory_region: str | UnsetType = UNSET
+    shared_memory_offset: _Size = 0
+    shared_memory_byte_size: _Size | UnsetType = UNSET
+
+    def place(self, shared: Regions | None) -> Place | None:
+        """None where it is elsewhere. raises StatusError"""
+        region, size = self.shared_memory_region, self.shared_memory_byte_size
+        if region is UNSET:
+            return None
+        regions = allowed(shared)
+        if size is UNSET:
+            raise unparsed(_SHARED_SIZE, f"attempt to access non-existing object member '{_SHARED_SIZE}'")
+        return regions.place(region, self.shared_memory_offset, size)
+
+
+class _InputParameters(_Shared, gc=False):
+    binary_data_size: _Size | UnsetType = UNSET
 
 
 class _Input(Struct, gc=False):
@@ -37,10 +56,9 @@ class _Input(Struct, gc=False):
     parameters: _InputParameters | UnsetType = UNSET
 
 
-class _OutputParameters(Struct, gc=False):
+class _OutputParameters(_Shared, gc=False):
     binary_data: bool | UnsetType = UNSET
     classification: _Size = 0
-    shared_memory_region: str | UnsetType = UNSET
 
 
 class _Output(Struct, gc=False):
@@ -60,15 +78,21 @@ _decoder = msgspec.json.Decoder(_Body)
 
 @dataclass(slots=True)
 class Wanted:
-    """How outputs are to be written. binary, n_classes: of those that say so; otherwise: of the others"""
+    """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others"""
 
     binary: dict[str, bool] = field(default_factory=dict)
+    shared: dict[str, Place] = field(default_factory=dict)
     n_classes: dict[str, int] = field(default_factory=dict)
     otherwise: bool = False
 
 
-def read_infer(body: bytes, n_json: int | None, model: str, checker: Checker) -> tuple[InferRequest, Wanted]:
-    """n_json: of the head, None where everything is JSON, 0 where nothing is. raises StatusError"""
+def read_infer(
+    body: bytes, n_json: int | None, model: str, checker: Checker, shared: Regions | None = None
+) -> tuple[InferRequest, Wanted]:
+    """n_json: of the head, None where everything is JSON, 0 where nothing is
+
+    shared: None where no client's memory is read. raises StatusError
+    """
     if n_json is not None and not 0 <= n_json <= len(body):
         raise invalid(f"inference header size should be in range (0, {len(body)}), got: {n_json}")
     if n_json == 0:
@@ -79,9 +103,9 @@ def read_infer(body: bytes, n_json: int | None, model: str, checker: Checker) ->
     request, wanted = InferRequest({}, request_id=told.id), Wanted()
     if told.parameters is not UNSET:
         wanted.otherwise = take_parameters(request, told.parameters)
-    given = _given(told.inputs, memoryview(body)[len(body) if n_json is None else n_json :], model)
+    given = _given(told.inputs, memoryview(body)[len(body) if n_json is None else n_json :], model, shared)
     if told.outputs is not UNSET:
-        request.outputs = _take_outputs(told.outputs, wanted)
+        request.outputs = _take_outputs(told.outputs, wanted, shared)
     checker.take(request, given)
     return request, wanted
 
@@ -98,18 +122,21 @@ def _decoded(head: memoryview) -> _Body:
         raise invalid(f"failed to parse the request JSON buffer: {error}") from None
 
 
-def _given(inputs: Sequence[_Input], behind: memoryview, model: str) -> list[Given]:
+def _given(inputs: Sequence[_Input], behind: memoryview, model: str, shared: Regions | None) -> list[Given]:
     """behind: the bytes after the JSON, which are those of the binary inputs, in order"""
     found, at = [], 0
     for told in inputs:
         size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
         _check_source(told, size)
+        place = told.parameters.place(shared) if told.parameters is not UNSET else None
         if told.datatype not in DTYPES:
             raise invalid(f"invalid datatype for input {told.name}")
         shape = tuple(told.shape)
         n = check_shape(told.name, told.datatype, shape)
         data: memoryview | Array
-        if size is UNSET:
+        if place is not None:
+            data = place.read()
+        elif size is UNSET:
             data = from_json(told.name, told.datatype, told.data, n).reshape(shape)
         else:
             data = behind[at : at + size]
@@ -134,8 +161,6 @@ def _check_source(told: _Input, size: int | UnsetType) -> None:
             "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
             f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
         )
-    if is_shared:
-        raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
@@ -219,13 +244,13 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return unparsed(key, _not(word, word))
 
 
-def _take_outputs(outputs: Sequence[_Output], wanted: Wanted) -> tuple[str, ...]:
+def _take_outputs(outputs: Sequence[_Output], wanted: Wanted, shared: Regions | None) -> tuple[str, ...]:
     names = output_names(told.name for told in outputs)
     for told in outputs:
         if told.parameters is UNSET:
             continue
-        if told.parameters.shared_memory_region is not UNSET:
-            raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
+        if (place := told.parameters.place(shared)) is not None:
+            wanted.shared[told.name] = place
         if told.parameters.binary_data is not UNSET:
             wanted.binary[told.name] = told.parameters.binary_data
         if told.parameters.classification:

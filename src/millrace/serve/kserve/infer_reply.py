@@ -34,7 +34,9 @@ def written(model: Model, request: InferRequest, response: InferResponse, wanted
     for tensor in told_outputs(model, request, response, wanted.n_classes):
         name, datatype = tensor.name, tensor.datatype
         told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
-        if wanted.binary.get(name, wanted.otherwise):
+        if (place := wanted.shared.get(name)) is not None:
+            told["parameters"] = place.write(name, tensor.raw())
+        elif wanted.binary.get(name, wanted.otherwise):
             raw.append(tensor.raw())
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:

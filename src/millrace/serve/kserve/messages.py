@@ -70,6 +70,13 @@ RepositoryModelLoadRequest: string repository_name 1, string model_name 2, map:M
 RepositoryModelLoadResponse:
 RepositoryModelUnloadRequest: string repository_name 1, string model_name 2, map:ModelRepositoryParameter parameters 3
 RepositoryModelUnloadResponse:
+SystemSharedMemoryStatusRequest: string name 1
+SystemSharedMemoryStatusResponse: map:SystemSharedMemoryStatusResponse.RegionStatus regions 1
+SystemSharedMemoryStatusResponse.RegionStatus: string name 1, string key 2, uint64 offset 3, uint64 byte_size 4
+SystemSharedMemoryRegisterRequest: string name 1, string key 2, uint64 offset 3, uint64 byte_size 4
+SystemSharedMemoryRegisterResponse:
+SystemSharedMemoryUnregisterRequest: string name 1
+SystemSharedMemoryUnregisterResponse:
 HealthCheckRequest: string service 1
 HealthCheckResponse: int32 status 1
 """

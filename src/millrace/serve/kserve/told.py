@@ -13,7 +13,11 @@ EXTENSIONS = (
     "classification", "sequence", "sequence(string_id)", "model_repository", "model_repository(unload_dependents)",
     "schedule_policy", "model_configuration", "binary_tensor_data", "parameters", "statistics",
 )  # fmt: skip
-SERVER = {"name": "triton", "version": VERSION, "extensions": EXTENSIONS}
+
+
+def server(with_shared_memory: bool) -> dict[str, Any]:
+    more = ("system_shared_memory",) if with_shared_memory else ()
+    return {"name": "triton", "version": VERSION, "extensions": [*EXTENSIONS, *more]}
 
 
 def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:

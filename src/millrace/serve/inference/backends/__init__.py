@@ -6,6 +6,8 @@ from millrace.errors import nearest
 from millrace.serve.inference.backend import ModelBackend
 from millrace.serve.inference.backends.add_sub import AddSubBackend
 from millrace.serve.inference.backends.identity import IdentityBackend
+from millrace.serve.inference.backends.millrace import EngineBackend
+from millrace.serve.inference.backends.onnxruntime import OnnxRuntimeBackend
 from millrace.serve.inference.backends.python import PythonBackend
 from millrace.serve.inference.backends.repeat import RepeatBackend
 from millrace.serve.inference.status import Code, StatusError
@@ -14,6 +16,8 @@ GROUP = "millrace.backends"  # of third parties' entry points
 BACKENDS: dict[str, type[ModelBackend]] = {
     "add_sub": AddSubBackend,
     "identity": IdentityBackend,
+    "millrace": EngineBackend,
+    "onnxruntime": OnnxRuntimeBackend,
     "python": PythonBackend,
     "repeat": RepeatBackend,
 }

@@ -1,0 +1,288 @@
+"""`millrace`: a language model of ours in a model repository, asked with the tensors that TensorRT-LLM's models have.
+
+The version's folder is a checkpoint or an engine, or holds one, or a GGUF file; or the parameter `model` is the name of
+a bundled or built one. Requests of all clients share the engine's steps, so that one instance is all there is.
+Decoupled, a request with `stream` is answered with what each step adds, any other once; answers are those of
+`/v1/completions` with the same numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.checkpoint.gguf.reader import is_gguf
+from millrace.compile.find import find_engine
+from millrace.compile.settings import BuildSettings
+from millrace.env import read_env
+from millrace.errors import BusyError, MillraceError, RequestError, nearest
+from millrace.runtime.generate import prompt_tokens
+from millrace.runtime.open import Opened, RunSettings, open_any
+from millrace.runtime.params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
+from millrace.runtime.request import Request
+from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput, TransactionPolicy
+from millrace.serve.repository.declare import empty
+from millrace.serve.repository.kinds import DataType
+from millrace.settings import Settings, parse_size, plain_type
+from millrace.tune.pricing import pricing
+
+TEXT, OUT = "text_input", "text_output"
+_CHECKPOINT = ("config.json", "manifest.json")
+# Of what may be asked, by TensorRT-LLM's names: the data type, whether there may be several, and ours.
+_SAMPLING: Mapping[str, tuple[str, str]] = {
+    "max_tokens": ("INT32", "max_tokens"), "min_length": ("INT32", "min_tokens"), "min_tokens": ("INT32", "min_tokens"),
+    "temperature": ("FP32", "temperature"), "top_k": ("INT32", "top_k"), "top_p": ("FP32", "top_p"),
+    "min_p": ("FP32", "min_p"), "repetition_penalty": ("FP32", "repetition_penalty"),
+    "presence_penalty": ("FP32", "presence_penalty"), "frequency_penalty": ("FP32", "frequency_penalty"),
+    "random_seed": ("UINT64", "seed"), "seed": ("UINT64", "seed"), "ignore_eos": ("BOOL", "ignore_eos"),
+}  # fmt: skip
+# What asks for what happens anyway; another value is refused.
+_ONLY: Mapping[str, tuple[str, Sequence[float]]] = {
+    "beam_width": ("INT32", (0, 1)), "num_return_sequences": ("INT32", (0, 1)), "length_penalty": ("FP32", (0, 1)),
+    "return_context_logits": ("BOOL", (0,)), "return_generation_logits": ("BOOL", (0,)),
+}  # fmt: skip
+_OTHERS = {"stream": "BOOL", "return_log_probs": "BOOL", "stop_words": "STRING", "bad_words": "STRING",
+           "end_id": "INT32", "pad_id": "INT32"}  # fmt: skip
+_SEVERAL = ("stop_words", "bad_words")
+_LOGPROBS = frozenset({"cum_log_probs", "output_log_probs"})  # where they are asked for
+_OUTPUTS = {OUT: "STRING", "cum_log_probs": "FP32", "output_log_probs": "FP32", "finish_reason": "STRING"}
+
+
+class EngineBackend(ModelBackend):
+    def instance(self, given: InstanceGiven) -> "_LanguageModel":
+        return _LanguageModel(given)
+
+    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
+        """Every input that it takes, all optional but the text; streams, unless the policy says otherwise."""
+        if config.model_transaction_policy is None:
+            policy = replace(empty(TransactionPolicy), decoupled=True)
+            config = replace(config, model_transaction_policy=policy)
+        kinds = {**{k: kind for k, (kind, _) in (*_SAMPLING.items(), *_ONLY.items())}, **_OTHERS}
+        return replace(
+            config,
+            input=config.input or (_tensor(empty(ModelInput), TEXT, "STRING"), *(
+                replace(_tensor(empty(ModelInput), name, kind, name in _SEVERAL), optional=True)
+                for name, kind in kinds.items()
+            )),
+            output=config.output or tuple(
+                _tensor(empty(ModelOutput), name, kind, name == "output_log_probs") for name, kind in _OUTPUTS.items()
+            ),
+        )  # fmt: skip
+
+
+def _tensor(nothing: Any, name: str, kind: str, several: bool = False) -> Any:
+    return replace(nothing, name=name, data_type=DataType[f"TYPE_{kind}"], dims=(-1 if several else 1,))
+
+
+class _LanguageModel(Instance):
+    answers_later = True
+
+    def __init__(self, given: InstanceGiven) -> None:
+        config = given.config
+        if sum(group.count for group in config.instance_group) != 1:
+            raise invalid(
+                f"model '{config.name}' must have one instance: it computes the requests of all clients together"
+            )
+        self._streams = bool(config.model_transaction_policy and config.model_transaction_policy.decoupled)
+        self._outputs = [o.name for o in config.output]
+        for name in self._outputs:
+            if name not in _OUTPUTS:
+                raise invalid(f"unexpected inference output '{name}', allowed outputs are: {', '.join(_OUTPUTS)}")
+        self._running: dict[InferRequest, Request] = {}
+        try:
+            self._opened = _opened(given)
+        except MillraceError as error:
+            raise StatusError(
+                Code.INTERNAL, f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
+            ) from error
+        self._loop = self._opened.loop()
+        self._loop.start(after_step=self._look)
+
+    def execute(self, requests: Sequence[InferRequest]) -> None:
+        for request in requests:
+            try:
+                self._begin(request)
+            except StatusError as error:
+                request.fail(error)
+            except RequestError as error:
+                request.fail(invalid(f"{request.named}{error.what}; expected: {error.expected}"))
+            except BusyError as error:
+                request.fail(StatusError(Code.UNAVAILABLE, f"{request.named}{error.what}"))
+
+    def _begin(self, request: InferRequest) -> None:
+        """raises StatusError, RequestError, BusyError"""
+        text = _texts(request, TEXT)
+        if len(text) != 1:
+            raise invalid(f"{request.named}{TEXT} has {len(text)} texts, and one a request is expected")
+        params, streams = sampling(request)
+        if streams and not self._streams:
+            raise invalid(f"{request.named}stream is asked of a model without the decoupled transaction policy")
+        _, ids = prompt_tokens(self._opened.tokenizer, text[0])
+        wanted = request.outputs or [n for n in self._outputs if n not in _LOGPROBS or params.logprobs is not None]
+        answer = _Answer(request, wanted, streams, self._running)
+        asked = self._loop.submit(ids, params, answer.deliver, request.id or None)
+        self._running[request] = asked
+        if answer.has_ended:  # the engine's thread was quicker
+            self._running.pop(request, None)
+
+    def _look(self) -> None:
+        """After each step: whoever went away takes no more of them."""
+        for request, asked in list(self._running.items()):
+            if request.cancelled:
+                self._loop.cancel(asked)
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._opened.close()
+
+
+class _Answer:
+    """What becomes of one request; of the engine's thread.
+
+    outputs: those that it gets; running: where it stands until it has ended
+    """
+
+    def __init__(
+        self, request: InferRequest, outputs: Sequence[str], streams: bool, running: dict[InferRequest, Request]
+    ) -> None:
+        self._request, self._outputs, self._streams, self._running = request, outputs, streams, running
+        self._text: list[str] = []
+        self._logprobs: list[float] = []
+        self._sum, self.has_ended = 0.0, False
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        request = self._request
+        for delta in deltas:
+            self._text.append(delta.text)
+            self._logprobs += [one.logprob for one in delta.logprobs or ()]
+        end = deltas[-1].finish_reason
+        if end is not None:
+            self.has_ended = True
+            self._running.pop(request, None)
+        if end is FinishReason.ERROR:
+            request.fail(StatusError(Code.INTERNAL, f"{request.named}{deltas[-1].error}"))
+        elif end is FinishReason.ABORT:
+            request.fail(StatusError(Code.CANCELLED, f"{request.named}the request was cancelled"))
+        elif end is not None:
+            request.send(self._response(end))
+        elif self._streams and any(self._text):
+            request.send(self._response(None), final=False)
+
+    def _response(self, end: FinishReason | None) -> InferResponse:
+        self._sum += sum(self._logprobs)
+        found: dict[str, Array] = {
+            OUT: _one("".join(self._text)), "cum_log_probs": np.array([self._sum], np.float32),
+            "output_log_probs": np.array(self._logprobs, np.float32), "finish_reason": _one(end or ""),
+        }  # fmt: skip
+        self._text, self._logprobs = [], []
+        batch = self._request.batch_size > 0
+        return InferResponse({name: found[name][None] if batch else found[name] for name in self._outputs})
+
+
+def _one(text: str) -> Array:
+    return objects([text.encode("utf-8", "surrogatepass")])
+
+
+def sampling(request: InferRequest) -> tuple[SamplingParams, bool]:
+    """By its tensors, or its parameters of the same names; and whether it wants a stream. raises StatusError"""
+    said: dict[str, Any] = dict(request.parameters)
+    for name, array in request.inputs.items():
+        if name != TEXT and name not in _SEVERAL:
+            said[name] = _scalar(request, name, array)
+    params: dict[str, Any] = {}
+    for name, value in said.items():
+        if name in _SAMPLING:
+            params[_SAMPLING[name][1]] = float(value) if _SAMPLING[name][0] == "FP32" else value
+        elif name in _ONLY and value not in _ONLY[name][1]:
+            raise StatusError(Code.UNSUPPORTED, f"{request.named}{name} is {value}, which is not supported")
+        elif name not in _ONLY and name not in _OTHERS:
+            known = [*_SAMPLING, *_ONLY, *_OTHERS]
+            raise invalid(f"{request.named}unexpected parameter '{name}': {nearest(name, known)}")
+    if any(_texts(request, "bad_words")):
+        raise StatusError(Code.UNSUPPORTED, f"{request.named}bad_words is not supported")
+    if stop := [text for text in _texts(request, "stop_words") if text]:
+        params["stop"] = stop
+    if (end_id := said.get("end_id")) is not None and end_id >= 0:
+        params["stop_token_ids"] = [end_id]
+    if said.get("return_log_probs") or not _LOGPROBS.isdisjoint(request.outputs):
+        params["logprobs"] = 0
+    params.setdefault("max_tokens", COMPLETION_TOKENS)
+    return SamplingParams(**params), bool(said.get("stream", False))
+
+
+def _scalar(request: InferRequest, name: str, array: Array) -> Any:
+    if array.size != 1:
+        raise invalid(f"{request.named}{name} has {array.size} elements, and one is expected")
+    return array.reshape(-1)[0].item()
+
+
+def _texts(request: InferRequest, name: str) -> list[str]:
+    """raises StatusError"""
+    array = request.inputs.get(name)
+    try:
+        return [] if array is None else [value.decode() for value in array.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise invalid(f"{request.named}{name} holds bytes that are no UTF-8: {error}") from None
+
+
+# ---------------------------------------------------------------------- which engine
+
+
+def _opened(given: InstanceGiven) -> Opened:
+    """raises StatusError, MillraceError"""
+    parameters = {key: p.string_value for key, p in given.config.parameters.items()}
+    place = parameters.pop("model", None)
+    if place is not None and ("/" in place or place in ("", ".", "..")):
+        raise invalid(f"parameter 'model' is '{place:.60}': the name of a bundled or built model is expected")
+    build, run = _settings(given.config.name, parameters)
+    name, engine = find_engine(
+        place or str(_place(given.folder / str(given.version))), build, read_env(), pricing=pricing
+    )
+    opened = open_any(name, engine, run)
+    if not isinstance(opened, Opened):
+        opened.close()
+        raise StatusError(Code.UNSUPPORTED, f"model '{given.config.name}' is an encoder: serve it as MODEL")
+    return opened
+
+
+def _place(folder: Path) -> Path:
+    """Of a version's checkpoint, engine or GGUF file: the folder, or the one thing in it. raises StatusError"""
+    if any((folder / name).is_file() for name in _CHECKPOINT):
+        return folder
+    there = sorted(folder.iterdir())
+    found = [p for p in there if is_gguf(p) or any((p / name).is_file() for name in _CHECKPOINT)]
+    if len(found) != 1:
+        what = f"{folder.name}/ holds {len(found)} checkpoints, engines or GGUF files, and one is expected"
+        raise StatusError(Code.INTERNAL, f"{what}; or name a bundled or built model by the parameter 'model'")
+    return found[0]
+
+
+def _settings(model: str, parameters: Mapping[str, str]) -> tuple[BuildSettings, RunSettings]:
+    """By the names of the command line's. raises StatusError, ConfigError"""
+    kinds = (BuildSettings, RunSettings)
+    known = [f.name for kind in kinds for f in fields(kind)]
+    for name in parameters:
+        if name not in known:
+            raise invalid(f"model '{model}' has the parameter '{name}': {nearest(name, ['model', *known])}")
+    values = {name: _value(kinds, name, text) for name, text in parameters.items()}
+    build, run = ({n: v for n, v in values.items() if n in {f.name for f in fields(k)}} for k in kinds)
+    return BuildSettings(**build), RunSettings(**run)
+
+
+def _value(kinds: Sequence[type[Settings]], name: str, text: str) -> Any:
+    (kind,) = (k for k in kinds if name in {f.name for f in fields(k)})
+    plain = plain_type(kind, name)
+    try:
+        if plain is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if plain is int and not text.isdigit():
+            return parse_size(text, name)
+        return plain(text)
+    except (KeyError, ValueError):
+        raise invalid(f"failed to parse parameter '{name}': '{text:.40}'") from None

@@ -1,0 +1,147 @@
+"""System shared memory that clients register, as Triton has it: inputs are read from it, outputs written to it.
+
+A client may cut its file off at any time, and a process that has it mapped would die of reading there. So regions are
+read and written through the file: one copy, and a short read is an error of that request alone.
+"""
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.asked import SHARED_OFF
+
+_FOLDER = Path("/dev/shm")  # where shm_open has its names
+_KEY = re.compile(r"/?[^/\0]{1,254}")
+_RESERVED = "triton_python_backend_shm_region_"
+_MOST_REGIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`byte_size` bytes of the file `key`, from `offset` on; `fd` is its file."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    fd: int
+
+    def told(self) -> dict[str, Any]:
+        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.byte_size}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of a request is, or is to go."""
+
+    region: Region
+    offset: int  # within the region
+    byte_size: int
+
+    def read(self) -> memoryview:
+        """raises StatusError where the file is shorter by now"""
+        data = bytearray(self.byte_size)
+        n = os.preadv(self.region.fd, [data], self.region.offset + self.offset)
+        if n < self.byte_size:
+            raise StatusError(Code.INTERNAL, f"shared memory region '{self.region.name}' has been cut off")
+        return memoryview(data)
+
+    def write(self, output: str, data: bytes) -> dict[str, Any]:
+        """The parameters of an output that lies there. raises StatusError"""
+        if len(data) > self.byte_size:
+            raise StatusError(
+                Code.INTERNAL,
+                f"shared memory size specified with the request for output '{output}' ({self.byte_size} bytes) should "
+                f"be at least {len(data)} bytes to hold the results",
+            )
+        os.pwrite(self.region.fd, data, self.region.offset + self.offset)
+        told: dict[str, Any] = {"shared_memory_region": self.region.name, "shared_memory_byte_size": len(data)}
+        return told | ({"shared_memory_offset": self.offset} if self.offset else {})
+
+
+class Regions:
+    """Of one server, by name. most_bytes: of one tensor, as of a body"""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._regions: dict[str, Region] = {}
+        self._most_bytes = most_bytes
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """raises StatusError"""
+        if name in self._regions:
+            raise StatusError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= _MOST_REGIONS:
+            raise StatusError(
+                Code.UNAVAILABLE, f"{_MOST_REGIONS} shared memory regions are registered, and no more may"
+            )
+        what = f"cannot register shared memory region '{name}'"
+        if _RESERVED in key:
+            raise invalid(f"{what} as the key contains the reserved prefix '{_RESERVED}'")
+        if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
+            raise invalid(f"{what} - invalid shm key '{key}'")
+        fd = _opened(key)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise invalid(f"{what} - invalid shm key '{key}'")
+            if offset > info.st_size:
+                raise invalid(f"Invalid offset for shared memory region: '{name}'")
+            if offset + byte_size > info.st_size:
+                raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
+        except StatusError:
+            os.close(fd)
+            raise
+        self._regions[name] = Region(name, key, offset, byte_size, fd)
+
+    def unregister(self, name: str) -> None:
+        """One that there is not is gone already. name: "" for all"""
+        gone = [name] if name else list(self._regions)
+        for one in gone:
+            if (region := self._regions.pop(one, None)) is not None:
+                os.close(region.fd)
+
+    def status(self, name: str) -> list[dict[str, Any]]:
+        """name: "" for all. raises StatusError"""
+        if not name:
+            return [region.told() for region in self._regions.values()]
+        if name not in self._regions:
+            raise StatusError(Code.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
+        return [self._regions[name].told()]
+
+    def place(self, name: str, offset: int, byte_size: int) -> Place:
+        """raises StatusError"""
+        region = self._regions.get(name)
+        if region is None:
+            raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+        if not 0 <= offset <= region.byte_size:
+            raise invalid(f"Invalid offset for shared memory region: '{name}'")
+        if not 0 <= byte_size <= region.byte_size - offset:
+            raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
+        if byte_size > self._most_bytes:
+            raise invalid(
+                f"shared memory byte size ({byte_size} bytes) exceeds the maximum allowed value of {self._most_bytes} "
+                "bytes. Use --http-max-input-size to increase the limit."
+            )
+        return Place(region, offset, byte_size)
+
+    def close(self) -> None:
+        self.unregister("")
+
+
+def allowed(regions: Regions | None) -> Regions:
+    """None where no client's memory is read. raises StatusError"""
+    if regions is None:
+        raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
+    return regions
+
+
+def _opened(key: str) -> int:
+    """As shm_open does it. raises StatusError"""
+    try:
+        return os.open(_FOLDER / key.removeprefix("/"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        raise StatusError(Code.INTERNAL, f"Unable to open shared memory region: '{key}'") from None

@@ -1,0 +1,237 @@
+"""Tensors in shared memory that a client registers: over HTTP and gRPC, and what a client may do to it meanwhile."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve.shared_memory import Regions
+from tests.support.kserve_grpc import Client, connected, one, refusal
+from tests.support.repository import ADD_SUB, identity, in_process, write_models
+from tests.support.server import Threaded
+
+X = np.arange(16, dtype=np.float32).reshape(1, 16)
+Memory = shared_memory.SharedMemory
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Threaded]:
+    models = {
+        "simple": ADD_SUB.replace("INT32", "FP32"),
+        "strings": identity("STRING", "-1, -1"),
+        "large": identity("FP32", "-1, -1"),
+    }
+    root = write_models(tmp_path_factory.mktemp("models"), models)
+    with in_process(root, allow_client_shm=True, grpc_port=0, http_max_input_size=20_000) as found:
+        yield found
+
+
+@pytest.fixture
+def memory(served: Threaded) -> Iterator[Memory]:
+    """4 KiB, registered as "r" from byte 64 on."""
+    made = Memory(create=True, size=4096)
+    body = {"key": f"/{made.name}", "offset": 64, "byte_size": 1024}
+    assert httpx.post(f"{served.url}/v2/systemsharedmemory/region/r/register", json=body).status_code == 200
+    yield made
+    assert httpx.post(f"{served.url}/v2/systemsharedmemory/unregister").status_code == 200
+    made.close()
+    made.unlink()
+
+
+def numbers(memory: Memory, at: int) -> np.ndarray[Any, Any]:
+    """16 of the region "r", from byte `at` on."""
+    assert memory.buf is not None
+    return np.frombuffer(memory.buf, np.float32, 16, 64 + at)
+
+
+def placed(name: str, offset: int, size: int, region: str = "r") -> dict[str, Any]:
+    where = {"shared_memory_region": region, "shared_memory_offset": offset, "shared_memory_byte_size": size}
+    return {"name": name, "parameters": where}
+
+
+def test_add_sub_over_http(served: Threaded, memory: Memory) -> None:
+    numbers(memory, 0)[:] = X[0]
+    body = {
+        "inputs": [
+            {**placed("INPUT0", 0, 64), "shape": [1, 16], "datatype": "FP32"},
+            {"name": "INPUT1", "shape": [1, 16], "datatype": "FP32", "data": [1.0] * 16},
+        ],
+        "outputs": [placed("OUTPUT0", 128, 64), {"name": "OUTPUT1"}],
+    }
+    for _ in range(3):  # also where the connection knows the request
+        reply = httpx.post(f"{served.url}/v2/models/simple/infer", json=body).json()
+        assert "outputs" in reply, reply
+        shared, plain = reply["outputs"]
+        assert shared == {
+            "name": "OUTPUT0", "datatype": "FP32", "shape": [1, 16], "parameters":
+            {"shared_memory_region": "r", "shared_memory_offset": 128, "shared_memory_byte_size": 64},
+        }  # fmt: skip
+        assert plain["data"] == (X[0] - 1).tolist()
+        assert numbers(memory, 128).tolist() == (X[0] + 1).tolist()
+        numbers(memory, 128)[:] = 0
+
+
+def test_add_sub_over_grpc(served: Threaded, memory: Memory) -> None:
+    numbers(memory, 64)[:] = X[0]
+
+    def parameters(offset: int) -> dict[str, Any]:
+        return {"shared_memory_region": {"string_param": "r"}, "shared_memory_offset": {"int64_param": offset},
+                "shared_memory_byte_size": {"int64_param": 64}}  # fmt: skip
+
+    with connected(served.grpc_url) as client:
+        found = client.infer(
+            "simple", [one("FP32", [1, 16], "INPUT0", parameters=parameters(64)), one("FP32", [1, 16], "INPUT1")],
+            [X.tobytes()], outputs=[{"name": "OUTPUT0", "parameters": parameters(256)}, {"name": "OUTPUT1"}],
+        )  # fmt: skip
+        assert found.outputs[0].parameters["shared_memory_region"].string_param == "r"
+        assert found.outputs[0].parameters["shared_memory_offset"].int64_param == 256
+        assert list(found.raw_output_contents) == [bytes(64)]  # OUTPUT1 alone: x - x
+        assert numbers(memory, 256).tolist() == (2 * X[0]).tolist()
+
+
+def test_strings(served: Threaded, memory: Memory) -> None:
+    data = b"\x02\0\0\0ab\0\0\0\0"
+    assert memory.buf is not None
+    memory.buf[64 : 64 + len(data)] = data
+    asked = {"inputs": [{**placed("INPUT0", 0, len(data)), "shape": [1, 2], "datatype": "BYTES"}],
+             "outputs": [placed("OUTPUT0", 500, 100)]}  # fmt: skip
+    reply = httpx.post(f"{served.url}/v2/models/strings/infer", json=asked).json()
+    assert reply["outputs"][0]["parameters"]["shared_memory_byte_size"] == len(data)
+    assert bytes(memory.buf[564 : 564 + len(data)]) == data
+
+
+def test_status_and_names(served: Threaded, memory: Memory) -> None:
+    base = f"{served.url}/v2/systemsharedmemory"
+    region = {"name": "r", "key": f"/{memory.name}", "offset": 64, "byte_size": 1024}
+    assert httpx.get(f"{base}/status").json() == [region] == httpx.get(f"{base}/region/r/status").json()
+    assert "system_shared_memory" in httpx.get(f"{served.url}/v2").json()["extensions"]
+    with connected(served.grpc_url) as client:
+        told = client.call("SystemSharedMemoryStatus", name="r").regions["r"]
+        assert (told.name, told.key, told.offset, told.byte_size) == tuple(region.values())
+        client.call("SystemSharedMemoryRegister", name="g", key=memory.name, offset=0, byte_size=4096)
+        assert set(client.call("SystemSharedMemoryStatus").regions) == {"r", "g"}
+        client.call("SystemSharedMemoryUnregister", name="g")
+        client.call("SystemSharedMemoryUnregister", name="g")  # gone already
+        assert httpx.get(f"{base}/status").json() == [region]
+        assert refusal(lambda: client.call("SystemSharedMemoryStatus", name="g")) == (
+            "NOT_FOUND", "Unable to find system shared memory region: 'g'",
+        )  # fmt: skip
+    assert httpx.get(f"{served.url}/v2/cudasharedmemory/status").status_code == 501
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status", "what"),
+    [
+        ("r", {}, 400, "shared memory region 'r' already in manager"),
+        ("n", {"key": "/no-such-thing"}, 500, "Unable to open shared memory region: '/no-such-thing'"),
+        ("n", {"key": "/../etc/passwd"}, 400, "cannot register shared memory region 'n' - invalid shm key '/../"),
+        ("n", {"key": "/.."}, 400, "cannot register shared memory region 'n' - invalid shm key '/..'"),
+        ("n", {"key": ""}, 400, "cannot register shared memory region 'n' - invalid shm key ''"),
+        ("n", {"key": "/triton_python_backend_shm_region_1"}, 400, "cannot register shared memory region 'n' as the "
+         "key contains the reserved prefix 'triton_python_backend_shm_region_'"),
+        ("n", {"offset": 4097}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"offset": 4096}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
+        ("n", {"offset": 2**62, "byte_size": 2**62}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"byte_size": 4097}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
+        ("n", {"byte_size": -1}, 500, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ("n", {"key": 3}, 500, "attempt to access JSON non-string as string"),
+        ("n", {"key": None, "byte_size": None}, 400, "Shared memory register request has no 'key' field"),
+    ],
+)  # fmt: skip
+def test_what_is_not_registered(
+    served: Threaded, memory: Memory, name: str, body: dict[str, Any], status: int, what: str
+) -> None:
+    asked = {"key": f"/{memory.name}", "byte_size": 64, **body}
+    reply = httpx.post(
+        f"{served.url}/v2/systemsharedmemory/region/{name}/register",
+        json={k: v for k, v in asked.items() if v is not None},
+    )
+    assert (reply.status_code, reply.json()["error"][: len(what)]) == (status, what)
+    assert [one["name"] for one in httpx.get(f"{served.url}/v2/systemsharedmemory/status").json()] == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "status", "what"),
+    [
+        (placed("", 0, 64, "q"), 404, "Unable to find shared memory region: 'q'"),
+        (placed("", 1025, 0), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 1000, 64), 400, "Invalid offset + byte size for shared memory region: 'r'"),
+        ({"parameters": {"shared_memory_region": "r"}}, 500, "Unable to parse 'shared_memory_byte_size': attempt to "
+         "access non-existing object member 'shared_memory_byte_size'"),
+    ],
+)  # fmt: skip
+def test_places_that_are_none(
+    served: Threaded, memory: Memory, parameters: dict[str, Any], status: int, what: str
+) -> None:
+    there = {"name": "INPUT0", "shape": [1, 16], "datatype": "FP32", "parameters": parameters["parameters"]}
+    reply = httpx.post(f"{served.url}/v2/models/large/infer", json={"inputs": [there]})
+    assert (reply.status_code, reply.json()["error"]) == (status, what)
+
+
+def test_sizes_that_do_not_fit(served: Threaded, memory: Memory) -> None:
+    there = {"name": "INPUT0", "shape": [1, 16], "datatype": "FP32"}
+    short = {"inputs": [{**there, **placed("INPUT0", 0, 60)}]}
+    reply = httpx.post(f"{served.url}/v2/models/large/infer", json=short)
+    assert reply.status_code == 400 and "60" in reply.json()["error"], reply.text
+    little = {"inputs": [{**there, "data": X[0].tolist()}], "outputs": [placed("OUTPUT0", 0, 60)]}
+    reply = httpx.post(f"{served.url}/v2/models/large/infer", json=little)
+    what = "shared memory size specified with the request for output 'OUTPUT0' (60 bytes) should be at least 64 bytes"
+    assert (reply.status_code, reply.json()["error"][: len(what)]) == (500, what)
+
+
+def test_a_client_that_cuts_its_memory_off(served: Threaded, memory: Memory) -> None:
+    """A server that had it mapped would be killed by the next read."""
+    there = {**placed("INPUT0", 0, 64), "shape": [1, 16], "datatype": "FP32"}
+    os.truncate(f"/dev/shm/{memory.name}", 80)
+    reply = httpx.post(f"{served.url}/v2/models/large/infer", json={"inputs": [there]})
+    assert (reply.status_code, reply.json()["error"]) == (500, "shared memory region 'r' has been cut off")
+    os.truncate(f"/dev/shm/{memory.name}", 4096)
+    assert httpx.post(f"{served.url}/v2/models/large/infer", json={"inputs": [there]}).status_code == 200
+
+
+def test_more_than_a_body_may_have(served: Threaded) -> None:
+    large = Memory(create=True, size=1 << 20)
+    try:
+        with connected(served.grpc_url) as client:
+            client.call("SystemSharedMemoryRegister", name="l", key=large.name, byte_size=1 << 20)
+        there = {**placed("INPUT0", 0, 20_004, "l"), "shape": [1, 5001], "datatype": "FP32"}
+        reply = httpx.post(f"{served.url}/v2/models/large/infer", json={"inputs": [there]})
+        assert reply.status_code == 400 and "--http-max-input-size" in reply.json()["error"]
+    finally:
+        httpx.post(f"{served.url}/v2/systemsharedmemory/unregister")
+        large.close()
+        large.unlink()
+
+
+def test_wrong_kinds_over_grpc(served: Threaded, memory: Memory) -> None:
+    with connected(served.grpc_url) as client:
+        for key, value in (("region", {"int64_param": 1}), ("offset", {"string_param": "1"})):
+            said = {"shared_memory_region": {"string_param": "r"}, f"shared_memory_{key}": value}
+            code, what = refusal(partial(infer, client, said))
+            assert code == "INVALID_ARGUMENT" and f"invalid value type for 'shared_memory_{key}' parameter" in what
+
+
+def infer(client: Client, parameters: dict[str, Any]) -> Any:
+    return client.infer("large", [one("FP32", [1, 16], parameters=parameters)])
+
+
+def test_no_file_stays_open() -> None:
+    made = Memory(create=True, size=64)
+    before = len(list(Path("/dev/fd").iterdir()))
+    regions = Regions(1 << 20)
+    regions.register("a", made.name, 0, 64)
+    regions.register("b", made.name, 0, 64)
+    for wrong in (("a", made.name, 0, 1), ("c", made.name, 65, 0), ("d", made.name, 1, 64)):
+        with pytest.raises(StatusError):
+            regions.register(*wrong)
+    regions.close()
+    assert len(list(Path("/dev/fd").iterdir())) == before
+    made.close()
+    made.unlink()
