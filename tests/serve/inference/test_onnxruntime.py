@@ -239,3 +239,58 @@ def test_weights_beside_the_network(tmp_path: Path) -> None:
             np.testing.assert_allclose(found["y"], np.maximum(x @ W, 0), rtol=1e-5, atol=1e-6)
 
     asyncio.run(run())
+
+
+SEQUENCES = """backend: "onnxruntime" max_batch_size: 4 %s
+sequence_batching {
+  %s
+  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
+  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
+}
+"""
+SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }"""
+
+
+def running_sum() -> Any:
+    """after = y = before + ready x; who = id"""
+    row, flag, number = (TensorProto.FLOAT, ["N", 2]), (TensorProto.FLOAT, ["N", 1]), (TensorProto.INT64, ["N", 1])
+    nodes = [
+        helper.make_node("Mul", ["x", "ready"], ["h"]), helper.make_node("Add", ["before", "h"], ["after"]),
+        helper.make_node("Identity", ["after"], ["y"]), helper.make_node("Identity", ["id"], ["who"]),
+    ]  # fmt: skip
+    return network(
+        nodes, {"x": row, "ready": flag, "id": number, "before": row}, {"y": row, "who": number, "after": row}
+    )
+
+
+@pytest.mark.parametrize("strategy", ["direct {}", "oldest { max_queue_delay_microseconds: 1000 }"])
+@pytest.mark.parametrize("sides", [SIDES, ""])
+def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str, sides: str) -> None:
+    """Also where the network says what its inputs and outputs are: those that clients do not see are not among them."""
+    write(tmp_path, "sums", running_sum(), SEQUENCES % (sides, strategy))
+
+    async def part(model: Any, id_: int, x: Array, flags: int) -> Array:
+        request = InferRequest({})
+        request.correlation_id, request.flags = id_, flags
+        model.checker.take(request, [Given("x", "FP32", x.shape, x)])
+        outputs = (await model.infer(request)).outputs
+        assert outputs.keys() == {"y", "who"} and outputs["who"].tolist() == [[id_]]
+        return outputs["y"]
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("sums")
+            assert [i.name for i in model.config.input] == ["x"]
+
+            async def sums(id_: int) -> None:
+                total = np.zeros((1, 2), np.float32)
+                for i in range(4):
+                    x = np.random.default_rng((id_, i)).integers(0, 9, (1, 2)).astype(np.float32)
+                    total += x
+                    assert np.array_equal(await part(model, id_, x, (i == 0) | (i == 3) << 1), total)
+
+            await asyncio.gather(*(sums(id_) for id_ in range(1, 8)))
+
+    asyncio.run(run())

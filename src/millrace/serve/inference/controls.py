@@ -69,13 +69,20 @@ class Controls:
         request.inputs[name] = array.reshape(self._shape)
 
 
+def control_type(control: Control) -> DataType:
+    """Of its tensor."""
+    if control.kind is ControlKind.CONTROL_SEQUENCE_CORRID:
+        return control.data_type
+    if control.int32_false_true:
+        return DataType.TYPE_INT32
+    return DataType.TYPE_FP32 if control.fp32_false_true else DataType.TYPE_BOOL
+
+
 def _values(control: Control, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """Of false and of true, which requests share."""
-    for datatype, values in (("INT32", control.int32_false_true), ("FP32", control.fp32_false_true)):
-        if values:
-            return _constant(values[0], datatype, shape), _constant(values[1], datatype, shape)
-    said = control.bool_false_true
-    return _constant(said[0], "BOOL", shape), _constant(said[1], "BOOL", shape)
+    false, true = control.int32_false_true or control.fp32_false_true or control.bool_false_true
+    datatype = wire_name(control_type(control))
+    return _constant(false, datatype, shape), _constant(true, datatype, shape)
 
 
 def _constant(value: float, datatype: str, shape: tuple[int, ...]) -> Array:

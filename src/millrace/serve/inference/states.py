@@ -4,19 +4,21 @@ Their sequence holds them between the two. A first request has the initial state
 for each dim that varies. A client is told a state only where the configuration has it among the outputs, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from millrace.serve.inference.check import shown, wire_name
+from millrace.serve.inference.controls import control_type
 from millrace.serve.inference.files import read_tensor
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import BYTES, DTYPES, Array, objects
-from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput
 from millrace.serve.repository.config import State as Said
+from millrace.serve.repository.declare import empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,29 @@ class _State:
     dims: tuple[int, ...]
     initial: Array
     is_told: bool  # it is an output of the model, too
+
+
+def whole(config: ModelConfig) -> ModelConfig:
+    """With what a model of sequences has and its clients do not see: its control inputs, its states on both sides."""
+    said = config.sequence_batching
+    if said is None:
+        return config
+    controls = [
+        replace(empty(ModelInput), name=tensor.name, data_type=control_type(control), dims=(1,))
+        for tensor in said.control_input
+        for control in tensor.control
+    ]
+    held = [
+        replace(empty(ModelInput), name=state.input_name, data_type=state.data_type, dims=state.dims)
+        for state in said.state
+    ]
+    declared = {output.name for output in config.output}
+    made = [
+        replace(empty(ModelOutput), name=state.output_name, data_type=state.data_type, dims=state.dims)
+        for state in said.state
+        if state.output_name not in declared
+    ]
+    return replace(config, input=(*config.input, *controls, *held), output=(*config.output, *made))
 
 
 class States:

@@ -17,6 +17,7 @@ from millrace.errors import nearest
 from millrace.machine.cpu import usable_cores
 from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.check import wire_name
+from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve.tensors import Array, objects
 from millrace.serve.repository.config import DynamicBatching, ModelConfig, ModelInput, ModelOutput, Reshape
@@ -49,7 +50,7 @@ class OnnxRuntimeBackend(ModelBackend):
         if file is None:
             return config
         session = _session(file, _options(config, 1))
-        inputs, outputs = session.get_inputs(), session.get_outputs()
+        inputs, outputs = _seen(config, session)
         says_nothing = not config.input and not config.output and not config.max_batch_size
         if says_nothing and all(t.shape and not isinstance(t.shape[0], int) for t in (*inputs, *outputs)):
             config = replace(config, max_batch_size=DEFAULT_BATCH)
@@ -66,7 +67,7 @@ class OnnxRuntimeBackend(ModelBackend):
 class _Network(Batched):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = given.config
+        config = whole(given.config)
         n_instances = sum(group.count for group in config.instance_group)
         self._session = _session(given.file, _options(config, n_instances))
         _check(config, self._session)
@@ -83,6 +84,16 @@ class _Network(Batched):
 
     def close(self) -> None:
         del self._session
+
+
+def _seen(config: ModelConfig, session: Any) -> tuple[list[Any], list[Any]]:
+    """What clients of the network give and get, which is not all of it where it has sequences."""
+    hidden = whole(replace(config, input=(), output=()))
+    inputs, outputs = ({tensor.name for tensor in side} for side in (hidden.input, hidden.output))
+    return (
+        [t for t in session.get_inputs() if t.name not in inputs],
+        [t for t in session.get_outputs() if t.name not in outputs],
+    )  # fmt: skip
 
 
 def _newest(folder: Path, name: str) -> Path | None:
