@@ -245,6 +245,9 @@ class ModelRepository:
         if config.ensemble_scheduling is not None:
             return lambda version: Ensemble(found(version), self.get, loop)
         backend = backend_named(config.backend)
+        if (config.batch_input or config.batch_output) and not backend.takes_batch_io:
+            what = f"batch_input and batch_output are not taken by backend '{config.backend}'"
+            raise StatusError(Code.UNSUPPORTED, what)
         config = await in_own_thread(name, partial(backend.completed, config, read.folder))
         if config.sequence_batching is None:
             return lambda version: BackendModel(found(version), backend, loop)
