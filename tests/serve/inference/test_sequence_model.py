@@ -250,3 +250,90 @@ def test_the_next_waits_for_an_answer_that_comes_late(tmp_path: Path) -> None:
             assert order == [1, 2, 3] and model.statistics.n_executions == 3
 
     asyncio.run(run())
+
+
+DECOUPLED = """
+import threading
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.first = None
+
+    def execute(self, requests):
+        for request in requests:
+            value = pb_utils.get_input_tensor_by_name(request, "INPUT").as_numpy()
+            sender = request.get_response_sender()
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", value)]))
+            if self.first is None:
+                self.first = sender
+            else:  # the one before ends only after this
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                self.first.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+def test_the_next_of_a_decoupled_model_waits_for_no_answer(tmp_path: Path) -> None:
+    write(tmp_path, "m", DECOUPLED, accumulator(more="model_transaction_policy { decoupled: true }"))
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model, found = repository.get("m"), list[Any]()
+            done = asyncio.Event()
+
+            def receive(response: Any, error: StatusError | None, final: bool) -> None:
+                assert error is None
+                found.append(int(response.outputs["OUTPUT"].item()) if response is not None else final)
+                if found.count(True) == 2:
+                    done.set()
+
+            for value, flags in ((1, START), (2, END)):
+                model.submit(part(model, 1, value, flags), receive)
+            async with asyncio.timeout(10):
+                await done.wait()
+            assert found == [1, 2, True, True]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_answers_of_oldest_come_in_order_where_that_is_asked(tmp_path: Path, ordered: bool) -> None:
+    """Two sequences, of which the first takes long to be answered."""
+    strategy = f"oldest {{ preferred_batch_size: [ 1 ] preserve_ordering: {str(ordered).lower()} }}"
+    write(tmp_path, "m", LATE, accumulator(strategy))
+
+    async def run() -> list[int]:
+        async with Loaded(tmp_path) as repository:
+            model, order = repository.get("m"), list[int]()
+            asking = [asyncio.ensure_future(model.infer(part(model, i, i, START | END))) for i in (1, 2, 3)]
+            for one in asking:
+                one.add_done_callback(lambda f: order.append(f.result().outputs["OUTPUT"].item()))
+            await asyncio.gather(*asking)
+            await asyncio.sleep(0)
+            return order
+
+    order = asyncio.run(run())
+    assert order == [1, 2, 3] if ordered else order[-1] == 1
+
+
+def test_a_sequence_through_an_ensemble(tmp_path: Path) -> None:
+    write(tmp_path, "m", SUMS, accumulator())
+    (tmp_path / "e" / "1").mkdir(parents=True)
+    (tmp_path / "e" / "config.pbtxt").write_text(
+        """platform: "ensemble" max_batch_size: 4
+        input { name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }
+        output { name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }
+        ensemble_scheduling { step { model_name: "m" model_version: -1
+          input_map { key: "INPUT" value: "INPUT" } output_map { key: "OUTPUT" value: "OUTPUT" } } }"""
+    )
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("e")
+            assert await sums(model, 5, 1, 2, 3) == [1, 3, 6]
+            error = (await asyncio.gather(model.infer(part(model, 5, 1)), return_exceptions=True))[0]
+            assert refused(error)[1].startswith("in ensemble 'e', inference request for sequence 5 to model 'm' must")
+
+    asyncio.run(run())

@@ -405,6 +405,17 @@ def test_slots_of_instances_are_taken_in_turn() -> None:
     assert taken(queue, instance=0) == ([1, 3], Closed.FULL)
 
 
+def test_any_number_of_slots_takes_no_memory() -> None:
+    text = "max_batch_size: 2147483647 sequence_batching { direct { minimum_slot_utilization: 0.5 } }"
+    read = read_config(text.encode(), Path("config.pbtxt"))
+    rules = SequenceRules.of(completed(read.config, "m", ("model.py",))[0])
+    assert (rules.n_slots, rules.least_ready) == (2**31 - 1, 2**30 - 32), "which float32 rounds to half of them"
+    queue = queue_of(rules, n_instances=3)
+    for id_ in range(1, 9):
+        queue.put(request(id_, START), 0)
+    assert taken(queue, instance=1) == ([2, 5, 8], Closed.DELAY)
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -416,6 +427,7 @@ def test_slots_of_instances_are_taken_in_turn() -> None:
             SequenceRules("m", 8, 8, delay_ns=5000, least_ready=1),
         ),
         ("direct { minimum_slot_utilization: 0.126 }", SequenceRules("m", 8, 8, least_ready=2)),
+        ("direct { minimum_slot_utilization: 0.001 }", SequenceRules("m", 8, 8, least_ready=1)),
         ("direct { minimum_slot_utilization: 1 }", SequenceRules("m", 8, 8, least_ready=8)),
         ("max_sequence_idle_microseconds: 7", SequenceRules("m", 8, 8, idle_ns=7000)),
         ("oldest {}", SequenceRules("m", 8, 8, batches=BatchRules(8, frozenset({8})))),

@@ -15,6 +15,7 @@ As in `batching.py`, nothing here waits or looks at a clock.
 
 import heapq
 import logging
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -62,7 +63,12 @@ class SequenceRules:
 
 def _least(utilization: float, n_slots: int) -> int:
     """The fewest slots that are so large a part of all, in the protocol's own float32."""
-    return next(n for n in range(1, n_slots + 1) if np.float32(n) / np.float32(n_slots) >= np.float32(utilization))
+
+    def is_enough(n: int) -> bool:
+        return bool(np.float32(n) / np.float32(n_slots) >= np.float32(utilization))
+
+    # not one by one: a configuration may have 2**31 of them
+    return bisect_left(range(1, n_slots + 1), True, key=is_enough) + 1
 
 
 class Sequence:
@@ -100,8 +106,10 @@ class SequenceQueue:
         """ready: called with a request that is the next of its sequence, before it may be in a batch
         null: what stands in the place of a slot without a request, beside one like this"""
         self._rules, self._ready, self._null = rules, ready, null
-        self._slots: list[list[Sequence | None]] = [[None] * rules.n_slots for _ in range(n_instances)]
-        self._free = [(slot, i) for slot in range(rules.n_slots) for i in range(n_instances)]  # a heap
+        # Places are in use, free again (a heap), or were never used: a configuration may have any number of them.
+        self._slots: list[dict[int, Sequence]] = [{} for _ in range(n_instances)]
+        self._free: list[tuple[int, int]] = []
+        self._n_used, self._n_places = 0, rules.n_slots * n_instances
         self._by_id: dict[Id, deque[Sequence]] = {}  # those that are not over; of an id the newest is last
         self._backlog: OrderedDict[Sequence, None] = OrderedDict()  # those without a slot
         self._idle: OrderedDict[Sequence, None] = OrderedDict()  # with a slot and nothing to do, the longest first
@@ -242,7 +250,7 @@ class SequenceQueue:
 
     def _direct(self, now_ns: int, instance: int) -> Batch | None:
         rules, slots = self._rules, self._slots[instance]
-        ready = {slot: one.waiting[0] for slot, one in enumerate(slots) if one is not None and one.is_offered}
+        ready = {slot: one.waiting[0] for slot, one in sorted(slots.items()) if one.is_offered}
         if not ready:
             return None
         oldest_ns = min(request.queued_ns for request in ready.values())
@@ -281,19 +289,27 @@ class SequenceQueue:
         self._backlog.pop(sequence, None)
         if sequence.place is not None:
             slot, instance = sequence.place
-            self._slots[instance][slot] = sequence.place = None
+            del self._slots[instance][slot]
+            sequence.place = None
             heapq.heappush(self._free, (slot, instance))
 
     def _fill(self, now_ns: int) -> None:
         """Give free slots to those that wait for one, the first of their id, in their order."""
-        while self._free and self._backlog:
+        while self._backlog and (self._free or self._n_used < self._n_places):
             sequence = next((s for s in self._backlog if self._by_id[s.id][0] is s), None)
             if sequence is None:
                 return
             del self._backlog[sequence]
-            sequence.place = slot, instance = heapq.heappop(self._free)
+            sequence.place = slot, instance = self._free_place()
             self._slots[instance][slot] = sequence
             self._offer(sequence, now_ns)
+
+    def _free_place(self) -> tuple[int, int]:
+        """The lowest slot, of the instances in turn."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self._n_used += 1
+        return divmod(self._n_used - 1, len(self._slots))
 
     def _offer(self, sequence: Sequence, now_ns: int) -> None:
         """The next of it may be in a batch."""
