@@ -1,5 +1,6 @@
 """The sequence batcher against its rules, written down once more over one list of sequences, in simulated time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -125,7 +126,9 @@ class Model:
 
     def take(self, now: int, instance: int) -> list[InferRequest | None]:
         """By slot, None for one that is filled; of oldest, without slots."""
-        found = self.batchers[instance].take(now) if self.rules.batches else self.direct(now, instance)
+        found: Sequence[InferRequest | None] = self.direct(now, instance)
+        if self.rules.batches:
+            found = self.batchers[instance].take(now)
         for s in self.sequences:
             if s.waiting and s.waiting[0] in found:
                 s.busy = s.waiting.pop(0)

@@ -97,9 +97,9 @@ def test_errors_of_sequences_over_grpc(client: Client) -> None:
     told = [r.error_message for r in client.stream(iter([part("direct", 99, 1), part("direct", 0, 1, "se")]))]
     nameless = "inference request to model 'direct' must specify a non-zero or non-empty correlation ID"
     assert told == [f"inference request for sequence 99 to model 'direct' {NO_START}", nameless]
-    two = {"inputs": [one("INT32", [2, 1], "INPUT")], "raw": [bytes(8)]}
+    two = [one("INT32", [2, 1], "INPUT")]
     words = "inference request to model 'direct' must specify batch-size 1 due to requirements of sequence batcher"
-    assert refusal(lambda: client.infer("direct", **two)) == ("INVALID_ARGUMENT", words)
+    assert refusal(lambda: client.infer("direct", two, [bytes(8)])) == ("INVALID_ARGUMENT", words)
 
 
 def test_a_client_that_leaves_ends_its_sequence(client: Client, served: Threaded) -> None:

@@ -29,4 +29,6 @@ def read_tensor(file: Path, datatype: str, n: int) -> Array:
     if len(data) < n * dtype.itemsize:  # it has become shorter since it was looked at
         raise invalid(f"{named} has {len(data)} bytes, expected {n * dtype.itemsize}")
     array: Array = np.frombuffer(data, dtype, n).copy()
-    return array.view(np.uint8) != 0 if datatype == "BOOL" else array
+    if datatype == "BOOL":
+        array = array.view(np.uint8) != 0
+    return array

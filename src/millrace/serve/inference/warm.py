@@ -104,8 +104,9 @@ def _array(said: WarmupInput, given: InstanceGiven) -> Array:
     if said.zero_data:
         return np.zeros(n, dtype)
     rng = np.random.default_rng(0)  # the same at each start
+    found: Array = rng.random(n)
     if said.data_type is DataType.TYPE_BOOL:
-        return rng.random(n) < 0.5
-    if dtype.kind in "iu":
-        return np.frombuffer(rng.bytes(n * dtype.itemsize), dtype)
-    return rng.random(n).astype(dtype)
+        found = found < 0.5
+    elif dtype.kind in "iu":
+        found = np.frombuffer(rng.bytes(n * dtype.itemsize), dtype)
+    return found.astype(dtype)
