@@ -64,7 +64,7 @@ class Model:
         ]
         longest = order[: max(legal)]
         may_grow = max(legal) == len(order) and sum(r.batch_size for r in longest) < rules.max_size
-        over = rules.delay_ns and now - min(r.queued_ns for r in longest) >= rules.delay_ns
+        over = rules.delay_ns and now - min(r.ready_ns for r in longest) >= rules.delay_ns
         preferred = [k for k in legal if sum(r.batch_size for r in order[:k]) in rules.preferred]
         # larger than every preferred size with one more, which Triton does not wait for
         most = max(rules.preferred, default=0)

@@ -90,8 +90,8 @@ def test_a_failed_reload_keeps_what_is_served(root: Path) -> None:
         assert infer(url).status_code == 200
         config.write_text((BATCHES % "").replace('"identity"', '"idendity"'))
         assert "unable to find backend 'idendity'; did you mean \"identity\"?" in control(url, "m", "load")[1]
-        config.write_text(BATCHES % "sequence_batching { }")
-        assert control(url, "m", "load")[1].endswith("Unsupported: sequence_batching is not supported yet;")
+        config.write_text(BATCHES % "sequence_batching { iterative_sequence: true }")
+        assert control(url, "m", "load")[1].endswith("m/config.pbtxt:1:59: iterative_sequence is not supported yet")
         config.write_text((BATCHES % "").replace("FP32", "FP64"))
         assert control(url, "m", "load") == (200, "")
         assert "expects 'FP64'" in infer(url).text

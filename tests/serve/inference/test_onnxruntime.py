@@ -239,3 +239,106 @@ def test_weights_beside_the_network(tmp_path: Path) -> None:
             np.testing.assert_allclose(found["y"], np.maximum(x @ W, 0), rtol=1e-5, atol=1e-6)
 
     asyncio.run(run())
+
+
+SEQUENCES = """backend: "onnxruntime" max_batch_size: 4 %s
+sequence_batching {
+  %s
+  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
+  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
+}
+"""
+SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }"""
+
+
+def running_sum() -> Any:
+    """after = y = before + ready x; who = id"""
+    row, flag, number = (TensorProto.FLOAT, ["N", 2]), (TensorProto.FLOAT, ["N", 1]), (TensorProto.INT64, ["N", 1])
+    nodes = [
+        helper.make_node("Mul", ["x", "ready"], ["h"]), helper.make_node("Add", ["before", "h"], ["after"]),
+        helper.make_node("Identity", ["after"], ["y"]), helper.make_node("Identity", ["id"], ["who"]),
+    ]  # fmt: skip
+    return network(
+        nodes, {"x": row, "ready": flag, "id": number, "before": row}, {"y": row, "who": number, "after": row}
+    )
+
+
+@pytest.mark.parametrize("strategy", ["direct {}", "oldest { max_queue_delay_microseconds: 1000 }"])
+@pytest.mark.parametrize("sides", [SIDES, ""])
+def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str, sides: str) -> None:
+    """Also where the network says what its inputs and outputs are: those that clients do not see are not among them."""
+    write(tmp_path, "sums", running_sum(), SEQUENCES % (sides, strategy))
+
+    async def part(model: Any, id_: int, x: Array, flags: int) -> Array:
+        request = InferRequest({})
+        request.correlation_id, request.flags = id_, flags
+        model.checker.take(request, [Given("x", "FP32", x.shape, x)])
+        outputs = (await model.infer(request)).outputs
+        assert outputs.keys() == {"y", "who"} and outputs["who"].tolist() == [[id_]]
+        return outputs["y"]
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("sums")
+            assert [i.name for i in model.config.input] == ["x"]
+
+            async def sums(id_: int) -> None:
+                total = np.zeros((1, 2), np.float32)
+                for i in range(4):
+                    x = np.random.default_rng((id_, i)).integers(0, 9, (1, 2)).astype(np.float32)
+                    total += x
+                    assert np.array_equal(await part(model, id_, x, (i == 0) | (i == 3) << 1), total)
+
+            await asyncio.gather(*(sums(id_) for id_ in range(1, 8)))
+
+    asyncio.run(run())
+
+
+RAGGED = """backend: "onnxruntime" max_batch_size: 16
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
+output [ { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "twice" data_type: TYPE_FP32 dims: [ -1 ] } ]
+batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "at"
+              data_type: TYPE_INT32 source_input: "x" }
+batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "twice" source_input: "x" }
+dynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: [ 4 ] }
+"""
+
+
+def ragged_sums() -> Any:
+    """Of each request the sum of its elements, by where it begins; and each element twice."""
+    nodes = [
+        helper.make_node("CumSum", ["x", "zero"], ["running"]),
+        helper.make_node("Concat", ["none", "running"], ["c"], axis=0),
+        helper.make_node("Cast", ["at"], ["at64"], to=TensorProto.INT64),
+        helper.make_node("Gather", ["c", "at64"], ["g"]),
+        helper.make_node("Slice", ["g", "one", "most"], ["high"]),
+        helper.make_node("Slice", ["g", "nul", "last"], ["low"]),
+        helper.make_node("Sub", ["high", "low"], ["s"]), helper.make_node("Unsqueeze", ["s", "one"], ["sum"]),
+        helper.make_node("Add", ["x", "x"], ["twice"]),
+    ]  # fmt: skip
+    weights: dict[str, Array] = {
+        "zero": np.array(0, np.int64), "none": np.zeros(1, np.float32), "one": np.array([1]), "nul": np.array([0]),
+        "most": np.array([1 << 40]), "last": np.array([-1]),
+    }  # fmt: skip
+    return network(
+        nodes, {"x": (TensorProto.FLOAT, ["E"]), "at": (TensorProto.INT32, ["B"])},
+        {"sum": (TensorProto.FLOAT, ["N", 1]), "twice": (TensorProto.FLOAT, ["E"])}, weights,
+    )  # fmt: skip
+
+
+def test_a_batch_of_requests_of_different_shapes(tmp_path: Path) -> None:
+    write(tmp_path, "sums", ragged_sums(), RAGGED)
+    xs = [np.random.default_rng(n).integers(0, 9, (1, n)).astype(np.float32) for n in (1, 7, 3, 4)]
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            found = await asyncio.gather(*(infer(repository, "sums", x=x) for x in xs))
+            for x, one in zip(xs, found, strict=True):
+                assert np.array_equal(one["sum"], [[x.sum()]]) and np.array_equal(one["twice"], x * 2)
+            assert repository.get("sums").statistics.by_size.keys() == {4}, "all in one"
+            alone = await infer(repository, "sums", x=xs[1])
+            assert np.array_equal(alone["sum"], [[xs[1].sum()]]) and np.array_equal(alone["twice"], xs[1] * 2)
+
+    asyncio.run(run())

@@ -44,7 +44,8 @@ def test_health_and_metadata(client: Client) -> None:
         "name": "triton",
         "version": "2.73.0",
         "extensions": [
-            "classification", "model_repository", "model_repository(unload_dependents)", "schedule_policy",
+            "classification", "sequence", "sequence(string_id)", "model_repository",
+            "model_repository(unload_dependents)", "schedule_policy",
             "model_configuration", "binary_tensor_data", "parameters", "statistics",
         ],
     }  # fmt: skip

@@ -116,13 +116,21 @@ def test_names_that_leave_the_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    warm = "model_warmup { name: 'w' batch_size: 1 inputs { key: 'x' value {\n input_data_file: 'raw' } } }"
-    state = "\nsequence_batching { state { initial_state {\n data_file: 'zero' } } }"
+    warm = "model_warmup { name: 'w' batch_size: 1 inputs { key: 'x' value { data_type: TYPE_INT8 dims: 2\n"
+    warm += " input_data_file: 'raw' } } }"
+    named = "input_name: 'a' output_name: 'b' data_type: TYPE_INT16 dims: 2 "
+    first = "initial_state { name: 'z' data_type: TYPE_INT16 dims: 2\n data_file: 'zero' }"
+    state = "\nsequence_batching { state { " + named + first + " } }"
     found = model(tmp_path, {"1/": "", "config.pbtxt": "default_model_filename: 'model.py'\n" + warm + state})
     assert said(found, tmp_path) == [
         "m/config.pbtxt:1:1 there is no m/1/model.py", "m/config.pbtxt:3:2 there is no m/warmup/raw",
         "m/config.pbtxt:5:2 there is no m/initial_state/zero"]  # fmt: skip
-    write(tmp_path / "m", {"1/model.py": "", "warmup/raw": "", "initial_state/zero": ""})
+    write(tmp_path / "m", {"1/model.py": "", "warmup/raw": "1", "initial_state/zero": "123"})
+    expects = "{} setting expects {} bytes, but the data provided from {} only has {} bytes"
+    assert said(read_repository(tmp_path).models[0], tmp_path) == [
+        "m/config.pbtxt:3:2 " + expects.format("warmup", 2, "raw", 1),
+        "m/config.pbtxt:5:2 " + expects.format("initial_state", 4, "zero", 3) + "."]  # fmt: skip
+    write(tmp_path / "m", {"warmup/raw": "12", "initial_state/zero": "1234"})
     assert read_repository(tmp_path).models[0].is_servable
 
 

@@ -24,9 +24,10 @@ from millrace.serve.repository.config import (
 )
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.ensembles import broken_ensemble
+from millrace.serve.repository.given import broken_data
 from millrace.serve.repository.kinds import DataType, InstanceKind
 from millrace.serve.repository.problems import Level
-from millrace.serve.repository.rules import broken_rules
+from millrace.serve.repository.rules import broken_rules, not_yet
 from tests.serve.repository.test_text import Drawn
 from tests.support.drawn import SEEDS, examples
 
@@ -37,7 +38,13 @@ def said(text: str, name: str = "m", files: tuple[str, ...] = ("model.py",)) -> 
     assert all(p.level is Level.IGNORED for p in read.problems), read.problems
     config, _ = completed(read.config, name, files)
     backend = broken_backend(config)
-    found = [*([backend] if backend else []), *broken_ensemble(config), *broken_rules(config)]
+    found = [
+        *([backend] if backend else []),
+        *broken_ensemble(config),
+        *broken_rules(config),
+        *broken_data(config),
+        *not_yet(config),
+    ]
     return [(at(read, b.path), b.what) for b in found]
 
 
@@ -69,7 +76,11 @@ def test_words_and_places(written: str, what: str) -> None:
      "input { name: 'x' data_type: TYPE_INT8 dims: [ 2, 4, -1, 6 ] reshape { shape: [ 8, -1, 1, 6 ] } }",
      "max_batch_size: 1 input { name: 'x' data_type: TYPE_INT8 dims: 1 reshape {} }",
      "input { name: 'x' data_type: TYPE_INT8 dims: [ -1, 2, 3 ] format: FORMAT_NHWC }",
-     "response_cache { enable: true }", "instance_group { kind: KIND_MODEL count: 3 }"],
+     "response_cache { enable: true }", "instance_group { kind: KIND_MODEL count: 3 }",
+     "sequence_batching { state { input_name: 'a' output_name: 'b' data_type: TYPE_INT8 dims: -1 "
+     "initial_state { name: 'z' data_type: TYPE_INT8 dims: 7 zero_data: true } } iterative_sequence: false }",
+     "model_warmup { batch_size: 1 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 2 zero_data: true } } }",
+     "model_warmup { inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } } }"],
 )  # fmt: skip
 def test_what_just_holds(text: str) -> None:
     assert said(text) == []

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import Array
@@ -57,6 +56,7 @@ class Instance(ABC):
 
 class ModelBackend(ABC):
     takes_ragged = False  # requests of different shapes in one batch, where the configuration allows it
+    takes_batch_io = False  # batch_input and batch_output of a configuration
 
     @abstractmethod
     def instance(self, given: InstanceGiven) -> Instance:
@@ -72,7 +72,7 @@ class Batched(Instance):
 
     def __init__(self, given: InstanceGiven) -> None:
         self.config = given.config
-        self._has_batches = given.config.max_batch_size > 0
+        self._ragged = Ragged(given.config)
 
     @abstractmethod
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -80,29 +80,19 @@ class Batched(Instance):
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         first = requests[0]
-        inputs = first.inputs if len(requests) == 1 else _together(requests)
+        is_plain = len(requests) == 1 and not self._ragged
+        inputs = first.inputs if is_plain else self._ragged.gathered(requests)
         computing_ns = time.monotonic_ns()
         outputs = self.compute(inputs)
         computed_ns = time.monotonic_ns()
         for request in requests:
             request.computing_ns, request.computed_ns = computing_ns, computed_ns
-        if len(requests) == 1:
+        if is_plain:
             _answer(first, outputs)
             return
-        at = 0
-        n_items = sum(r.batch_size for r in requests)
-        for name, array in outputs.items():
-            if array.shape[:1] != (n_items,):
-                what = f"output '{name}' has shape {list(array.shape)} for a batch of {n_items}"
-                raise StatusError(Code.INTERNAL, what)
-        for request in requests:
-            part = {name: array[at : at + request.batch_size] for name, array in outputs.items()}
-            _answer(request, part)
-            at += request.batch_size
-
-
-def _together(requests: Sequence[InferRequest]) -> dict[str, Array]:
-    return {name: np.concatenate([r.inputs[name] for r in requests]) for name in requests[0].inputs}
+        parts = {name: self._ragged.parts(name, array, requests) for name, array in outputs.items()}
+        for i, request in enumerate(requests):
+            _answer(request, {name: pieces[i] for name, pieces in parts.items()})
 
 
 def _answer(request: InferRequest, outputs: Mapping[str, Array]) -> None:

@@ -14,6 +14,7 @@ from millrace.serve.inference.instances import Outbox, Worker
 from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.warm import warmed
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
@@ -21,6 +22,8 @@ _Answer = tuple[InferResponse | None, StatusError | None, bool]
 
 
 class BackendModel(Model):
+    _computes_here = True  # what is quick, in the event loop's thread
+
     def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop) -> None:
         """Its instances begin to load; `loaded` waits for them."""
         super().__init__(of, loop, ragged=backend.takes_ragged)
@@ -38,7 +41,7 @@ class BackendModel(Model):
         self._idle = deque(self._workers)
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
-        return Worker(given.name, lambda: backend.instance(given), self._outbox, self._freed)
+        return Worker(given.name, lambda: warmed(backend.instance(given), given), self._outbox, self._freed)
 
     async def loaded(self) -> None:
         """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
@@ -113,21 +116,21 @@ class BackendModel(Model):
 
     def _dispatch(self, now_ns: int) -> None:
         """Give idle instances what there is to compute, and be woken when that may change."""
-        for request in self._queue.expired(now_ns):
-            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
-        while self._idle and (batch := self._queue.take(now_ns)) is not None:
+        self._refuse_late(now_ns)
+        while (found := self._next(now_ns)) is not None:
+            worker, batch = found
             for request in batch.requests:
                 request.started_ns, request.batch = now_ns, batch
                 request.send_by = self._answered  # in this thread, if it is computed here
                 if self._begun is not None:
                     self._begun.append(request)
-            if self._idle[0].run_here(batch):
-                self._end(self._idle[0], batch)
+            if self._computes_here and worker.run_here(batch):
+                self._end(worker, batch)
                 continue
             for request in batch.requests:
                 request.send_by = self._send
             self._n_busy += 1
-            worker = self._idle.popleft()
+            self._idle.remove(worker)
             worker.busy_since_s = self._loop.time()
             worker.take(batch)
             if self._watch is None:
@@ -135,9 +138,23 @@ class BackendModel(Model):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_ns = self._queue.due_ns()
+        due_ns = self._due_ns()
         if due_ns is not None:
             self._timer = self._loop.call_later((due_ns - now_ns) / 1e9, self._wake)
+
+    def _refuse_late(self, now_ns: int) -> None:
+        """Those that waited too long."""
+        for request in self._queue.expired(now_ns):
+            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
+
+    def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
+        """An idle instance, and what it is to compute now."""
+        batch = self._queue.take(now_ns) if self._idle else None
+        return (self._idle[0], batch) if batch is not None else None
+
+    def _due_ns(self) -> int | None:
+        """When it is to be looked at again, though nothing comes."""
+        return self._queue.due_ns()
 
     def _wake(self) -> None:
         self._timer = None

@@ -18,7 +18,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.config import ModelConfig, QueuePolicy
 from millrace.serve.repository.kinds import TimeoutAction
 
-_NEVER = 1 << 63
+NEVER = 1 << 63
 # In the order in which they came; whoever is in the middle leaves at once. A plain dictionary would look at all that
 # left before its first.
 _Line = OrderedDict[InferRequest, None]
@@ -32,15 +32,23 @@ class Closed(Enum):
     PREFERRED = "preferred"
     DELAY = "delay"  # the oldest may not wait longer, or none may wait
     SHAPE = "shape"  # the next has other shapes, or other inputs
+    SLOTS = "slots"  # so many of an instance's sequences have a request as are waited for
 
     __hash__ = object.__hash__  # Enum's own is written in Python, and looked up by every request
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """places: what an instance is given, where that is more than the requests, as slots without one are filled"""
+
     requests: tuple[InferRequest, ...]
-    size: int  # of all their items
+    size: int  # of all their items, and places
     closed: Closed
+    places: tuple[InferRequest, ...] = ()
+
+    @property
+    def given(self) -> tuple[InferRequest, ...]:
+        return self.places or self.requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,8 @@ class BatchQueue:
         self._rules = rules
         self._most_preferred = max(rules.preferred, default=0)
         self._levels: dict[int, _Level] = {}  # by priority, the first goes first
-        self._next_deadline_ns = _NEVER
-        self._wait_until_ns = _NEVER
+        self._next_deadline_ns = NEVER
+        self._wait_until_ns = NEVER
         self._closed_alone: dict[int, Closed] = {}  # by the size of a request
 
     def __len__(self) -> int:
@@ -129,9 +137,9 @@ class BatchQueue:
             raise StatusError(Code.UNAVAILABLE, f"{request.named}Exceeds maximum queue size")
         timeout_ns = rules.timeout_ns
         if rules.may_override and request.timeout_us:
-            timeout_ns = min(timeout_ns or _NEVER, request.timeout_us * 1000)
-        request.queued_ns = now_ns
-        request.deadline_ns = now_ns + timeout_ns if timeout_ns else _NEVER
+            timeout_ns = min(timeout_ns or NEVER, request.timeout_us * 1000)
+        request.queued_ns, request.ready_ns = request.queued_ns or now_ns, now_ns
+        request.deadline_ns = now_ns + timeout_ns if timeout_ns else NEVER
         self._next_deadline_ns = min(self._next_deadline_ns, request.deadline_ns)
         level.waiting[request] = None
 
@@ -152,7 +160,7 @@ class BatchQueue:
         if now_ns <= self._next_deadline_ns:
             return []
         refused: list[InferRequest] = []
-        self._next_deadline_ns = _NEVER
+        self._next_deadline_ns = NEVER
         for level in self._levels.values():
             over = [r for r in level.waiting if now_ns > r.deadline_ns]
             if over:
@@ -161,7 +169,7 @@ class BatchQueue:
                     level.late.update(_line(over))
                 else:
                     refused.extend(over)
-            self._next_deadline_ns = min(self._next_deadline_ns, *(r.deadline_ns for r in level.waiting), _NEVER)
+            self._next_deadline_ns = min(self._next_deadline_ns, *(r.deadline_ns for r in level.waiting), NEVER)
         return refused
 
     def leave(self, request: InferRequest) -> bool:
@@ -181,7 +189,7 @@ class BatchQueue:
 
     def take(self, now_ns: int) -> Batch | None:
         """What is to be computed now; None where nothing is, or more may come: ask again when it is `due_ns`."""
-        self._wait_until_ns = _NEVER
+        self._wait_until_ns = NEVER
         if not self._rules.max_size:
             return self._first(1, Closed.SINGLE)
         n, closed, oldest_ns = self._chosen(now_ns)
@@ -193,13 +201,13 @@ class BatchQueue:
     def due_ns(self) -> int | None:
         """When `expired` or `take` would say something else than they did, though nothing comes."""
         due_ns = min(self._wait_until_ns, self._next_deadline_ns + 1)
-        return due_ns if due_ns < _NEVER else None
+        return due_ns if due_ns < NEVER else None
 
     def _chosen(self, now_ns: int) -> tuple[int, Closed | None, int]:
         """So many of the first, why no more (None: there may be), and since when the oldest of them waits."""
         rules, key = self._rules, None
         n = size = 0
-        oldest_ns = _NEVER
+        oldest_ns = NEVER
         best: tuple[int, Closed] | None = None
         end: Closed | None = None
         for request in self._in_order():
@@ -215,7 +223,7 @@ class BatchQueue:
                 if request.shape_key != key:
                     end = Closed.SHAPE
                     break
-            n, size, oldest_ns = n + 1, size + items, min(oldest_ns, request.queued_ns)
+            n, size, oldest_ns = n + 1, size + items, min(oldest_ns, request.ready_ns)
             if size in rules.preferred:
                 best = n, Closed.FULL if size == rules.max_size else Closed.PREFERRED
             if size == rules.max_size:

@@ -130,11 +130,11 @@ class Worker:
 
     def _answer(self, instance: Instance, batch: Batch) -> None:
         try:
-            instance.execute(batch.requests)
+            instance.execute(batch.given)
         except BaseException as error:
             failed = as_status(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
-            for request in batch.requests:
+            for request in batch.given:
                 request.fail(failed)
 
 

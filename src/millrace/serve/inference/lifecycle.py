@@ -20,9 +20,11 @@ from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
+from millrace.serve.inference.sequence_model import SequenceModel
+from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository import folders
-from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
+from millrace.serve.repository.config import EnsembleScheduling
 from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
 from millrace.serve.repository.stamps import stamp, stamps
@@ -219,7 +221,6 @@ class ModelRepository:
         loading: dict[int, Model] = {}
         version = max(read.served)
         try:
-            _refuse_not_yet(read.config)
             if read.config.ensemble_scheduling is not None:
                 await self._try_members(name, read.config.ensemble_scheduling, given)
             made = await self._maker(read)
@@ -244,8 +245,14 @@ class ModelRepository:
         if config.ensemble_scheduling is not None:
             return lambda version: Ensemble(found(version), self.get, loop)
         backend = backend_named(config.backend)
+        if (config.batch_input or config.batch_output) and not backend.takes_batch_io:
+            what = f"batch_input and batch_output are not taken by backend '{config.backend}'"
+            raise StatusError(Code.UNSUPPORTED, what)
         config = await in_own_thread(name, partial(backend.completed, config, read.folder))
-        return lambda version: BackendModel(found(version), backend, loop)
+        if config.sequence_batching is None:
+            return lambda version: BackendModel(found(version), backend, loop)
+        states = await asyncio.to_thread(States, config, read.folder)
+        return lambda version: SequenceModel(found(version), backend, loop, states)
 
     # ------------------------------------------------------------------ ensembles
 
@@ -377,14 +384,3 @@ class ModelRepository:
 
 def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
     return StatusError(code, f"Request for unknown model: {what}")
-
-
-def _refuse_not_yet(config: ModelConfig) -> None:
-    """What would change the answers, and is not there yet. raises StatusError"""
-    said = {
-        "sequence_batching": config.sequence_batching, "batch_input": config.batch_input,
-        "batch_output": config.batch_output, "model_warmup": config.model_warmup,
-    }  # fmt: skip
-    for name, value in said.items():
-        if value:
-            raise StatusError(Code.UNSUPPORTED, f"{name} is not supported yet")

@@ -9,6 +9,7 @@ from millrace.serve.kserve.tensors import Array
 
 Parameter = bool | int | float | str
 UNKNOWN_ID = "<id_unknown>"
+START, END = 1, 2  # flags of a sequence's first and last request
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class InferRequest:
 
     __slots__ = (
         "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns", "finished",
-        "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "receive",
-        "received_ns", "send_by", "shape_key", "started_ns", "timeout_us",
+        "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns",
+        "receive", "received_ns", "send_by", "sequence", "shape_key", "started_ns", "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -47,11 +48,13 @@ class InferRequest:
         self.batch_size = self.priority = self.timeout_us = self.flags = 0
         self.correlation_id: int | str = 0
         self.shape_key: object = None  # requests with equal ones may be in one batch
-        self.received_ns = self.queued_ns = self.started_ns = self.deadline_ns = 0
+        # queued_ns: when it came to its scheduler; ready_ns: since when it may be in a batch
+        self.received_ns = self.queued_ns = self.ready_ns = self.started_ns = self.deadline_ns = 0
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
+        self.sequence: Any = None  # `sequences.Sequence` that it belongs to
         self.send_by: Sender = _nobody
 
     @property

@@ -10,8 +10,8 @@ from millrace.serve.inference.model import Model
 # Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
 VERSION = "2.73.0"
 EXTENSIONS = (
-    "classification", "model_repository", "model_repository(unload_dependents)", "schedule_policy",
-    "model_configuration", "binary_tensor_data", "parameters", "statistics",
+    "classification", "sequence", "sequence(string_id)", "model_repository", "model_repository(unload_dependents)",
+    "schedule_policy", "model_configuration", "binary_tensor_data", "parameters", "statistics",
 )  # fmt: skip
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from millrace.errors import ConfigError, RequestError
 from millrace.serve.repository.bind import Enough, Path_, Read, read_config
 from millrace.serve.repository.completion import broken_backend, completed
-from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.config import InitialState, ModelConfig, WarmupInput
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.ensembles import broken_ensemble
+from millrace.serve.repository.given import broken_data, short_file
 from millrace.serve.repository.problems import Level, Problem
-from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules
+from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet
 from millrace.serve.repository.text import MOST_BYTES
 from millrace.settings import read_given
 
@@ -175,7 +176,8 @@ def _model(root: Path, folder: Path, config_name: str, given_config: bytes | Non
     with suppress(Enough):
         _choose(model, read)
         if is_read:  # else most of the rules would fail for what is not read
-            for broken in chain(_whole(model), broken_ensemble(config), broken_rules(config)):
+            rules = broken_rules(config), broken_data(config), not_yet(config)
+            for broken in chain(_whole(model), broken_ensemble(config), *rules):
                 _say(read, broken)
             _files(root, model, read)
     model.problems.extend(read.problems)
@@ -287,12 +289,24 @@ def _files(root: Path, model: Model, read: Read) -> None:
         for key, tensor in warmup.inputs.items():
             if tensor.input_data_file:
                 at: Path_ = ("model_warmup", i, "inputs", key, "value", "input_data_file")
-                _inner(root, read, at, folder / "warmup", tensor.input_data_file)
+                _data(root, read, at, folder / "warmup", tensor.input_data_file, tensor)
     for i, state in enumerate(config.sequence_batching.state if config.sequence_batching else ()):
         for j, initial in enumerate(state.initial_state):
             if initial.data_file:
                 at = ("sequence_batching", "state", i, "initial_state", j, "data_file")
-                _inner(root, read, at, folder / "initial_state", initial.data_file)
+                _data(root, read, at, folder / "initial_state", initial.data_file, initial)
+
+
+def _data(root: Path, read: Read, path: Path_, folder: Path, name: str, given: InitialState | WarmupInput) -> None:
+    file = _inner(root, read, path, folder, name)
+    if file is None:
+        return
+    if not file.is_file():
+        _say(read, Broken(path, f"{file} is not a file", "the tensor's bytes", "replace it"))
+    elif (what := short_file(given, name, file.stat().st_size)) is not None:
+        _say(
+            read, Broken(path, what, "the tensor's bytes, one element after the other", "replace the file, or its dims")
+        )
 
 
 def _inner(root: Path, read: Read, path: Path_, folder: Path, name: str) -> Path | None:

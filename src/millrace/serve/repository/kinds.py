@@ -21,6 +21,15 @@ class DataType(IntEnum):
     TYPE_BF16 = 14
 
 
+def item_bytes(data_type: DataType) -> int:
+    """Of one element; of a string the four of its length."""
+    if data_type in (DataType.TYPE_INVALID, DataType.TYPE_BOOL):
+        return 1
+    if data_type is DataType.TYPE_STRING:
+        return 4
+    return int(data_type.name[-2:].lstrip("T")) // 8
+
+
 class Format(IntEnum):
     FORMAT_NONE = 0
     FORMAT_NHWC = 1

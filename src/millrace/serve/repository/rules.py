@@ -16,6 +16,7 @@ _CORRID_TYPES = tuple(DataType[f"TYPE_{t}"] for t in ("UINT64", "INT64", "UINT32
 _MOST_ELEMENTS = 1 << 64
 _MOST_INSTANCES = 1024  # each has a thread
 _NONE = "a model for the CPU"
+_NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace")  # backends that are here, and take no such
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,20 @@ def broken_rules(config: ModelConfig) -> Iterator[Broken]:
             what = f"Response Cache does not currently support model {config.name} {with_}"
             what += ". Please disable the response cache."
             yield Broken(("response_cache",), what, "one of them", "response_cache { enable: false }")
+
+
+def not_yet(config: ModelConfig) -> Iterator[Broken]:
+    """What would change the answers, and is not there."""
+    sequences = config.sequence_batching
+    said: dict[Path_, object] = {
+        ("sequence_batching", "iterative_sequence"): sequences and sequences.iterative_sequence,
+    }
+    if config.backend in _NO_BATCH_IO:
+        said |= {("batch_input",): config.batch_input, ("batch_output",): config.batch_output}
+    for path, value in said.items():
+        if value:
+            by = f" by backend '{config.backend}'" if path[-1] in ("batch_input", "batch_output") else ""
+            yield Broken(path, f"{path[-1]} is not supported yet{by}", "a model without", "remove it")
 
 
 def _is_decoupled(config: ModelConfig) -> bool:

@@ -17,6 +17,8 @@ from millrace.errors import nearest
 from millrace.machine.cpu import usable_cores
 from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.check import wire_name
+from millrace.serve.inference.ragged import Ragged, with_batch_inputs
+from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve.tensors import Array, objects
 from millrace.serve.repository.config import DynamicBatching, ModelConfig, ModelInput, ModelOutput, Reshape
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 
 class OnnxRuntimeBackend(ModelBackend):
+    takes_ragged = takes_batch_io = True
+
     def instance(self, given: InstanceGiven) -> "_Network":
         return _Network(given)
 
@@ -49,7 +53,7 @@ class OnnxRuntimeBackend(ModelBackend):
         if file is None:
             return config
         session = _session(file, _options(config, 1))
-        inputs, outputs = session.get_inputs(), session.get_outputs()
+        inputs, outputs = _seen(config, session)
         says_nothing = not config.input and not config.output and not config.max_batch_size
         if says_nothing and all(t.shape and not isinstance(t.shape[0], int) for t in (*inputs, *outputs)):
             config = replace(config, max_batch_size=DEFAULT_BATCH)
@@ -66,10 +70,10 @@ class OnnxRuntimeBackend(ModelBackend):
 class _Network(Batched):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = given.config
+        config = with_batch_inputs(whole(given.config))
         n_instances = sum(group.count for group in config.instance_group)
         self._session = _session(given.file, _options(config, n_instances))
-        _check(config, self._session)
+        _check(config, self._session, self._ragged)
         self._outputs = [o.name for o in config.output]
         self._strings = {i.name for i in config.input if i.data_type is DataType.TYPE_STRING}
 
@@ -83,6 +87,16 @@ class _Network(Batched):
 
     def close(self) -> None:
         del self._session
+
+
+def _seen(config: ModelConfig, session: Any) -> tuple[list[Any], list[Any]]:
+    """What clients of the network give and get, which is not all of it where it has sequences or ragged batches."""
+    hidden = with_batch_inputs(whole(replace(config, input=(), output=())))
+    inputs, outputs = ({tensor.name for tensor in side} for side in (hidden.input, hidden.output))
+    return (
+        [t for t in session.get_inputs() if t.name not in inputs],
+        [t for t in session.get_outputs() if t.name not in outputs],
+    )  # fmt: skip
 
 
 def _newest(folder: Path, name: str) -> Path | None:
@@ -173,7 +187,7 @@ def _dims(tensor: Any) -> list[int]:
     return [d if isinstance(d, int) and d >= 0 else -1 for d in tensor.shape]
 
 
-def _check(config: ModelConfig, session: Any) -> None:
+def _check(config: ModelConfig, session: Any, ragged: Ragged) -> None:
     """The configuration against the file, in Triton's words. raises StatusError"""
     sides = ((config.input, session.get_inputs(), "input"), (config.output, session.get_outputs(), "output"))
     for said, there, side in sides:
@@ -185,10 +199,20 @@ def _check(config: ModelConfig, session: Any) -> None:
             if one.name not in known:
                 names = ", ".join(known)
                 raise invalid(f"unexpected inference {side} '{one.name}', allowed {side}s are: {names}")
-            _check_tensor(config, one, known[one.name])
+            _check_type(config, one, known[one.name])
+            if side == "input" and one.name in ragged.flat:
+                _check_flat(config, known[one.name])
+            elif one.name not in ragged.free:
+                _check_shape(config, one, known[one.name])
 
 
-def _check_tensor(config: ModelConfig, said: Any, there: Any) -> None:
+def _check_flat(config: ModelConfig, there: Any) -> None:
+    if _dims(there) != [-1]:
+        what = "for ragged batches the shape should have one dimension, -1; but shape expected by the model is"
+        raise invalid(f"model '{config.name}', tensor '{there.name}': {what} {_dims(there)}")
+
+
+def _check_type(config: ModelConfig, said: Any, there: Any) -> None:
     kind = _TYPES.get(there.type)
     if kind is None or DataType[f"TYPE_{kind}"] is not said.data_type:
         wanted = kind or there.type
@@ -196,6 +220,9 @@ def _check_tensor(config: ModelConfig, said: Any, there: Any) -> None:
             f"unable to load model '{config.name}', tensor '{said.name}': the model expects data-type {wanted} but the "
             f"model configuration specifies data-type {wire_name(said.data_type)}"
         )
+
+
+def _check_shape(config: ModelConfig, said: Any, there: Any) -> None:
     shape = said.reshape.shape if said.reshape else said.dims
     full, dims = [*([-1] if config.max_batch_size > 0 else []), *shape], _dims(there)
     fits = len(full) == len(dims) and all(a in (b, -1) or b == -1 for a, b in zip(full, dims, strict=True))

@@ -1,0 +1,110 @@
+"""A model of sequences: a `BackendModel` whose instances are given what `sequences.py` says."""
+
+import asyncio
+import time
+from collections import deque
+
+from millrace.serve.inference.backend import ModelBackend
+from millrace.serve.inference.backend_model import BackendModel
+from millrace.serve.inference.batching import Batch
+from millrace.serve.inference.controls import Controls
+from millrace.serve.inference.instances import Worker
+from millrace.serve.inference.model import Loadable
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
+from millrace.serve.inference.states import States
+from millrace.serve.inference.status import Code, StatusError
+
+
+class SequenceModel(BackendModel):
+    # An answer may let the next of its sequence be computed, which must not be within the call that computes this one.
+    _computes_here = False
+
+    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop, states: States) -> None:
+        """As `BackendModel`; its configuration has sequence_batching"""
+        super().__init__(of, backend, loop)
+        said = of.config.sequence_batching
+        assert said is not None, of.name
+        self._controls, self._states = Controls(of.config), states
+        self._sequences = SequenceQueue(
+            SequenceRules.of(of.config), len(self._workers), self._ready, self._controls.null
+        )
+        self._numbers = {worker: i for i, worker in enumerate(self._workers)}
+        self._is_finishing = False
+        if said.oldest is not None and said.oldest.preserve_ordering:
+            self._begun = deque()
+
+    @property
+    def n_pending(self) -> int:
+        return len(self._sequences)
+
+    def answers_at_once(self, n_bytes: int) -> bool:
+        return False
+
+    def _take(self, request: InferRequest, now_ns: int) -> None:
+        self._controls.check(request.correlation_id)
+        request.send_by = self._send
+        self._sequences.put(request, now_ns)
+
+    def cancel(self, request: InferRequest) -> None:
+        """With it those that wait behind it: its sequence ends before it."""
+        request.cancel()
+        for one in self._sequences.leave(request, time.monotonic_ns()):
+            one.cancel()
+            self._answered(one, None, StatusError(Code.CANCELLED, f"{one.named}request was cancelled"), True)
+
+    def abort(self) -> None:
+        for request in self._sequences.drained():
+            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
+
+    # ------------------------------------------------------------------ batches
+
+    def _ready(self, request: InferRequest) -> None:
+        self._controls.give(request)
+        self._states.give(request)
+
+    def _refuse_late(self, now_ns: int) -> None:
+        for request in self._sequences.expired(now_ns):
+            self._answered(request, None, StatusError(Code.UNAVAILABLE, self._sequences.timed_out), True)
+
+    def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
+        for worker in self._idle:
+            batch = self._sequences.take(now_ns, self._numbers[worker])
+            if batch is not None:
+                return worker, batch
+        return None
+
+    def _due_ns(self) -> int | None:
+        return self._sequences.due_ns()
+
+    def _end(self, worker: Worker, batch: Batch) -> None:
+        super()._end(worker, batch)
+        if self.is_decoupled:  # it may answer for as long as it likes, while the next is computed
+            now_ns = time.monotonic_ns()
+            for request in batch.requests:
+                self._sequences.done(request, now_ns)
+
+    def _answered(
+        self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
+    ) -> None:
+        if request.finished:
+            return
+        now_ns = time.monotonic_ns()
+        if response is not None and request.started_ns:
+            try:
+                response = self._states.keep(request, response)
+            except StatusError as failed:
+                response, error = None, failed
+        if final and not self.is_decoupled:
+            self._sequences.done(request, now_ns)
+        super()._answered(request, response, error, final)
+        if final:  # a slot, or the next of a sequence, may be free
+            self._dispatch(now_ns)
+
+    def _close_if_done(self) -> None:
+        if self._is_retired and not self._n_holds and not self._is_finishing:
+            self._is_finishing = True
+            now_ns = time.monotonic_ns()
+            self._sequences.finish(now_ns)
+            self._dispatch(now_ns)
+        super()._close_if_done()

@@ -1,0 +1,446 @@
+"""The sequence batcher against its rules, written down once more over one list of sequences, in simulated time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.serve.inference.batching import Batch, BatchRules, Closed
+from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.bind import read_config
+from millrace.serve.repository.completion import completed
+from tests.serve.inference.test_batching import Model as Batcher
+
+START, END = 1, 2
+NO_START = "must specify the START flag on the first request of the sequence"
+
+
+def request(id_: int | str, flags: int = 0, shape: object = None, timeout_us: int = 0) -> InferRequest:
+    made = InferRequest({})
+    made.batch_size, made.correlation_id, made.flags = 1, id_, flags
+    made.shape_key, made.timeout_us = shape, timeout_us
+    return made
+
+
+def null(like: InferRequest) -> InferRequest:
+    return InferRequest({}, request_id="null")
+
+
+def queue_of(rules: SequenceRules, n_instances: int = 1) -> SequenceQueue:
+    return SequenceQueue(rules, n_instances, lambda _: None, null)
+
+
+@dataclass(eq=False)
+class Seq:
+    id: int | str
+    waiting: list[InferRequest] = field(default_factory=list)
+    busy: InferRequest | None = None
+    closed: bool = False
+    place: tuple[int, int] | None = None
+    deadline: float = float("inf")
+    idle_since: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.closed and not self.waiting and self.busy is None
+
+
+class Model:
+    """The rules as docs/repository.md has them."""
+
+    def __init__(self, rules: SequenceRules, n_instances: int) -> None:
+        self.rules, self.n_instances = rules, n_instances
+        self.sequences: list[Seq] = []  # in order of their first requests
+        self.batchers = [Batcher(rules.batches or BatchRules()) for _ in range(n_instances)]
+        self.ready_since: dict[InferRequest, int] = {}
+
+    def newest(self, id_: int | str) -> Seq | None:
+        return next((s for s in reversed(self.sequences) if s.id == id_), None)
+
+    def refuses(self, r: InferRequest) -> bool:
+        last = self.newest(r.correlation_id)
+        return not r.flags & START and (last is None or last.closed)
+
+    def put(self, r: InferRequest, now: int) -> None:
+        sequence = self.newest(r.correlation_id)
+        if r.flags & START:
+            if sequence is not None:
+                sequence.closed = True
+            sequence = Seq(r.correlation_id)
+            self.sequences.append(sequence)
+        assert sequence is not None
+        sequence.waiting.append(r)
+        sequence.closed = bool(r.flags & END)
+        self.settle(now)
+        if sequence.place is None and r.timeout_us:
+            sequence.deadline = min(sequence.deadline, now + 1000 * r.timeout_us)
+
+    def settle(self, now: int) -> None:
+        self.sequences = [s for s in self.sequences if not s.is_over]
+        taken = {s.place for s in self.sequences}
+        every = [(slot, i) for slot in range(self.rules.n_slots) for i in range(self.n_instances)]
+        free = [place for place in every if place not in taken]
+        for i, s in enumerate(self.sequences):
+            if s.place is None and free and not any(t.id == s.id for t in self.sequences[:i]):
+                s.place = free.pop(0)
+            has_nothing = s.place is not None and not s.waiting and s.busy is None
+            s.idle_since = (now if s.idle_since is None else s.idle_since) if has_nothing else None
+            if s.place is not None and s.waiting and s.busy is None and s.waiting[0] not in self.ready_since:
+                self.ready_since[s.waiting[0]] = now
+                self.batchers[s.place[1]].queue.append(s.waiting[0])
+
+    def cancel(self, r: InferRequest, now: int) -> list[InferRequest]:
+        for s in self.sequences:
+            if r in s.waiting:
+                kept = s.waiting.index(r)
+                gone, s.waiting, s.closed = s.waiting[kept:], s.waiting[:kept], True
+                for batcher in self.batchers:
+                    batcher.gone(gone)
+                self.settle(now)
+                return gone
+        return []
+
+    def done(self, r: InferRequest, now: int) -> None:
+        for s in self.sequences:
+            if s.busy is r:
+                s.busy = None
+        self.settle(now)
+
+    def expire(self, now: int) -> list[InferRequest]:
+        for s in self.sequences:
+            s.closed = s.closed or (s.idle_since is not None and now - s.idle_since >= self.rules.idle_ns)
+        self.settle(now)
+        late = [s for s in self.sequences if s.place is None and now >= s.deadline]
+        refused = [r for s in late for r in s.waiting]
+        for s in late:
+            s.waiting, s.closed = [], True
+        self.settle(now)
+        return refused
+
+    def take(self, now: int, instance: int) -> list[InferRequest | None]:
+        """By slot, None for one that is filled; of oldest, without slots."""
+        found: Sequence[InferRequest | None] = self.direct(now, instance)
+        if self.rules.batches:
+            found = self.batchers[instance].take(now)
+        for s in self.sequences:
+            if s.waiting and s.waiting[0] in found:
+                s.busy = s.waiting.pop(0)
+        return list(found)
+
+    def direct(self, now: int, instance: int) -> list[InferRequest | None]:
+        rules = self.rules
+        there = {s.place[0]: s.waiting[0] for s in self.sequences
+                 if s.place and s.place[1] == instance and s.waiting and s.busy is None}  # fmt: skip
+        if not there or (
+            len(there) < rules.least_ready and now < min(r.queued_ns for r in there.values()) + rules.delay_ns
+        ):
+            return []
+        shape = there[min(there)].shape_key
+        slots = [there.get(slot) for slot in range(rules.n_slots)]
+        slots = [r if r is not None and r.shape_key == shape else None for r in slots]
+        while slots[-1] is None:
+            slots.pop()
+        return slots
+
+    def due(self, busy: set[int]) -> float:
+        """When something changes, at the latest, though nothing comes."""
+        times = [s.idle_since + self.rules.idle_ns for s in self.sequences if s.idle_since is not None]
+        times += [int(s.deadline) for s in self.sequences if s.place is None and s.deadline < float("inf")]
+        delay = self.rules.batches.delay_ns if self.rules.batches else self.rules.delay_ns
+        for s in self.sequences:
+            if s.place is not None and s.place[1] not in busy and s.waiting and s.busy is None:
+                since = self.ready_since if self.rules.batches else {s.waiting[0]: s.waiting[0].queued_ns}
+                times.append(since[s.waiting[0]] + delay)
+        return min(times, default=float("inf"))
+
+
+DIRECT = st.integers(0, 4).flatmap(
+    lambda most: st.builds(
+        SequenceRules,
+        model=st.just("m"),
+        n_slots=st.just(max(1, most)),
+        max_size=st.just(most),
+        idle_ns=st.sampled_from([8_000, 1_000_000]),
+        delay_ns=st.sampled_from([0, 6_000]),
+        least_ready=st.integers(0, max(1, most)),
+    )
+)
+OLDEST = st.integers(0, 4).flatmap(
+    lambda most: st.builds(
+        SequenceRules,
+        model=st.just("m"),
+        n_slots=st.integers(1, 4),
+        max_size=st.just(most),
+        idle_ns=st.sampled_from([8_000, 1_000_000]),
+        batches=st.builds(
+            BatchRules,
+            max_size=st.just(most),
+            preferred=st.frozensets(st.integers(1, most), max_size=2) if most else st.just(frozenset()),
+            delay_ns=st.sampled_from([0, 6_000]),
+        ),
+    )
+)
+WAITS = [1, 1_000, 2_999, 3_000, 5_000, 6_000, 8_000]  # ns; they meet time-outs, delays and idle times
+FLAGS = st.sampled_from([0, 0, 0, START, START, END, START | END])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 4), FLAGS, st.sampled_from("aab"), st.sampled_from([0, 0, 3, 12])),
+        st.tuples(st.just("put"), st.integers(1, 4), FLAGS, st.sampled_from("aab"), st.sampled_from([0, 0, 3, 12])),
+        st.tuples(st.just("wait"), st.sampled_from(WAITS)),
+        st.tuples(st.just("take")),
+        st.tuples(st.just("done"), st.integers(0, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
+    ),
+    max_size=50,
+)  # fmt: skip
+
+
+class Both:
+    """The batcher and the model, told the same."""
+
+    def __init__(self, rules: SequenceRules, n_instances: int) -> None:
+        self.queue, self.model, self.now = queue_of(rules, n_instances), Model(rules, n_instances), 0
+        self.everybody: list[InferRequest] = []
+        self.running: dict[int, list[InferRequest]] = {}  # by instance, until all of a batch are done with
+        self.places: dict[int, tuple[int, int]] = {}  # of each sequence, where it was found
+        self.rules, self.n_instances = rules, n_instances
+
+    def put(self, made: InferRequest) -> None:
+        self.everybody.append(made)
+        if self.model.refuses(made):
+            with pytest.raises(StatusError, match=NO_START):
+                self.queue.put(made, self.now)
+        else:
+            self.queue.put(made, self.now)
+            self.model.put(made, self.now)
+
+    def take(self) -> None:
+        assert self.queue.expired(self.now) == self.model.expire(self.now)
+        for instance in set(range(self.n_instances)) - set(self.running):
+            batch, expected = self.queue.take(self.now, instance), self.model.take(self.now, instance)
+            assert self.shown(batch) == expected
+            if batch is not None:
+                self.running[instance] = list(batch.requests)
+                assert batch.size == len(batch.given) and batch.requests
+                for slot, r in enumerate(batch.places):
+                    if r in batch.requests:
+                        assert self.places.setdefault(id(r.sequence), (slot, instance)) == (slot, instance)
+        due = self.queue.due_ns()
+        latest = self.model.due(set(self.running))
+        assert due is None or due > self.now, "it would be woken for nothing, again and again"
+        assert latest == float("inf") or (due is not None and due <= latest)
+
+    def shown(self, batch: Batch | None) -> list[InferRequest | None]:
+        return [r if r.id != "null" else None for r in batch.given] if batch is not None else []
+
+    def done(self, which: int) -> None:
+        if self.running:
+            instance = sorted(self.running)[which % len(self.running)]
+            gone = self.running[instance].pop()
+            if not self.running[instance]:
+                del self.running[instance]
+            self.queue.done(gone, self.now)
+            self.queue.done(gone, self.now)  # told twice
+            self.model.done(gone, self.now)
+
+    def step(self, what: str, *how: Any) -> None:
+        if what == "put":
+            self.put(request(*how))
+        elif what == "wait":
+            self.now += how[0]
+        elif what == "take":
+            self.take()
+        elif what == "done":
+            self.done(*how)
+        elif self.everybody:
+            self.cancel(*how)
+        assert len(self.queue) == sum(len(s.waiting) for s in self.model.sequences)
+        assert self.queue.n_sequences == len(self.model.sequences)
+
+    def end(self) -> None:
+        """All that was taken is computed, and nobody waits for more."""
+        self.queue.finish(self.now)
+        for s in self.model.sequences:
+            s.closed = True
+        self.model.settle(self.now)
+        for _ in range(200 + len(self.queue) * 2):
+            self.now += 10_000
+            self.take()
+            self.done(0)
+        assert not self.running and len(self.queue) == self.queue.n_sequences == 0 and self.queue.due_ns() is None
+
+    def cancel(self, which: int) -> None:
+        gone = self.everybody[-1 - which % len(self.everybody)]  # that waits, or did
+        assert self.queue.leave(gone, self.now) == self.model.cancel(gone, self.now)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(st.one_of(DIRECT, OLDEST), st.integers(1, 2), STEPS)
+def test_what_is_taken_when_is_what_the_rules_say(
+    rules: SequenceRules, n_instances: int, steps: list[tuple[Any, ...]]
+) -> None:
+    both = Both(rules, n_instances)
+    for what, *how in steps:
+        both.step(what, *how)
+    both.end()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_and_long_schedules_too(seed: int) -> None:
+    rng = Random(seed)
+    n_slots, max_size = rng.randint(1, 4), rng.randint(2, 4)
+    if seed % 2:
+        batches = BatchRules(max_size, frozenset({rng.randint(1, max_size)}), 2_000)
+        rules = SequenceRules("m", n_slots, max_size, 8_000, batches=batches)
+    else:
+        rules = SequenceRules("m", max_size, max_size, 8_000, 2_000, least_ready=max_size)
+    both = Both(rules, rng.randint(1, 2))
+    load = ["put"] * (1 + seed // 2)  # from idle to full
+    for _ in range(800):
+        what = rng.choice(
+            [*load, "wait", "take", "take", "take", "done", "done", "done", rng.choice(["cancel", "take"])]
+        )
+        how: dict[str, tuple[object, ...]] = {
+            "put": (rng.randint(1, 6), rng.choice([0, 0, START, END]), rng.choice("aaab"), rng.choice([0, 0, 3])),
+            "wait": (rng.choice([1_000, 2_000, 3_000]),), "done": (rng.randint(0, 3),), "cancel": (rng.randint(0, 9),),
+        }  # fmt: skip
+        both.step(what, *how.get(what, ()))
+    both.end()
+
+
+def taken(queue: SequenceQueue, now: int = 0, instance: int = 0) -> tuple[list[object], Closed | None]:
+    batch = queue.take(now, instance)
+    if batch is None:
+        return [], None
+    return [r.correlation_id if r.id != "null" else None for r in batch.given], batch.closed
+
+
+def test_a_sequence_stays_at_its_place_and_empty_ones_are_filled() -> None:
+    queue = queue_of(SequenceRules("m", n_slots=3, max_size=3))
+    for id_ in (1, 2, 3, 4):
+        queue.put(request(id_, START), 0)
+    assert taken(queue) == ([1, 2, 3], Closed.FULL), "and 4 waits for a place"
+    assert taken(queue) == ([], None), "they are being computed"
+
+
+def test_the_backlog_takes_the_place_that_is_free() -> None:
+    queue = queue_of(SequenceRules("m", n_slots=2, max_size=2))
+    first = [request(1, START), request(2, START | END), request(3, START), request(3, END)]
+    for one in first:
+        queue.put(one, 0)
+    assert taken(queue) == ([1, 2], Closed.FULL)
+    queue.done(first[0], 1)
+    assert taken(queue) == ([], None), "1 has nothing to compute, 3 no place"
+    queue.done(first[1], 1)
+    assert taken(queue) == ([None, 3], Closed.DELAY), "at the place of 2"
+    assert queue.n_sequences == 2
+
+
+def test_why_a_direct_batch_closed() -> None:
+    waits = SequenceRules("m", n_slots=4, max_size=4, delay_ns=100, least_ready=2)
+    queue = queue_of(waits)
+    queue.put(request(1, START), 5)
+    assert taken(queue, 5) == ([], None) and queue.due_ns() == 105
+    queue.put(request(2, START), 6)
+    assert taken(queue, 6) == ([1, 2], Closed.SLOTS)
+    queue.put(request(3, START), 10)
+    assert taken(queue, 109) == ([], None) and taken(queue, 110) == ([None, None, 3], Closed.DELAY)
+    queue = queue_of(SequenceRules("m", n_slots=2, max_size=2))
+    queue.put(request(1, START, "a"), 0)
+    queue.put(request(2, START, "b"), 0)
+    assert taken(queue) == ([1], Closed.SHAPE) and taken(queue) == ([None, 2], Closed.DELAY)
+    queue = queue_of(SequenceRules("m", n_slots=1))
+    queue.put(request(1, START), 0)
+    assert taken(queue) == ([1], Closed.SINGLE)
+
+
+def test_the_words_of_what_is_no_part_of_a_sequence() -> None:
+    queue = queue_of(SequenceRules("m", n_slots=1))
+    begins = "inference request"
+    for made, words in (
+        (request(0, START), f"{begins} to model 'm' must specify a non-zero or non-empty correlation ID"),
+        (request("", START), f"{begins} to model 'm' must specify a non-zero or non-empty correlation ID"),
+        (request(7), f"{begins} for sequence 7 to model 'm' {NO_START}"),
+        (request("seven", END), f"{begins} for sequence seven to model 'm' {NO_START}"),
+    ):
+        with pytest.raises(StatusError) as refused:
+            queue.put(made, 0)
+        assert (refused.value.code, str(refused.value)) == (Code.INVALID_ARG, words)
+    two = request(7, START)
+    two.batch_size = 2
+    with pytest.raises(StatusError) as refused:
+        queue.put(two, 0)
+    words = f"{begins} to model 'm' must specify batch-size 1 due to requirements of sequence batcher"
+    assert (refused.value.code, str(refused.value)) == (Code.INVALID_ARG, words)
+    assert queue.n_sequences == len(queue) == 0
+
+
+def test_ids_that_are_numbers_and_strings_are_different() -> None:
+    queue = queue_of(SequenceRules("m", n_slots=4, max_size=4))
+    queue.put(request(1, START), 0)
+    with pytest.raises(StatusError, match="for sequence 1 "):
+        queue.put(request("1"), 0)
+
+
+def test_a_sequence_with_an_id_waits_for_the_one_before_it() -> None:
+    queue = queue_of(SequenceRules("m", n_slots=2, max_size=2))
+    first, second, other = request(1, START | END), request(1, START), request(2, START)
+    for one in (first, second, other):
+        queue.put(one, 0)
+    assert taken(queue) == ([1, 2], Closed.FULL)
+    assert first.sequence.busy is first and other.sequence.busy is other
+    queue.done(first, 1)
+    assert taken(queue) == ([1], Closed.DELAY) and second.sequence.busy is second
+
+
+def test_slots_of_instances_are_taken_in_turn() -> None:
+    queue = queue_of(SequenceRules("m", n_slots=2, max_size=2), n_instances=2)
+    for id_ in (1, 2, 3):
+        queue.put(request(id_, START), 0)
+    assert taken(queue, instance=1) == ([2], Closed.DELAY)
+    assert taken(queue, instance=0) == ([1, 3], Closed.FULL)
+
+
+def test_any_number_of_slots_takes_no_memory() -> None:
+    text = "max_batch_size: 2147483647 sequence_batching { direct { minimum_slot_utilization: 0.5 } }"
+    read = read_config(text.encode(), Path("config.pbtxt"))
+    rules = SequenceRules.of(completed(read.config, "m", ("model.py",))[0])
+    assert (rules.n_slots, rules.least_ready) == (2**31 - 1, 2**30 - 32), "which float32 rounds to half of them"
+    queue = queue_of(rules, n_instances=3)
+    for id_ in range(1, 9):
+        queue.put(request(id_, START), 0)
+    assert taken(queue, instance=1) == ([2, 5, 8], Closed.DELAY)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", SequenceRules("m", 8, 8)),
+        ("direct {}", SequenceRules("m", 8, 8)),
+        ("direct { max_queue_delay_microseconds: 5 }", SequenceRules("m", 8, 8)),
+        (
+            "direct { max_queue_delay_microseconds: 5 minimum_slot_utilization: 0.125 }",
+            SequenceRules("m", 8, 8, delay_ns=5000, least_ready=1),
+        ),
+        ("direct { minimum_slot_utilization: 0.126 }", SequenceRules("m", 8, 8, least_ready=2)),
+        ("direct { minimum_slot_utilization: 0.001 }", SequenceRules("m", 8, 8, least_ready=1)),
+        ("direct { minimum_slot_utilization: 1 }", SequenceRules("m", 8, 8, least_ready=8)),
+        ("max_sequence_idle_microseconds: 7", SequenceRules("m", 8, 8, idle_ns=7000)),
+        ("oldest {}", SequenceRules("m", 8, 8, batches=BatchRules(8, frozenset({8})))),
+        (
+            "oldest { max_candidate_sequences: 3 preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 9 }",
+            SequenceRules("m", 3, 8, batches=BatchRules(8, frozenset({2}), 9000)),
+        ),
+    ],
+)
+def test_rules_of_a_configuration(said: str, expected: SequenceRules) -> None:
+    text = f"max_batch_size: 8 sequence_batching {{ {said} }}"
+    read = read_config(text.encode(), Path("config.pbtxt"))
+    assert SequenceRules.of(completed(read.config, "m", ("model.py",))[0]) == expected
