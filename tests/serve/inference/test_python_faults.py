@@ -30,7 +30,6 @@ WRONG = [
         "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
         "found type 'NoneType'.",
     ),
-    ("requests[0].exec()", "TritonModelException: InferenceRequest.exec is not supported yet; at model.py(9): execute"),
     (
         "return [pb_utils.Tensor('x', np.zeros(1, np.complex64))]",
         "TritonModelException: the data type complex64 of tensor 'x' has no name in Triton; at model.py(9): execute",

@@ -8,11 +8,13 @@ says, its value a class that is made without arguments.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from millrace.serve.inference.model import Waiting
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import Array
@@ -21,13 +23,18 @@ from millrace.serve.repository.config import InstanceGroup, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class InstanceGiven:
-    """What an instance is told. config: completed. folder: the model's, with its versions below it"""
+    """What an instance is told. config: completed. folder: the model's, with its versions below it
+
+    others: by which it may ask other models. waits: requests to these for which it waits while it executes a batch
+    """
 
     name: str  # of the instance: the group's, and its number
     config: ModelConfig
     version: int
     folder: Path
     group: InstanceGroup
+    others: Others
+    waits: set[Waiting] = field(default_factory=set)
 
     @property
     def file(self) -> Path:

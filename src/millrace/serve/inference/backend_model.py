@@ -7,11 +7,13 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from millrace.serve.inference.backend import InstanceGiven, ModelBackend
 from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
 from millrace.serve.inference.instances import Outbox, Worker
-from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model
+from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 
@@ -21,7 +23,7 @@ _Answer = tuple[InferResponse | None, StatusError | None, bool]
 
 
 class BackendModel(Model):
-    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop) -> None:
         """Its instances begin to load; `loaded` waits for them."""
         super().__init__(of, loop, ragged=backend.takes_ragged)
         self.rules = BatchRules.of(of.config)
@@ -34,11 +36,11 @@ class BackendModel(Model):
         # with preserve_ordering: those that were begun, in order, and what waits for those before it
         self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
         self._held: dict[InferRequest, list[_Answer]] = {}
-        self._workers = [self._worker(backend, given) for given in _instances(of)]
+        self._workers = [self._worker(backend, given) for given in _instances(of, others)]
         self._idle = deque(self._workers)
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
-        return Worker(given.name, lambda: backend.instance(given), self._outbox, self._freed)
+        return Worker(given, lambda: backend.instance(given), self._outbox, self._freed)
 
     async def loaded(self) -> None:
         """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
@@ -59,6 +61,17 @@ class BackendModel(Model):
 
     def _begin(self, request: InferRequest, now_ns: int) -> None:
         self._dispatch(now_ns)
+
+    def waits_for(self, request: InferRequest) -> Sequence[Waiting] | None:
+        """What the instance waits for that computes it; where none has taken it yet, what all of them wait for."""
+        workers = self._workers
+        if request.started_ns:
+            workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
+        elif self._idle:
+            return None
+        if not workers or not all(worker.given.waits for worker in workers):
+            return None
+        return [waiting for worker in workers for waiting in worker.given.waits]
 
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
@@ -128,7 +141,7 @@ class BackendModel(Model):
                 request.send_by = self._send
             self._n_busy += 1
             worker = self._idle.popleft()
-            worker.busy_since_s = self._loop.time()
+            worker.busy_since_s, worker.batch = self._loop.time(), batch
             worker.take(batch)
             if self._watch is None:
                 self._watch = self._loop.call_later(PATIENCE_S, self._look)
@@ -158,7 +171,7 @@ class BackendModel(Model):
         """An instance is done with a batch; what it answered has come before this."""
         self._end(worker, batch)
         self._n_busy -= 1
-        worker.busy_since_s = None
+        worker.busy_since_s = worker.batch = None
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
@@ -226,9 +239,9 @@ class BackendModel(Model):
             self._close()
 
 
-def _instances(of: Loadable) -> list[InstanceGiven]:
+def _instances(of: Loadable, others: Others) -> list[InstanceGiven]:
     return [
-        InstanceGiven(f"{group.name}_{i}", of.config, of.version, of.folder, group)
+        InstanceGiven(f"{group.name}_{i}", of.config, of.version, of.folder, group, others)
         for group in of.config.instance_group
         for i in range(group.count)
     ]

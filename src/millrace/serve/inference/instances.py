@@ -10,8 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from millrace.serve.inference.backend import Instance
+from millrace.serve.inference.backend import Instance, InstanceGiven
 from millrace.serve.inference.batching import Batch
+from millrace.serve.inference.guest.runner import said
 from millrace.serve.inference.status import Code, StatusError
 
 log = logging.getLogger(__name__)
@@ -67,10 +68,12 @@ class Worker:
     """One instance in its thread, a daemon: a process ends whatever a model does."""
 
     def __init__(
-        self, name: str, make: Callable[[], Instance], outbox: Outbox, freed: Callable[["Worker", Batch], None]
-    ) -> None:
+        self, given: InstanceGiven, make: Callable[[], Instance], outbox: Outbox,
+        freed: Callable[["Worker", Batch], None],
+    ) -> None:  # fmt: skip
         """freed: called in the event loop when a batch is done with, after whatever it answered"""
-        self.name, self._make, self._outbox, self._freed = name, make, outbox, freed
+        self.given, self.name, self._make, self._outbox, self._freed = given, given.name, make, outbox, freed
+        self.batch: Batch | None = None  # that it computes
         self.answers_later, self._quick_bytes = False, 0
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
@@ -79,7 +82,7 @@ class Worker:
         for future in (self.ready, self.closed):  # whoever waits for one may give up; it comes all the same
             future.set_running_or_notify_cancel()
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"millrace-{name}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"millrace-{given.name}", daemon=True).start()
 
     def take(self, batch: Batch) -> None:
         self._batches.put(batch)
@@ -140,12 +143,4 @@ class Worker:
 
 def as_status(error: BaseException) -> StatusError:
     """What a model raised, as an answer."""
-    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, told(error))
-
-
-def told(error: BaseException) -> str:
-    """Its type and its words, which are a model's own, too, and may raise."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  as above: what was raised first is what matters
-        return f"{type(error).__name__}, without words: its __str__ raises"
+    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, said(error))

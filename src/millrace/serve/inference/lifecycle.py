@@ -20,6 +20,7 @@ from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
@@ -67,6 +68,7 @@ class ModelRepository:
         self._turns: dict[str, Turns] = {}  # of the models that are being changed
         self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
+        self._others: Others | None = None  # by which models ask models
 
     # ------------------------------------------------------------------ what there is
 
@@ -91,6 +93,10 @@ class ModelRepository:
     def models(self) -> Iterator[Model]:
         for _, entry in sorted(self._entries.items()):
             yield from (entry.models[version] for version in sorted(entry.models))
+
+    def loads_behind(self, name: str) -> frozenset[str]:
+        """Members that an ensemble which is being loaded waits for."""
+        return self._entries[name].wanted if name in self._entries else frozenset()
 
     def is_ready(self) -> bool:
         """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
@@ -244,7 +250,8 @@ class ModelRepository:
             return lambda version: Ensemble(found(version), self.get, loop)
         backend = backend_named(config.backend)
         config = await in_own_thread(name, partial(backend.completed, config, read.folder))
-        return lambda version: BackendModel(found(version), backend, loop)
+        self._others = others = self._others or Others(self, loop)
+        return lambda version: BackendModel(found(version), backend, others, loop)
 
     # ------------------------------------------------------------------ ensembles
 

@@ -112,6 +112,10 @@ class Model(ABC):
         """What was taken may be computed, and be answered at once."""
 
     @abstractmethod
+    def waits_for(self, request: InferRequest) -> "Sequence[Waiting] | None":
+        """The requests one of which must be answered before anything happens to this; None: something may happen."""
+
+    @abstractmethod
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that nothing computes ends at once."""
 
@@ -155,3 +159,6 @@ class Model(ABC):
 
     def told(self) -> dict[str, Any]:
         return self.statistics.told(self.name, self.version)
+
+
+Waiting = tuple[Model, InferRequest]  # a request, and who has it

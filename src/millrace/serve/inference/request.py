@@ -36,8 +36,8 @@ class InferRequest:
     """
 
     __slots__ = (
-        "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns", "finished",
-        "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "receive",
+        "_watchers", "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns",
+        "finished", "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "receive",
         "received_ns", "send_by", "shape_key", "started_ns", "timeout_us",
     )  # fmt: skip
 
@@ -53,6 +53,7 @@ class InferRequest:
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.send_by: Sender = _nobody
+        self._watchers: dict[object, Callable[[], None]] | None = None
 
     @property
     def named(self) -> str:
@@ -79,3 +80,15 @@ class InferRequest:
     def cancel(self) -> None:
         """Nobody waits any more. What is computed may go on, and is told by `cancelled`."""
         self.cancelled = True
+        for watcher in list((self._watchers or {}).values()):
+            watcher()
+
+    def watch(self, by: object, watcher: Callable[[], None]) -> None:
+        """Call it, in the event loop, when this is cancelled, unless `by` ends watching before."""
+        if self._watchers is None:
+            self._watchers = {}
+        self._watchers[by] = watcher
+
+    def unwatch(self, by: object) -> None:
+        if self._watchers is not None:
+            self._watchers.pop(by, None)
