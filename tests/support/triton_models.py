@@ -165,3 +165,80 @@ class TritonPythonModel:
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", total)]))
         return responses
 """
+
+# As examples/custom_metrics.
+CUSTOM_METRICS = """
+import time
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.metric_family = pb_utils.MetricFamily(
+            name="requests_process_latency_ns",
+            description="Cumulative time spent processing requests",
+            kind=pb_utils.MetricFamily.COUNTER,
+        )
+        self.metric = self.metric_family.Metric(labels={"model": args["model_name"], "version": args["model_version"]})
+        self.histogram_family = pb_utils.MetricFamily(
+            name="sizes", description="Elements\\nof \\"IN\\"", kind=pb_utils.MetricFamily.HISTOGRAM)
+        self.sizes = self.histogram_family.Metric(labels={}, buckets=[0.5, 2])
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            tensor = request.inputs()[0]
+            self.sizes.observe(float(tensor.as_numpy()[0]))
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", tensor.as_numpy())]))
+        self.metric.increment(2)
+        self.metric.increment(1.5)
+        assert self.metric.value() >= 3.5
+        return responses
+"""
+
+# As qa/L0_backend_python's rescheduling: answered by the time it comes again, with the flags and ids it came with.
+RESCHEDULED = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.seen = {}
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            seen = self.seen.setdefault(request.correlation_id(), [])
+            seen.append(request.flags())
+            if len(seen) <= request.inputs()[0].as_numpy()[0]:
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                responses.append(None)
+            else:
+                found = np.array([1000 * len(seen) + 10 * seen[0] + sum(seen[1:])], np.int32)
+                responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", found)]))
+        return responses
+"""
+
+# As examples/decoupled with iterative scheduling: one response each time that it is executed, IN of them.
+GENERATES = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.state = {}
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            n = self.state.get(request.correlation_id(), 0) + 1
+            self.state[request.correlation_id()] = n
+            is_last = n == request.inputs()[0].as_numpy()[0]
+            if not is_last:
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([n], np.int32))]),
+                        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0)
+"""
+ITERATIVE = "sequence_batching { iterative_sequence: true %s } "

@@ -7,7 +7,7 @@ says, its value a class that is made without arguments.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,17 @@ class Instance(ABC):
     @abstractmethod
     def execute(self, requests: Sequence[InferRequest]) -> None:
         """Answer each of them; what it raises is the answer of those that have none."""
+
+    def cancelled(self, request: InferRequest) -> None:
+        """Of the event loop: nobody waits any more for one that it was given."""
+        return
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Call it, from any thread, once this can execute nothing any more, with the reason; it is made anew then.
+
+        What it was executing ends with an error after that.
+        """
+        return
 
     def close(self) -> None:
         """After its last request."""

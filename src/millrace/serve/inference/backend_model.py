@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from millrace.serve.inference.backend import InstanceGiven, ModelBackend
 from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
 from millrace.serve.inference.instances import Outbox, Worker
+from millrace.serve.inference.iterative import Slots
 from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -29,6 +30,7 @@ class BackendModel(Model):
         self.rules = BatchRules.of(of.config)
         self._outbox = Outbox(loop)
         self._queue = BatchQueue(self.rules)
+        self._slots = Slots.of(of.config)
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None  # while instances compute
         self._n_busy = 0  # instances that compute
@@ -53,10 +55,14 @@ class BackendModel(Model):
     @property
     def n_pending(self) -> int:
         """Requests that no instance has taken."""
-        return len(self._queue)
+        return len(self._queue) + (len(self._slots) if self._slots is not None else 0)
 
     def _take(self, request: InferRequest, now_ns: int) -> None:
         request.send_by = self._send
+        if self._slots is not None:
+            request.queued_ns, request.again_by = now_ns, self._post_again
+            if not self._slots.enter(request):
+                return
         self._queue.put(request, now_ns)
 
     def _begin(self, request: InferRequest, now_ns: int) -> None:
@@ -76,12 +82,12 @@ class BackendModel(Model):
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
         request.cancel()
-        if self._queue.leave(request):
+        if self._queue.leave(request) or (self._slots is not None and self._slots.waits(request)):
             self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
 
     def answers_at_once(self, n_bytes: int) -> bool:
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
-        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns:
+        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns or self._slots is not None:
             return False
         return self._idle[0].is_quick(n_bytes)
 
@@ -113,7 +119,7 @@ class BackendModel(Model):
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
 
     def abort(self) -> None:
-        for request in list(self._queue.drained()):
+        for request in [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained()]:
             self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
 
     def _close(self) -> None:
@@ -153,6 +159,8 @@ class BackendModel(Model):
             self._timer = self._loop.call_later((due_ns - now_ns) / 1e9, self._wake)
 
     def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = None
         self._dispatch(time.monotonic_ns())
 
@@ -185,6 +193,23 @@ class BackendModel(Model):
                 failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
                 self._answered(request, None, failed, True)
 
+    def _post_again(self, request: InferRequest) -> None:
+        """From any thread."""
+        self._outbox.post(self._again, request)
+
+    def _again(self, request: InferRequest) -> None:
+        """Its instance, which ends the batch after this, wants it once more."""
+        if request.finished:
+            return
+        now_ns = time.monotonic_ns()
+        if request.batch is not None:
+            self._count(request.batch, now_ns)
+        if request.cancelled:
+            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            return
+        request.flags = request.started_ns = request.computing_ns = request.computed_ns = 0
+        self._queue.put(request, now_ns)
+
     # ------------------------------------------------------------------ answers
 
     def _send(
@@ -204,6 +229,7 @@ class BackendModel(Model):
             if request.batch is not None:
                 self._count(request.batch, now_ns)
             self._finished(request, error, now_ns)
+            self._pass_on_slot(request, now_ns)
         if self._begun is None or not request.started_ns:
             self._deliver(request, (response, error, final))
         else:
@@ -211,6 +237,12 @@ class BackendModel(Model):
             self._release()
         if final:
             self._close_if_done()
+
+    def _pass_on_slot(self, request: InferRequest, now_ns: int) -> None:
+        following = self._slots.leave(request) if self._slots is not None else None
+        if following is not None:
+            self._queue.put(following, now_ns)
+            self._loop.call_soon(self._wake)  # and not within whatever ended this one
 
     def _count(self, batch: Batch, now_ns: int) -> None:
         """At its first answer: whoever has one finds it in the statistics."""

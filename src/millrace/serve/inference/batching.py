@@ -15,7 +15,7 @@ from enum import Enum
 
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.repository.config import ModelConfig, QueuePolicy
+from millrace.serve.repository.config import ModelConfig, QueuePolicy, SequenceBatching
 from millrace.serve.repository.kinds import TimeoutAction
 
 _NEVER = 1 << 63
@@ -75,6 +75,8 @@ class BatchRules:
     def of(cls, config: ModelConfig) -> "BatchRules":
         """config: completed"""
         said = config.dynamic_batching
+        if config.sequence_batching is not None:
+            return cls._of_sequences(config.sequence_batching, config.max_batch_size)
         if said is None:
             return cls()
         return cls(
@@ -86,6 +88,13 @@ class BatchRules:
             default=QueueRules.of(said.default_queue_policy) if said.default_queue_policy else QueueRules(),
             levels={level: QueueRules.of(policy) for level, policy in said.priority_queue_policy.items()},
         )
+
+    @classmethod
+    def _of_sequences(cls, said: SequenceBatching, max_size: int) -> "BatchRules":
+        strategy = said.oldest or said.direct
+        delay_ns = strategy.max_queue_delay_microseconds * 1000 if strategy else 0
+        preferred = frozenset(said.oldest.preferred_batch_size) if said.oldest else frozenset[int]()
+        return cls(max_size=max_size, preferred=preferred, delay_ns=delay_ns)
 
 
 class _Level:

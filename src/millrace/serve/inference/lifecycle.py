@@ -16,14 +16,16 @@ from typing import Any
 from millrace.errors import RequestError
 from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.unsupported import refuse_not_yet
 from millrace.serve.repository import folders
-from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
+from millrace.serve.repository.config import EnsembleScheduling
 from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
 from millrace.serve.repository.stamps import stamp, stamps
@@ -69,6 +71,7 @@ class ModelRepository:
         self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
         self._others: Others | None = None  # by which models ask models
+        self.custom = CustomMetrics()
 
     # ------------------------------------------------------------------ what there is
 
@@ -224,7 +227,7 @@ class ModelRepository:
         loading: dict[int, Model] = {}
         version = max(read.served)
         try:
-            _refuse_not_yet(read.config)
+            refuse_not_yet(read.config)
             if read.config.ensemble_scheduling is not None:
                 await self._try_members(name, read.config.ensemble_scheduling, given)
             made = await self._maker(read)
@@ -250,7 +253,7 @@ class ModelRepository:
             return lambda version: Ensemble(found(version), self.get, loop)
         backend = backend_named(config.backend)
         config = await in_own_thread(name, partial(backend.completed, config, read.folder))
-        self._others = others = self._others or Others(self, loop)
+        self._others = others = self._others or Others(self, self.custom, loop)
         return lambda version: BackendModel(found(version), backend, others, loop)
 
     # ------------------------------------------------------------------ ensembles
@@ -383,14 +386,3 @@ class ModelRepository:
 
 def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
     return StatusError(code, f"Request for unknown model: {what}")
-
-
-def _refuse_not_yet(config: ModelConfig) -> None:
-    """What would change the answers, and is not there yet. raises StatusError"""
-    said = {
-        "sequence_batching": config.sequence_batching, "batch_input": config.batch_input,
-        "batch_output": config.batch_output, "model_warmup": config.model_warmup,
-    }  # fmt: skip
-    for name, value in said.items():
-        if value:
-            raise StatusError(Code.UNSUPPORTED, f"{name} is not supported yet")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.serve.inference.check import Given
+from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.model import NO_RESPONSE, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
 from millrace.serve.inference.responses import Unread
@@ -67,8 +68,8 @@ class Repository(Protocol):
 class Others:
     """Of one event loop."""
 
-    def __init__(self, repository: Repository, loop: asyncio.AbstractEventLoop) -> None:
-        self._repository, self._loop = repository, loop
+    def __init__(self, repository: Repository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
+        self._repository, self.custom, self._loop = repository, custom, loop
         self._loads: dict[str, list[str]] = {}  # of models that are being loaded themselves, which they wait for
         self._open: dict[Call, None] = {}  # in the order in which they came
         self._timer: asyncio.TimerHandle | None = None

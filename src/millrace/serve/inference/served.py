@@ -55,7 +55,7 @@ class RepositoryBackend(Backend):
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
-        serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
+        serving.metrics.add_text(lambda: metrics_text(self.repository.models()) + self.repository.custom.text())
 
     def start(self) -> None:
         return

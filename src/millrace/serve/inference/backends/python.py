@@ -23,9 +23,11 @@ class _PythonModel(Instance):
     answers_later = True  # by senders, from threads of its own
 
     def __init__(self, given: InstanceGiven) -> None:
+        self._host = ServerHost(given)
         try:
-            self._model = GuestModel(said_of(given), ServerHost(given))
+            self._model = GuestModel(said_of(given), self._host)
         except GuestError as error:
+            self._host.close()
             raise StatusError(Code.INTERNAL, str(error)) from error
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
@@ -35,7 +37,10 @@ class _PythonModel(Instance):
             raise StatusError(Code.INTERNAL, str(error)) from error
 
     def close(self) -> None:
-        self._model.close()
+        try:
+            self._model.close()
+        finally:
+            self._host.close()
 
 
 def said_of(given: InstanceGiven) -> ModelSaid:

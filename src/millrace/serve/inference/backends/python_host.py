@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from millrace.serve.inference.backend import InstanceGiven
@@ -43,7 +44,7 @@ class HereRequest(Incoming):
             self.request.send(InferResponse(copied, answer.parameters), final)
 
     def again(self) -> None:
-        raise TritonModelException("InferenceRequest.set_release_flags is not supported yet")
+        self.request.again()
 
 
 def status_of(error: TritonError) -> StatusError:
@@ -55,13 +56,16 @@ class ServerHost(Host):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given.name, given.config.name)
         self._given, self._others = given, given.others
+        self._numbers: set[int] = set()  # of its metrics
 
     def ask(self, asked: Asked, receive: Receive) -> Asking:
+        """Inputs are copied: whoever asks may write into its own while they are computed."""
         behind = [incoming.request for incoming in asked.behind if isinstance(incoming, HereRequest)]
-        return self.ask_for(asked, behind, receive)
+        copied = [(name, array.copy()) for name, array in asked.inputs]
+        return self.ask_for(replace(asked, inputs=copied), behind, receive)
 
     def ask_for(self, asked: Asked, behind: Sequence[InferRequest], receive: Receive) -> "HereAsking":
-        """The same, for these requests."""
+        """The same, for these requests, with inputs that nobody writes into."""
         request = InferRequest({}, tuple(asked.outputs), asked.id)
         request.parameters, request.correlation_id = dict(asked.parameters), asked.correlation_id
         request.flags, request.timeout_us = asked.flags, asked.timeout_us
@@ -88,14 +92,37 @@ class ServerHost(Host):
         name = str(told["name"])
         try:
             if what == "load":
-                is_loading = not self.is_executing and not self.is_closing
-                work = self._others.load(self.model, is_loading, name, _config(told["config"], told["files"]))
+                config = _config(told["config"], told["files"])
+                work = self._others.load(self.model, bool(told["is_loading"]), name, config)
                 return self._others.wait_for(work)
             if what == "unload":
                 return self._others.wait_for(self._others.unload(name, told["with_members"]))
             return self._others.wait_for(self._others.is_ready(name, _version(told["version"])))
         except StatusError as error:
             raise TritonModelException(str(error)) from None
+
+    def metric(self, what: str, **told: Any) -> Any:
+        custom = self._others.custom
+        try:
+            if what == "drop":
+                self._numbers.discard(told["number"])
+                return custom.drop(told["number"])
+            if what not in ("family", "metric"):
+                return custom.change(what, told["number"], told["value"])
+            number = (
+                custom.family(told["name"], told["description"], told["kind"])
+                if what == "family"
+                else custom.metric(told["family"], told["labels"], told["buckets"])
+            )
+        except StatusError as error:
+            raise TritonModelException(str(error)) from None
+        self._numbers.add(number)
+        return number
+
+    def close(self) -> None:
+        """What the instance counted is shown no more."""
+        while self._numbers:
+            self._others.custom.drop(self._numbers.pop())
 
     def log(self, message: str, level: int) -> None:
         LOG.log(_LEVELS[level], "%s", message)
@@ -114,8 +141,8 @@ class HereAsking(Asking):
 
 
 def _given(name: str, array: Array) -> Given:
-    """A copy: whoever asks may write into its own while this is computed. raises StatusError"""
-    return Given(name, named_type(name, array), array.shape, array.copy())
+    """raises StatusError"""
+    return Given(name, named_type(name, array), array.shape, array)
 
 
 def _config(text: str, files: Sequence[str]) -> dict[str, Any] | None:

@@ -96,6 +96,15 @@ class Host(ABC):
     def control(self, what: str, **told: Any) -> Any:
         """`load`, `unload` or `is_ready` a model, and wait until it is done. raises TritonModelException"""
 
+    def load(self, name: str, config: str, files: Sequence[str]) -> None:
+        """raises TritonModelException"""
+        is_loading = not self.is_executing and not self.is_closing
+        self.control("load", name=name, config=config, files=files, is_loading=is_loading)
+
+    @abstractmethod
+    def metric(self, what: str, **told: Any) -> Any:
+        """Make a `family` or a `metric` (their number), `drop` one, or change one. raises TritonModelException"""
+
     @abstractmethod
     def log(self, message: str, level: int) -> None:
         """level: 0 to 3: info, warning, error, verbose"""

@@ -136,7 +136,22 @@ class InferenceRequest:
         return self._sender
 
     def set_release_flags(self, flags: int) -> None:
-        raise TritonModelException("InferenceRequest.set_release_flags is not supported yet")
+        """With TRITONSERVER_REQUEST_RELEASE_RESCHEDULE it is executed again; its response is None for now."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(f"request release flags {flags}: expected ALL (1) or RESCHEDULE (2)")
+        self._release_flags = flags
+
+    @property
+    def is_rescheduled(self) -> bool:
+        return self._release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+    def execute_again(self) -> None:
+        """Threads that have its sender may go on to send; without FINAL it may go, too."""
+        self._is_open = False
+        if self._sender is not None:
+            self._sender.let_go()
+        if self._incoming is not None:
+            self._incoming.again()
 
     def answered(self) -> None:
         """By what `execute` returned or raised."""

@@ -85,7 +85,7 @@ class InferenceResponseSender:
     """Answers from any thread; of a model that is not decoupled one response, and the flag FINAL."""
 
     def __init__(self, request: Incoming) -> None:
-        self._request, self._is_closed = request, False
+        self._request, self._is_closed, self._may_go = request, False, False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if self._is_closed:
@@ -100,6 +100,10 @@ class InferenceResponseSender:
         """It was answered in another way."""
         self._is_closed = True
 
+    def let_go(self) -> None:
+        """Others will answer."""
+        self._may_go = True
+
     def __del__(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and not self._may_go:
             self._request.send(Answer(error=TritonError(LOST.format("its response sender"))), True)

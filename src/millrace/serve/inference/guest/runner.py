@@ -103,8 +103,7 @@ class GuestModel:
         async def run() -> None:
             EXECUTION.set(Execution(self._host, requests, None))
             try:
-                if await work is not None:
-                    raise TritonModelException(_ONLY_NONE.format(self._host.name))
+                self._answer(requests, asked, await work)
             except BaseException as error:  # noqa: BLE001  as in `execute`: sys.exit, too, is the answer
                 failed = Answer(error=TritonError(self._failed(error)))
                 for one, request in zip(asked, requests, strict=True):
@@ -117,9 +116,12 @@ class GuestModel:
         if self._said.is_decoupled:
             if answers is not None:
                 raise TritonModelException(_ONLY_NONE.format(self._host.name))
+            for one in asked:
+                if one.is_rescheduled:
+                    one.execute_again()
             return
-        if answers is None and all(one.has_sender for one in asked):
-            return
+        if answers is None and all(one.has_sender or one.is_rescheduled for one in asked):
+            answers = [None] * len(asked)
         if not isinstance(answers, list | tuple):
             raise TritonModelException(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
         if len(answers) != len(requests):
@@ -127,8 +129,16 @@ class GuestModel:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(answers)}"
             )
+        for one, answer in zip(asked, answers, strict=True):
+            if one.is_rescheduled and answer is not None:
+                raise TritonModelException(
+                    "Expected a None object in the execute function return list for reschduled request, found type "
+                    f"'{type(answer).__name__}'."
+                )
         for request, one, answer in zip(requests, asked, answers, strict=True):
-            if isinstance(answer, InferenceResponse):
+            if one.is_rescheduled:
+                one.execute_again()
+            elif isinstance(answer, InferenceResponse):
                 deliver(request, answer, True)
                 one.answered()
             elif answer is not None or not one.has_sender:

@@ -8,6 +8,7 @@ from .calls import ResponseIterator
 from .config import ModelConfig
 from .errors import TritonError, TritonModelException
 from .host import Host
+from .metrics import MetricFamily
 from .requests import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -109,7 +110,7 @@ def utils_of(host: Host | None) -> ModuleType:
 
     def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """raises TritonModelException"""
-        here(host, "a model").control("load", name=model_name, config=config, files=sorted(files or ()))
+        here(host, "a model").load(model_name, config, sorted(files or ()))
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
         """raises TritonModelException"""
@@ -122,6 +123,7 @@ def utils_of(host: Host | None) -> ModuleType:
     made.__dict__.update(
         _SHARED,
         InferenceRequest=type("InferenceRequest", (InferenceRequest,), {"_host": host}),
+        MetricFamily=type("MetricFamily", (MetricFamily,), {"_bound": host}),
         Logger=type("Logger", (Logger,), {"_host": host}),
         load_model=load_model,
         unload_model=unload_model,
