@@ -85,7 +85,9 @@ def test_rings_of_models_are_named(tmp_path: Path) -> None:
             for name in ("a", "b", "c", "pipe"):
                 await repository.load(name)
             assert await ask(repository, "a", 2) == 2
-            with pytest.raises(StatusError, match=r"deadlock: model 'c' asks model 'a', .*\(c -> a -> b -> pipe -> c "):
+            with pytest.raises(
+                StatusError, match=r"deadlock: model 'c' asks model 'a', .*\(c -> a -> b -> pipe -> c\)"
+            ):
                 await ask(repository, "a", 7)
             several = await asyncio.gather(*(ask(repository, "a", n) for n in (7, 0, 0, 0)), return_exceptions=True)
             assert isinstance(several[0], StatusError) and several[1:] == [0, 0, 0], "only what closes the ring is lost"

@@ -42,6 +42,10 @@ class InstanceGiven:
         return self.folder / str(self.version) / self.config.default_model_filename
 
 
+class InstanceGoneError(Exception):
+    """It was gone before it was given anything: what it was given goes to another one."""
+
+
 class Instance(ABC):
     """Made, asked and closed in one thread of its own, never two requests at a time unless they are a batch.
 
@@ -55,7 +59,7 @@ class Instance(ABC):
 
     @abstractmethod
     def execute(self, requests: Sequence[InferRequest]) -> None:
-        """Answer each of them; what it raises is the answer of those that have none."""
+        """Answer each of them; what it raises is the answer of those that have none. raises InstanceGoneError, too"""
 
     def cancelled(self, request: InferRequest) -> None:
         """Of the event loop: nobody waits any more for one that it was given."""

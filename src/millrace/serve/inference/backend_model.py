@@ -34,6 +34,7 @@ class BackendModel(Model):
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None  # while instances compute
         self._n_busy = 0  # instances that compute
+        self._broken = ""  # why no instance ever will
         batching = of.config.dynamic_batching
         # with preserve_ordering: those that were begun, in order, and what waits for those before it
         self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
@@ -42,7 +43,7 @@ class BackendModel(Model):
         self._idle = deque(self._workers)
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
-        return Worker(given, lambda: backend.instance(given), self._outbox, self._freed)
+        return Worker(given, lambda: backend.instance(given), self._outbox, self)
 
     async def loaded(self) -> None:
         """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
@@ -59,6 +60,8 @@ class BackendModel(Model):
 
     def _take(self, request: InferRequest, now_ns: int) -> None:
         request.send_by = self._send
+        if self._broken:
+            raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
         if self._slots is not None:
             request.queued_ns, request.again_by = now_ns, self._post_again
             if not self._slots.enter(request):
@@ -70,7 +73,9 @@ class BackendModel(Model):
 
     def waits_for(self, request: InferRequest) -> Sequence[Waiting] | None:
         """What the instance waits for that computes it; where none has taken it yet, what all of them wait for."""
-        workers = self._workers
+        workers = [worker for worker in self._workers if not worker.is_dead]
+        if any(worker.is_lost for worker in workers):
+            return None
         if request.started_ns:
             workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
         elif self._idle:
@@ -84,6 +89,9 @@ class BackendModel(Model):
         request.cancel()
         if self._queue.leave(request) or (self._slots is not None and self._slots.waits(request)):
             self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            return
+        for worker in self._workers:
+            worker.cancelled(request)
 
     def answers_at_once(self, n_bytes: int) -> bool:
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
@@ -119,8 +127,12 @@ class BackendModel(Model):
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
 
     def abort(self) -> None:
+        self._end_all(StatusError(Code.UNAVAILABLE, "Server is stopping"))
+
+    def _end_all(self, error: StatusError) -> None:
+        """Of those that no instance has."""
         for request in [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained()]:
-            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
+            self._answered(request, None, error, True)
 
     def _close(self) -> None:
         if self._watch is not None:
@@ -175,14 +187,60 @@ class BackendModel(Model):
                 )
         self._watch = self._loop.call_later(PATIENCE_S, self._look) if self._n_busy else None
 
-    def _freed(self, worker: Worker, batch: Batch) -> None:
+    def freed(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
         self._end(worker, batch)
         self._n_busy -= 1
         worker.busy_since_s = worker.batch = None
-        self._idle.append(worker)
+        if worker.is_lost:
+            worker.revive()
+        else:
+            self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
+
+    def untouched(self, batch: Batch) -> None:
+        now_ns = time.monotonic_ns()
+        for request in batch.requests:
+            if self._begun is not None:
+                self._begun.remove(request)
+            if request.cancelled:
+                self._answered(
+                    request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True
+                )
+                continue
+            request.started_ns, request.batch = 0, None
+            self._queue.put(request, now_ns)
+
+    def lost(self, worker: Worker, why: str) -> None:
+        log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
+        worker.is_lost = True
+        if worker in self._idle:
+            self._idle.remove(worker)
+            worker.revive()
+
+    def revived(self, worker: Worker) -> None:
+        log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
+        worker.is_lost = False
+        self._idle.append(worker)
+        self._dispatch(time.monotonic_ns())
+
+    def gave_up(self, worker: Worker, why: str) -> None:
+        """Where none is left what waits is answered, and what comes is refused."""
+        worker.is_dead = True
+        log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, why)
+        if all(worker.is_dead for worker in self._workers):
+            self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
+            self._end_all(StatusError(Code.UNAVAILABLE, self._broken))
+
+    @property
+    def is_ready(self) -> bool:
+        return not all(worker.is_lost for worker in self._workers)
+
+    @property
+    def troubles(self) -> str:
+        lost = [worker.name for worker in self._workers if worker.is_lost]
+        return self._broken or (f"{', '.join(lost)} is being made anew" if lost else "")
 
     def _end(self, worker: Worker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())

@@ -79,6 +79,10 @@ class Ensemble(Model):
         self._close_if_done()
         await self._is_closed.wait()
 
+    @property
+    def is_ready(self) -> bool:
+        return all(self.find(step.model, step.version).is_ready for step in self.steps)
+
     def abort(self) -> None:
         for run in list(self._runs.values()):
             run.end(StatusError(Code.UNAVAILABLE, "Server is stopping"))

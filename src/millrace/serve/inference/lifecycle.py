@@ -23,7 +23,7 @@ from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.unsupported import refuse_not_yet
+from millrace.serve.inference.unsupported import check_given, refuse_not_yet
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling
 from millrace.serve.repository.from_json import text_of
@@ -102,7 +102,9 @@ class ModelRepository:
         return self._entries[name].wanted if name in self._entries else frozenset()
 
     def is_ready(self) -> bool:
-        """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
+        """Every model that was to be loaded is, whole; one that is on its way out by wish is not missed."""
+        if any(model.troubles for model in self.models()):
+            return False
         states = (state for entry in self._entries.values() for state in entry.states.values())
         by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, _UNLOADED))
         return all(state[0] is State.READY or state in by_wish for state in states)
@@ -114,6 +116,9 @@ class ModelRepository:
         for name in sorted({*names, *self._entries}):
             entry = self._entries.get(name)
             for version, (state, reason) in sorted(entry.states.items()) if entry else ():
+                model = entry.models.get(version) if entry is not None else None
+                if state is State.READY and model is not None and model.troubles:
+                    state, reason = state if model.is_ready else State.UNAVAILABLE, model.troubles
                 if state is State.READY or not only_ready:
                     why = {"reason": reason} if reason else {}
                     found.append({"name": name, "version": str(version), "state": state.value, **why})
@@ -205,8 +210,12 @@ class ModelRepository:
             self._fit_ensembles(name)
 
     def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
-        roots = self.flags.roots
-        return stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
+        roots, which = self.flags.roots, self.flags.model_config_name
+        of_files, read = stamp(roots, name), folders.read_model(roots, name, which, given)
+        if given is not None and read is not None:
+            own = folders.read_model(roots, name, which)
+            check_given(read.config, own.config if own is not None else None)
+        return of_files, read
 
     async def _new_models(self, name: str, read: folders.Model | None, given: bytes | None) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""

@@ -77,6 +77,16 @@ class Model(ABC):
     def _close_if_done(self) -> None:
         """Unload it where it `_is_over`, and nothing of it computes."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether anything computes its requests now."""
+        return True
+
+    @property
+    def troubles(self) -> str:
+        """Of a part of it, or of all: what computes nothing now, though it should; empty: all is well."""
+        return ""
+
     # ------------------------------------------------------------------ requests
 
     @property

@@ -129,10 +129,9 @@ class Others:
 
     async def is_ready(self, name: str, version: int | None) -> bool:
         try:
-            self._repository.get(name, version)
+            return self._repository.get(name, version).is_ready
         except StatusError:
             return False
-        return True
 
     def begin(self, call: Call) -> None:
         """Ask. Whatever goes wrong is an answer."""
@@ -257,7 +256,10 @@ def _behind(waiting: Waiting) -> Sequence[Waiting] | None:
 
 
 def _deadlock(call: Call, ring: Sequence[Waiting]) -> StatusError:
-    way = " -> ".join([call.by, *(model.name for model, _ in ring)])
+    names = [model.name for model, _ in ring]
+    if names[-2:-1] == [call.by]:  # it came round to whoever asks
+        names.pop()
+    way = " -> ".join([call.by, *names])
     return StatusError(
         Code.UNAVAILABLE,
         f"{call.request.named}deadlock: model '{call.by}' asks model '{call.model}', all of whose instances wait, in "

@@ -1,7 +1,10 @@
-"""What of a configuration would change the answers, and is not served yet."""
+"""What of a configuration is refused: what is not served yet and changes answers, and what a client may not say."""
 
-from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository.config import ModelConfig, SequenceBatching
+
+# Triton's parameter that names an environment, and what a path in it may begin with.
+ENVIRONMENT, MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
 
 
 def refuse_not_yet(config: ModelConfig) -> None:
@@ -31,3 +34,19 @@ def _refuse_sequences(said: SequenceBatching, n_instances: int) -> None:
     if n_instances > 1:
         what = f"iterative_sequence with {n_instances} instances is not supported yet: say instance_group"
         raise StatusError(Code.UNSUPPORTED, f"{what} {{ count: 1 kind: KIND_CPU }}")
+
+
+def check_given(given: ModelConfig, own: ModelConfig | None) -> None:
+    """A configuration that a client gave, beside that of the model's folder: it runs no program of the client's choice.
+
+    raises StatusError
+    """
+    said = _interpreter(given)
+    if said and not said.startswith(f"{MODEL_FOLDER}/") and (own is None or said != _interpreter(own)):
+        what = f"{ENVIRONMENT} of model '{given.name}' is another one than its config.pbtxt has"
+        raise invalid(f"{what}: a load may name environments in the model's folder alone ({MODEL_FOLDER}/...)")
+
+
+def _interpreter(config: ModelConfig) -> str:
+    parameter = config.parameters.get(ENVIRONMENT)
+    return parameter.string_value if parameter is not None else ""

@@ -1,7 +1,7 @@
-"""`python`: an unchanged model.py of Triton's Python backend, in this process.
+"""`python`: an unchanged model.py of Triton's Python backend, in this process or one of its own.
 
-Each instance has a module of its own, as each has a process of its own in Triton. While a model is imported its folders
-are on the path; what it imports of them is its own, so that two models may each have a `utils.py`.
+In this one each instance has a module of its own, as each has a process of its own in Triton. While a model is imported
+its folders are on the path; what it imports of them is its own, so that two models may each have a `utils.py`.
 """
 
 import json
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
+from millrace.serve.inference.backends.interpreter import python_of
+from millrace.serve.inference.backends.python_child import ChildModel, completed_in
 from millrace.serve.inference.backends.python_config import completed_by
 from millrace.serve.inference.backends.python_host import HereRequest, ServerHost
 from millrace.serve.inference.guest import runner
@@ -61,7 +63,8 @@ class PythonBackend(ModelBackend):
     takes_ragged = True  # a model gets requests, not arrays
 
     def instance(self, given: InstanceGiven) -> Instance:
-        return _PythonModel(given)
+        python = python_of(given.config, given.folder)
+        return _PythonModel(given) if python is None else ChildModel(python, said_of(given), given)
 
     def completed(self, config: Config, folder: Path) -> Config:
         """By the model's own `auto_complete_config`, which is asked of its highest version."""
@@ -72,7 +75,11 @@ class PythonBackend(ModelBackend):
         if not versions:
             return config
         try:
-            made = runner.completed_by(versions[-1] / name, config_json(config))
+            python, file = python_of(config, folder), versions[-1] / name
+            if python is None:
+                made = runner.completed_by(file, config_json(config))
+            else:
+                made = completed_in(python, file, config_json(config), config.name)
             return config if made is None else completed_by(config, made)
         except GuestError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error

@@ -92,6 +92,10 @@ class Host(ABC):
     def ask(self, asked: Asked, receive: Receive) -> Asking:
         """Ask another model. Errors are answers, which may come before this returns."""
 
+    def answering(self) -> None:
+        """A batch was computed, and the thread of `execute` sends its answers, and nothing else, before it returns."""
+        return
+
     @abstractmethod
     def control(self, what: str, **told: Any) -> Any:
         """`load`, `unload` or `is_ready` a model, and wait until it is done. raises TritonModelException"""

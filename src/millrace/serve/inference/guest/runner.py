@@ -79,6 +79,7 @@ class GuestModel:
                     return
                 self._loop = self._loop or asyncio.new_event_loop()
                 answers = self._loop.run_until_complete(answers)
+            self._host.answering()
             self._answer(requests, asked, answers)
         except BaseException as error:  # sys.exit, too
             for one in asked:
