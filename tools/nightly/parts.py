@@ -41,7 +41,7 @@ LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
 BESIDE_TRITON = (
     "tests/nightly/test_tritonclient.py", "tests/nightly/test_triton_repository.py",
-    "tests/nightly/test_triton_repository_grpc.py",
+    "tests/nightly/test_triton_repository_grpc.py", "tests/nightly/test_triton_models.py",
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
 TUTORIAL = "tests/nightly/test_tutorial.py"

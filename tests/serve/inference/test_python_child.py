@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -484,3 +485,56 @@ def test_a_tensor_is_copied_once_each_way(tmp_path: Path) -> None:
             assert np.array_equal(found, array) and np.shares_memory(found, np.frombuffer(segment, np.uint8))
 
     asyncio.run(run())
+
+
+def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
+    code = HEAD + """
+    def execute(self, requests):
+        import os, signal, subprocess, sys
+        if requests[0].inputs()[0].as_numpy()[0] == b"die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [said(str(subprocess.Popen(["sleep", "100"]).pid))]
+""" + SAY  # fmt: skip
+    write(tmp_path, "m", code, ANY % OWN)
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            (pid,) = await one(repository, "m", text("x"))
+            model, began_s = repository.get("m"), time.monotonic()
+            with pytest.raises(StatusError, match="SIGKILL"):
+                await model.infer(asked(model, IN=text("die")))
+            assert time.monotonic() - began_s < 3, "nobody waits for what holds its output open"
+            await until(lambda: not Path(f"/proc/{int(pid)}").exists() or "Z" in state(int(pid)))
+
+    asyncio.run(run())
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_process_ends_with_the_server(tmp_path: Path) -> None:
+    """However that ends, and whatever the process computes."""
+    code = HEAD + "    def execute(self, requests):\n        import time\n        time.sleep(100)\n"
+    write(tmp_path, "m", code, ANY % OWN)
+    script = f"""
+import asyncio, os
+from pathlib import Path
+from tests.support.python_models import asked, loaded, text
+async def run():
+    async with loaded(Path({str(tmp_path)!r})) as repository:
+        await repository.load("m")
+        model = repository.get("m")
+        print(model._workers[0]._instance._child.pid, flush=True)
+        model.submit(asked(model, IN=text("x")), print)
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), 9)
+asyncio.run(run())
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=30)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid, until_s = int(done.stdout), time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and state(pid) != "Z":
+        assert time.monotonic() < until_s, "it goes on alone"
+        time.sleep(0.01)

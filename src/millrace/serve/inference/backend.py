@@ -61,6 +61,14 @@ class Instance(ABC):
     def execute(self, requests: Sequence[InferRequest]) -> None:
         """Answer each of them; what it raises is the answer of those that have none. raises InstanceGoneError, too"""
 
+    def begin(self, requests: Sequence[InferRequest], done: Callable[[StatusError | None], None]) -> None:
+        """`execute`, and say that it is done: from any thread, later, and with what went wrong, where others compute.
+
+        raises what `execute` raises, without calling `done`
+        """
+        self.execute(requests)
+        done(None)
+
     def cancelled(self, request: InferRequest) -> None:
         """Of the event loop: nobody waits any more for one that it was given."""
         return

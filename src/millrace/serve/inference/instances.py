@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.serve.inference.backend import Instance, InstanceGiven, InstanceGoneError
@@ -185,12 +186,29 @@ class Worker:
     def _serve(self, instance: Instance) -> bool:
         """Until it is closed, or (True) lost."""
         while isinstance(job := self._jobs.get(), Batch):
-            self._answer(instance, job)
-            if not self._lost_because:
-                self._n_lost = 0
-            self._outbox.post(self._owner.freed, self, job)
+            self._begin(instance, job)
             del job  # the next may be long in coming
         return job is _Job.REVIVE
+
+    def _begin(self, instance: Instance, batch: Batch) -> None:
+        try:
+            instance.begin(batch.requests, partial(self._is_done, batch))
+        except InstanceGoneError:
+            self._outbox.post(self._owner.untouched, batch)
+            self._is_done(batch, None)
+        except BaseException as error:
+            failed = as_status(error)
+            log.debug("%s: %s", self.name, failed, exc_info=error)
+            self._is_done(batch, failed)
+
+    def _is_done(self, batch: Batch, failed: StatusError | None) -> None:
+        """From any thread. failed: the answer of those that have none"""
+        if failed is not None:
+            for request in batch.requests:
+                request.fail(failed)
+        if not self._lost_because:
+            self._n_lost = 0
+        self._outbox.post(self._owner.freed, self, batch)
 
     def _is_lost(self, why: str) -> None:
         """From any thread."""
@@ -224,8 +242,6 @@ class Worker:
     def _answer(self, instance: Instance, batch: Batch) -> None:
         try:
             instance.execute(batch.requests)
-        except InstanceGoneError:
-            self._outbox.post(self._owner.untouched, batch)
         except BaseException as error:
             failed = as_status(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)

@@ -7,7 +7,6 @@ youngest of such a ring is answered with an error that names it.
 
 import asyncio
 import concurrent.futures
-import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,10 +75,13 @@ class Others:
 
     # ------------------------------------------------------------------ from any thread
 
-    def post(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do it in the event loop; nothing happens where that has ended."""
-        with contextlib.suppress(RuntimeError):
+    def post(self, work: Callable[..., None], *arguments: Any) -> bool:
+        """Do it in the event loop; False: that has ended, and nothing happens."""
+        try:
             self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """raises what it raises; StatusError where the event loop has ended"""

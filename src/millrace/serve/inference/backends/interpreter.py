@@ -101,6 +101,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        self._end_group()
         self._printing.join(_END_S)
         how = f"its process ended with code {code}"
         if code < 0:
@@ -110,6 +111,11 @@ class Child:
             return f"{how}: {self._why}"
         return f"{how}: {' / '.join(self._lines)}" if self._lines and code > 0 else how
 
+    def _end_group(self) -> None:
+        """What it started, and left behind, ends with it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """It ends when nobody is at the other end of the socket; and otherwise all the same."""
         self.frames.shut()
@@ -118,6 +124,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._end_group()
 
     def _print(self) -> None:
         assert self._process.stdout is not None, "it was asked for"

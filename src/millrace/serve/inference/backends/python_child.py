@@ -56,7 +56,8 @@ class ChildModel(Instance):
         self._numbers: dict[InferRequest, int] = {}
         self._next = itertools.count(1)
         self._asking: dict[int, HereAsking] = {}  # of other models
-        self._done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a batch: what went wrong with it
+        # The batch that it executes, and what is told when it is done.
+        self._done: tuple[Callable[[StatusError | None], None], Sequence[InferRequest]] | None = None
         self._loaded: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock, self._lost = threading.Lock(), ""
@@ -79,10 +80,19 @@ class ChildModel(Instance):
     # ------------------------------------------------------------------ of its worker's thread
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
+        """As `begin`, and wait."""
+        came = queue.SimpleQueue[StatusError | None]()
+        self.begin(requests, came.put)
+        if (failed := came.get()) is not None:
+            raise failed
+
+    def begin(self, requests: Sequence[InferRequest], done: Callable[[StatusError | None], None]) -> None:
+        """Whoever reads its answers says that they are all there: no thread waits for that."""
         told, tensors = [], list[Named]()
         with self._lock:
             if self._lost:
                 raise InstanceGoneError
+            self._done = done, requests
             for request in requests:
                 number = self._numbers[request] = next(self._next)
                 self._requests[number] = request
@@ -101,12 +111,7 @@ class ChildModel(Instance):
         except OSError as error:
             log.debug("%s: %s", self._name, error)  # it is gone: its reader says so to `_done`
         except FrameError as error:
-            self._forget(requests)
-            raise StatusError(Code.INTERNAL, f"instance '{self._name}': {error}") from None
-        failed = self._done.get()
-        if failed is not None:
-            self._forget(requests)
-            raise StatusError(Code.INTERNAL, failed)
+            self._is_done(StatusError(Code.INTERNAL, f"instance '{self._name}': {error}"))
 
     def close(self) -> None:
         self._host.is_closing = True
@@ -188,7 +193,8 @@ class ChildModel(Instance):
             request.fail(StatusError(Code.INTERNAL, request.named + failed))
         self._requests.clear()
         self._numbers.clear()
-        for waiting in (self._loaded, self._done, self._closed):
+        self._is_done(StatusError(Code.INTERNAL, failed))
+        for waiting in (self._loaded, self._closed):
             waiting.put(failed)
 
     def _on_answered(self, header: dict[str, Any], tensors: list[Named]) -> None:
@@ -212,7 +218,17 @@ class ChildModel(Instance):
             request.again()
 
     def _on_done(self, header: dict[str, Any], tensors: list[Named]) -> None:
-        self._done.put(header["failed"])
+        self._is_done(None if header["failed"] is None else StatusError(Code.INTERNAL, header["failed"]))
+
+    def _is_done(self, failed: StatusError | None) -> None:
+        with self._lock:
+            told, self._done = self._done, None
+        if told is None:
+            return
+        done, requests = told
+        if failed is not None:
+            self._forget(requests)
+        done(failed)
 
     def _on_loaded(self, header: dict[str, Any], tensors: list[Named]) -> None:
         self._host.is_executing = True

@@ -85,7 +85,8 @@ class ServerHost(Host):
         call = Call(
             self.model, asked.model, asked.version, asked.is_decoupled, request, given, behind, waits, answered
         )  # fmt: skip
-        self._others.post(self._others.begin, call)
+        if not self._others.post(self._others.begin, call):
+            receive(Answer(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)
         return HereAsking(self._others, call)
 
     def control(self, what: str, **told: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a model.py imports as `triton_python_backend_utils`: a module of its own for each instance."""
 
+import logging
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from .calls import ResponseIterator
 from .config import ModelConfig
 from .errors import TritonError, TritonModelException
-from .host import Host
+from .host import EXECUTION, Host
 from .metrics import MetricFamily
 from .requests import (
     TRITONSERVER_MEMORY_CPU,
@@ -32,6 +33,8 @@ from .tensors import (
 NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 1, 2
 _MOST_LOGGED = 4000
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
+_log = logging.getLogger("millrace.serve.models")
 
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
@@ -82,7 +85,12 @@ class Logger:
 
     @classmethod
     def log(cls, message: str, level: int = INFO) -> None:
-        here(cls._host, "the log").log(str(message)[:_MOST_LOGGED], level)
+        execution = EXECUTION.get()
+        host = execution.host if execution is not None else cls._host
+        if host is not None:
+            host.log(str(message)[:_MOST_LOGGED], level)
+        else:  # in `auto_complete_config`, which belongs to no instance
+            _log.log(_LEVELS[level], "%s", str(message)[:_MOST_LOGGED])
 
     @classmethod
     def log_info(cls, message: str) -> None:
