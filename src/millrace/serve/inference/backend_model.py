@@ -190,6 +190,9 @@ class BackendModel(Model):
     def freed(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
         self._end(worker, batch)
+        self._free(worker)
+
+    def _free(self, worker: Worker) -> None:
         self._n_busy -= 1
         worker.busy_since_s = worker.batch = None
         if worker.is_lost:
@@ -199,18 +202,17 @@ class BackendModel(Model):
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
 
-    def untouched(self, batch: Batch) -> None:
-        now_ns = time.monotonic_ns()
+    def untouched(self, worker: Worker, batch: Batch) -> None:
         for request in batch.requests:
             if self._begun is not None:
                 self._begun.remove(request)
-            if request.cancelled:
-                self._answered(
-                    request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True
-                )
-                continue
             request.started_ns, request.batch = 0, None
-            self._queue.put(request, now_ns)
+        self._queue.put_back([request for request in batch.requests if not request.cancelled])
+        for request in batch.requests:
+            if request.cancelled:
+                cancelled = StatusError(Code.CANCELLED, f"{request.named}request was cancelled")
+                self._answered(request, None, cancelled, True)
+        self._free(worker)
 
     def lost(self, worker: Worker, why: str) -> None:
         log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)

@@ -85,8 +85,8 @@ class Owner(Protocol):
     def freed(self, worker: "Worker", batch: Batch) -> None:
         """It is done with a batch."""
 
-    def untouched(self, batch: Batch) -> None:
-        """It was given to an instance that was gone."""
+    def untouched(self, worker: "Worker", batch: Batch) -> None:
+        """In place of `freed`: its instance was gone before it was given this."""
 
     def lost(self, worker: "Worker", why: str) -> None:
         """Its instance is gone, and whatever it computes ends with an error."""
@@ -194,8 +194,7 @@ class Worker:
         try:
             instance.begin(batch.requests, partial(self._is_done, batch))
         except InstanceGoneError:
-            self._outbox.post(self._owner.untouched, batch)
-            self._is_done(batch, None)
+            self._outbox.post(self._owner.untouched, self, batch)
         except BaseException as error:
             failed = as_status(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
