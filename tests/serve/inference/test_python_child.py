@@ -445,6 +445,41 @@ def test_an_environment_is_a_folder_beside_the_model(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_an_interpreter_needs_numpy_and_nothing_else(tmp_path: Path) -> None:
+    """One that finds NumPy alone, which it takes from a folder of its own: no package of ours, and no ml_dtypes."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for package in ("numpy", "numpy.libs"):
+        (site / package).symlink_to(Path(np.__file__).parents[1] / package)
+    python = tmp_path / "python"
+    (site / "start.py").write_text(
+        f"import runpy, sys\nsys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(site)!r}]\n"
+        "sys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -I -S -u {site}/start.py "$@"\n')
+    python.chmod(0o755)
+    tell = "    def execute(self, requests):\n        import sys\n" + (
+        "        names = {m.partition('.')[0] for m in sys.modules} & {'millrace', 'ml_dtypes', 'msgspec', 'numpy'}\n"
+        "        return [said(' '.join(sorted(names))) for _ in requests]\n"
+    )
+    models = tmp_path / "models"
+    write(models, "m", HEAD + tell + SAY, ANY % environment("EXECUTION_ENV_PATH", str(python)))
+    write(
+        models,
+        "half",
+        HEAD + tell + SAY,
+        (ANY % environment("EXECUTION_ENV_PATH", str(python))).replace("STRING", "BF16"),
+    )
+
+    async def run() -> None:
+        async with loaded(models) as repository:
+            assert (await one(repository, "m", text("x"))).tolist() == [b"numpy"]
+            with pytest.raises(StatusError, match="model 'half' has tensors of BF16: install ml_dtypes where it runs"):
+                await repository.load("half")
+
+    asyncio.run(run())
+
+
 def test_a_client_that_loads_a_model_chooses_no_interpreter(tmp_path: Path) -> None:
     tell = "    def execute(self, requests):\n        return [said('fine')]\n"
     write(tmp_path, "m", HEAD + tell + SAY, ANY % environment("EXECUTION_ENV_PATH", sys.executable))

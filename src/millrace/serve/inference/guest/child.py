@@ -4,15 +4,15 @@ import itertools
 import os
 import queue
 import socket
-import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import TritonError, TritonModelException
-from .frames import FrameError, Frames, Named
+from .frames import Frames, Named
 from .host import Answer, Asked, Asking, Host, Incoming, Receive
 from .memory import Arena, Mapped
 from .runner import GuestError, GuestModel, ModelSaid, completed_by, told
@@ -160,10 +160,10 @@ class _Child:
                 elif kind == "cancel" and (request := host.requests.get(header["r"])) is not None:
                     request.cancelled = True
                 del frame, header, tensors
-        except (FrameError, OSError) as error:
-            print(f"the connection to the server broke: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        finally:
-            os._exit(0)
+        except BaseException:  # noqa: BLE001  whatever it is, nobody hears the server any more
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
 
     def _load(self, header: dict[str, Any], tensors: list[Named]) -> None:
         said = ModelSaid(Path(header["file"]), header["arguments"], header["outputs"], header["decoupled"])

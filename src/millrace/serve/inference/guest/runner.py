@@ -17,6 +17,8 @@ from .host import EXECUTION, Answer, Execution, Host, Incoming
 from .importing import imported
 from .requests import InferenceRequest
 from .responses import InferenceResponse, deliver
+from .tensors import NAMES as TYPE_NAMES
+from .tensors import TYPES
 from .utils import NAMES, utils_of
 
 _CLASS = "TritonPythonModel"
@@ -51,6 +53,8 @@ class GuestModel:
         self._thread: threading.Thread | None = None  # that runs the loop of a decoupled one
         self._module_name = ""
         try:
+            if TYPE_NAMES.index("BF16") not in TYPES and '"TYPE_BF16"' in said.arguments["model_config"]:
+                raise GuestError(f"model '{said.name}' has tensors of BF16: install ml_dtypes where it runs")
             pb_utils = utils_of(host)
             self._request = pb_utils.InferenceRequest
             made = _model_class(said.file, pb_utils)
