@@ -1,11 +1,13 @@
 """Models that wait for one another: what could never end is named, and what can end is left alone."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from millrace.serve.inference import others
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.status import StatusError
 from tests.support.python_models import HEAD, asked, loaded, write
@@ -105,6 +107,37 @@ def test_rings_in_async_models_are_named(tmp_path: Path) -> None:
             await repository.load("b")
             with pytest.raises(StatusError, match="deadlock: model 'b' asks model 'a'"):
                 await ask(repository, "a", 1)
+
+    asyncio.run(run())
+
+
+THREADS = """
+    def execute(self, requests):
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor() as pool:
+            asking = [pb_utils.InferenceRequest(model_name=%r, requested_output_names=["OUT"], inputs=r.inputs())
+                      for r in requests]
+            found = list(pool.map(lambda one: one.exec(), asking))
+        for response in found:
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+        return [pb_utils.InferenceResponse(response.output_tensors()) for response in found]
+"""
+
+
+def test_rings_through_threads_of_models_are_named_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "LONG_LOOKS", 4)
+    write(tmp_path, "a", HEAD + THREADS % "b", SQUARE_CONFIG % "")
+    write(tmp_path, "b", HEAD + ASYNC % "a", SQUARE_CONFIG % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("a")
+            await repository.load("b")
+            began_s = time.monotonic()
+            with pytest.raises(StatusError, match="deadlock: model 'b' asks model 'a'"):
+                await ask(repository, "a", 1)
+            assert time.monotonic() - began_s > 4 * others.LOOK_S, "it may not have waited for them"
 
     asyncio.run(run())
 

@@ -25,7 +25,8 @@ from millrace.serve.repository.config import InstanceGroup, ModelConfig
 class InstanceGiven:
     """What an instance is told. config: completed. folder: the model's, with its versions below it
 
-    others: by which it may ask other models. waits: requests to these for which it waits while it executes a batch
+    others: by which it may ask other models. waits: requests to these for which it waits while it executes a batch,
+    and whether it surely does
     """
 
     name: str  # of the instance: the group's, and its number
@@ -34,7 +35,7 @@ class InstanceGiven:
     folder: Path
     group: InstanceGroup
     others: Others
-    waits: set[Waiting] = field(default_factory=set)
+    waits: dict[Waiting, bool] = field(default_factory=dict)
 
     @property
     def file(self) -> Path:

@@ -71,7 +71,7 @@ class BackendModel(Model):
     def _begin(self, request: InferRequest, now_ns: int) -> None:
         self._dispatch(now_ns)
 
-    def waits_for(self, request: InferRequest) -> Sequence[Waiting] | None:
+    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
         """What the instance waits for that computes it; where none has taken it yet, what all of them wait for."""
         workers = [worker for worker in self._workers if not worker.is_dead]
         if any(worker.is_lost for worker in workers):
@@ -80,9 +80,8 @@ class BackendModel(Model):
             workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
         elif self._idle:
             return None
-        if not workers or not all(worker.given.waits for worker in workers):
-            return None
-        return [waiting for worker in workers for waiting in worker.given.waits]
+        waits = [[w for w, is_sure in worker.given.waits.items() if is_sure or not surely] for worker in workers]
+        return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
 
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
@@ -194,6 +193,8 @@ class BackendModel(Model):
 
     def _free(self, worker: Worker) -> None:
         self._n_busy -= 1
+        for waiting in [waiting for waiting, is_sure in worker.given.waits.items() if not is_sure]:
+            del worker.given.waits[waiting]  # it did not wait for it
         worker.busy_since_s = worker.batch = None
         if worker.is_lost:
             worker.revive()

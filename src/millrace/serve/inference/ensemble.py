@@ -103,7 +103,7 @@ class Ensemble(Model):
         request.queued_ns = request.started_ns = now_ns
         self._runs[request].begin()
 
-    def waits_for(self, request: InferRequest) -> Sequence[Waiting] | None:
+    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
         run = self._runs.get(request)
         return run.asked() if run is not None else None
 

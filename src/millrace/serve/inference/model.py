@@ -122,8 +122,11 @@ class Model(ABC):
         """What was taken may be computed, and be answered at once."""
 
     @abstractmethod
-    def waits_for(self, request: InferRequest) -> "Sequence[Waiting] | None":
-        """The requests one of which must be answered before anything happens to this; None: something may happen."""
+    def waits_for(self, request: InferRequest, surely: bool) -> "Sequence[Waiting] | None":
+        """The requests one of which must be answered before anything happens to this; None: something may happen.
+
+        surely: without those for which an instance only may wait
+        """
 
     @abstractmethod
     def cancel(self, request: InferRequest) -> None:

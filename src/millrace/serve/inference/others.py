@@ -21,6 +21,7 @@ from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
 
 LOOK_S = 0.25  # between two looks at those that wait; a ring is one when it is seen in both
+LONG_LOOKS = 20  # in a row, where an instance may wait for what a thread of its model asked, and nobody can see whether
 T = TypeVar("T")
 
 
@@ -29,7 +30,7 @@ class Call:
     """One request of a model to another.
 
     by: the model that asks. given: what `request` is to be given. behind: it ends when all of these are cancelled.
-    waits_by: what the instance that asks waits for, where it waits for this, too.
+    waits_by: what the instance that asks waits for, where it waits for this, too: surely, or perhaps.
     receive: called in the event loop
     """
 
@@ -40,13 +41,15 @@ class Call:
     request: InferRequest
     given: Sequence[Given]
     behind: Sequence[InferRequest]
-    waits_by: "set[Waiting] | None"
+    waits_by: "dict[Waiting, bool] | None"
+    is_sure: bool
     receive: Receiver
     is_over: bool = False
     asked: Model | None = None
     unread: Unread | None = None
     sizes: deque[int] = field(default_factory=deque)  # of responses that were not read, in bytes
-    n_looks: int = 0  # in a row, that saw it in a ring
+    n_looks: int = 0  # in a row, that saw it in a ring of those that surely wait
+    n_long: int = 0  # the same of those that perhaps do
 
     def outer_cancelled(self) -> bool:
         return bool(self.behind) and all(outer.cancelled for outer in self.behind)
@@ -173,7 +176,7 @@ class Others:
         for outer in call.behind:
             outer.watch(call, watcher)
         if call.waits_by is not None:
-            call.waits_by.add((model, call.request))
+            call.waits_by[model, call.request] = call.is_sure
         self._open[call] = None
         model.submit(call.request, lambda *answer: self._answered(call, *answer))
         if self._open and self._timer is None:
@@ -211,7 +214,7 @@ class Others:
         for outer in call.behind:
             outer.unwatch(call)
         if call.waits_by is not None and call.asked is not None:
-            call.waits_by.discard((call.asked, call.request))
+            call.waits_by.pop((call.asked, call.request), None)
 
     # ------------------------------------------------------------------ rings
 
@@ -219,42 +222,44 @@ class Others:
         """Once in LOOK_S, while models wait for models."""
         self._timer = None
         for call in reversed(list(self._open)):  # the youngest first: without it the others may go on
-            ring = _ring(call)
+            ring = _ring(call, surely=True)
             call.n_looks = call.n_looks + 1 if ring else 0
-            if call.n_looks > 1:
+            ring = ring or _ring(call, surely=False)
+            call.n_long = call.n_long + 1 if ring else 0
+            if call.n_looks > 1 or call.n_long > LONG_LOOKS:
                 self._cut(call, _deadlock(call, ring))
         if self._open:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
 
-def _ring(call: Call) -> list[Waiting]:
+def _ring(call: Call, surely: bool) -> list[Waiting]:
     """How `call` waits for itself to be over, one waiting for the next; empty where it may yet be answered."""
-    if call.waits_by is None or call.asked is None:
+    if call.waits_by is None or call.asked is None or (surely and not call.is_sure):
         return []
     first: Waiting = (call.asked, call.request)
     seen, left = {first}, [first]
     while left:
-        behind = _behind(left.pop())
+        behind = _behind(left.pop(), surely)
         if behind is None:
             return []
         left += [waiting for waiting in behind if waiting not in seen]
         seen.update(behind)
-    return _circle(first)
+    return _circle(first, surely)
 
 
-def _circle(first: Waiting) -> list[Waiting]:
+def _circle(first: Waiting, surely: bool) -> list[Waiting]:
     """From one of those that only wait for one another to the second time that one of them comes."""
     path = [first]
-    while (behind := _behind(path[-1])) is not None:
+    while (behind := _behind(path[-1], surely)) is not None:
         path.append(behind[0])
         if behind[0] in path[:-1]:
             break
     return path
 
 
-def _behind(waiting: Waiting) -> Sequence[Waiting] | None:
+def _behind(waiting: Waiting, surely: bool) -> Sequence[Waiting] | None:
     model, request = waiting
-    return model.waits_for(request)
+    return model.waits_for(request, surely)
 
 
 def _deadlock(call: Call, ring: Sequence[Waiting]) -> StatusError:

@@ -18,7 +18,7 @@ from millrace.serve.inference.backends.python_host import HereAsking, ServerHost
 from millrace.serve.inference.guest.child import answer_fields, answer_read, answer_tensors
 from millrace.serve.inference.guest.errors import TritonModelException
 from millrace.serve.inference.guest.frames import FrameError, Named
-from millrace.serve.inference.guest.host import Answer, Asked
+from millrace.serve.inference.guest.host import Answer, Asked, Waits
 from millrace.serve.inference.guest.runner import ModelSaid
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
@@ -252,7 +252,7 @@ class ChildModel(Instance):
         asked = Asked(
             header["model"], header["version"], header["id"], header["correlation_id"], header["flags"],
             header["timeout_us"], header["parameters"], tensors, header["outputs"], header["decoupled"], (),
-            header["waits"],
+            Waits(header["waits"]),
         )  # fmt: skip
 
         def receive(answer: Answer | None, final: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.guest.errors import CODES, TritonError, TritonModelException
-from millrace.serve.inference.guest.host import Answer, Asked, Asking, Host, Incoming, Receive
+from millrace.serve.inference.guest.host import Answer, Asked, Asking, Host, Incoming, Receive, Waits
 from millrace.serve.inference.others import Call, Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
@@ -81,9 +81,10 @@ class ServerHost(Host):
             given = [_given(name, array) for name, array in asked.inputs]
         except StatusError as error:
             raise TritonModelException(str(error)) from None
-        waits = self._given.waits if asked.waits else None
+        waits = self._given.waits if asked.waits is not Waits.NO else None
         call = Call(
-            self.model, asked.model, asked.version, asked.is_decoupled, request, given, behind, waits, answered
+            self.model, asked.model, asked.version, asked.is_decoupled, request, given, behind, waits,
+            asked.waits is Waits.YES, answered,
         )  # fmt: skip
         if not self._others.post(self._others.begin, call):
             receive(Answer(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)

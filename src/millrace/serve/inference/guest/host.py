@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from .errors import TritonError
@@ -42,12 +43,18 @@ class Incoming(ABC):
         """It is to be executed again, later: whoever answers it is the next `execute`."""
 
 
+class Waits(IntEnum):
+    NO = 0
+    PERHAPS = 1  # another thread asks while it executes
+    YES = 2
+
+
 @dataclass(frozen=True)
 class Asked:
     """One request of the model to another model.
 
     version: None is the highest. behind: the requests for which it asks, which cancel it when all of them are.
-    waits: the thread that executes them goes on only when this is answered
+    waits: whether the thread that executes them goes on only when this is answered
     """
 
     model: str
@@ -61,7 +68,7 @@ class Asked:
     outputs: Sequence[str]
     is_decoupled: bool
     behind: Sequence[Incoming]
-    waits: bool
+    waits: Waits
 
 
 # From another thread: an answer, or nothing but the end; and whether it is the last.
@@ -87,6 +94,7 @@ class Host(ABC):
         """name: of the instance"""
         self.name, self.model = name, model
         self.is_executing = self.is_closing = False  # between `initialize` and `finalize`; from then on
+        self.is_busy = False  # in a call of `execute`
 
     @abstractmethod
     def ask(self, asked: Asked, receive: Receive) -> Asking:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from .calls import Call, ResponseIterator
 from .errors import TritonError, TritonModelException
-from .host import EXECUTION, Answer, Asked, Host, Incoming
+from .host import EXECUTION, Answer, Asked, Host, Incoming, Waits
 from .responses import LOST, InferenceResponseSender, checked, response_of
 from .tensors import Tensor, held
 
@@ -190,7 +190,9 @@ class InferenceRequest:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
         execution, of = EXECUTION.get(), self._trace._of
         behind = [of] if of is not None else list(execution.requests) if execution is not None else []
-        waits = execution is not None and execution.thread == threading.get_ident()
+        waits = Waits.PERHAPS if host.is_busy else Waits.NO
+        if execution is not None and execution.thread == threading.get_ident():
+            waits = Waits.YES
         asked = Asked(
             self._model, self._version, self._id, self._correlation_id, self._flags, self._timeout_us,
             self._parameters, held(self._inputs), self._outputs, decoupled, behind, waits,

@@ -75,6 +75,7 @@ class GuestModel:
         """raises GuestError, which is the answer of those that have none"""
         asked = [self._request.given(request, self._said.outputs, self._said.name) for request in requests]
         token = EXECUTION.set(Execution(self._host, requests, threading.get_ident()))
+        self._host.is_busy = True
         try:
             answers = self._model.execute(asked)
             if inspect.iscoroutine(answers):
@@ -90,6 +91,7 @@ class GuestModel:
                 one.answered()
             raise GuestError(self._failed(error)) from error
         finally:
+            self._host.is_busy = False
             EXECUTION.reset(token)
 
     def _failed(self, error: BaseException) -> str:
