@@ -217,10 +217,17 @@ def test_tensors_of_every_size_and_type_go_there_and_back(tmp_path: Path) -> Non
 
 def test_memory_comes_back_when_answers_are_let_go(tmp_path: Path) -> None:
     write(tmp_path, "same", HEAD + SAME.replace("self.kept", "kept"), FLOATS % OWN)
+    write(tmp_path, "raises", HEAD + "    def execute(self, requests):\n        raise ValueError\n", FLOATS % OWN)
 
     async def run() -> None:
         async with loaded(tmp_path) as repository:
-            await repository.load("same")
+            await load(repository, "same", "raises")
+            for _ in range(20):
+                with pytest.raises(StatusError):
+                    await repository.get("raises").infer(
+                        asked(repository.get("raises"), IN=np.zeros((1, 262_144), np.float32))
+                    )
+            assert child_of(repository, "raises")._child.frames.arena.used_bytes <= 4 << 20, "of 20 MiB"
             model, child = repository.get("same"), child_of(repository, "same")
             held = []
             for i in range(60):

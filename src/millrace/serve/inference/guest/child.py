@@ -197,6 +197,8 @@ class _Child:
             self._model.execute(requests)
         except GuestError as error:
             failed = str(error)
+            for request in requests:  # which is the answer of all that have none
+                self._host.requests.pop(request.number, None)
         self._frames.send({"t": "done", "failed": failed}, last=True)
 
     def _close(self, header: dict[str, Any], tensors: list[Named]) -> None:
