@@ -223,7 +223,7 @@ def _others() -> Iterator[str]:
     )
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [*_tensors(), *_grammars(), *_calibrations(), *_mmlu(), *_versions(), *_gpu_kernels()]
+    rows += [*_tensors(), *_children(), *_grammars(), *_calibrations(), *_mmlu(), *_versions(), *_gpu_kernels()]
     yield table(header, rows)
 
 
@@ -292,6 +292,19 @@ def _tensors() -> Iterator[list[str]]:
                 yield [who, f"{figure}; CPU a request {user:.0f} us, in the kernel {system:.0f} us", label(r)]
         beyond = statistics.median(one["request_us"] - one["backend_us"] for one in r["in_process"])
         yield [f"{r['model']} in process: CPU a request beyond its arithmetic", f"{beyond:.1f} us", label(r)]
+
+
+def _children() -> Iterator[list[str]]:
+    for _, r in of_kind("child"):
+        for n_bytes in sorted({sample["n_bytes"] for sample in r["samples"]}):
+            times = [sample["child_us"] for sample in r["samples"] if sample["n_bytes"] == n_bytes]
+            here = statistics.median(sample["here_us"] for sample in r["samples"] if sample["n_bytes"] == n_bytes)
+            figure = f"{statistics.median(times):,.0f} ({min(times):,.0f}-{max(times):,.0f}); in process {here:,.0f}"
+            yield [
+                f"a tensor of {n_bytes:,} bytes to a model.py in a process of its own, and back: us",
+                figure,
+                label(r),
+            ]
 
 
 def _sampling() -> Iterator[list[str]]:

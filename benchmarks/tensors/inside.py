@@ -7,7 +7,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.tensors.request import NAME, inputs, outputs
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 

@@ -14,7 +14,8 @@ import pytest
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
 from millrace.serve.inference.backends.millrace import sampling
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import objects

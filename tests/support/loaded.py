@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from millrace.serve.inference.check import Given
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from tests.support.repository import identity

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.serve.inference.check import Given
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.kserve.tensors import Array, objects

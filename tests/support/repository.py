@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from millrace.serve.inference.lifecycle import RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.settings import ServerSettings

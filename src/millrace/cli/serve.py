@@ -31,7 +31,7 @@ from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
-from millrace.serve.inference.lifecycle import RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.listening import bind, check_tls, unix_socket

@@ -3,7 +3,7 @@
 import time
 
 from millrace.errors import ConfigError
-from millrace.serve.inference.lifecycle import RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.kserve.guarded import GuardFlags

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.serve.inference.backends import importing
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.guest import importing
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.stamps import stamp
 from tests.support.loaded import BATCHES, Loaded, asked, becomes

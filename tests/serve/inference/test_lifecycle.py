@@ -90,8 +90,9 @@ def test_a_failed_reload_keeps_what_is_served(root: Path) -> None:
         assert infer(url).status_code == 200
         config.write_text((BATCHES % "").replace('"identity"', '"idendity"'))
         assert "unable to find backend 'idendity'; did you mean \"identity\"?" in control(url, "m", "load")[1]
-        config.write_text(BATCHES % "sequence_batching { iterative_sequence: true }")
-        assert control(url, "m", "load")[1].endswith("m/config.pbtxt:1:59: iterative_sequence is not supported yet")
+        twice = "instance_group { count: 2 kind: KIND_CPU } sequence_batching { iterative_sequence: true }"
+        config.write_text(BATCHES % twice)
+        assert "iterative_sequence with 2 instances is not supported yet" in control(url, "m", "load")[1]
         config.write_text((BATCHES % "").replace("FP32", "FP64"))
         assert control(url, "m", "load") == (200, "")
         assert "expects 'FP64'" in infer(url).text

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.check import Given
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import Array, objects

@@ -251,3 +251,31 @@ def test_an_array_that_a_model_uses_again_is_no_answer_of_another_request(tmp_pa
             assert [a.outputs["OUT"].tolist() for a in answers] == [[i] for i in range(50)]
 
     asyncio.run(run())
+
+
+def test_what_a_model_logs_is_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it belongs to no instance, and where it imports what it needs within a function, or in a thread."""
+    code = HEAD + """
+    @staticmethod
+    def auto_complete_config(config):
+        pb_utils.Logger.log_warn("completes")
+        return config
+
+    def execute(self, requests):
+        import triton_python_backend_utils as found
+        found.Logger.log_error("executes")
+        thread = threading.Thread(target=lambda: pb_utils.Logger.log("computes", pb_utils.Logger.WARNING))
+        thread.start()
+        thread.join()
+        assert isinstance(requests[0], pb_utils.InferenceRequest)
+        return [said(found.InferenceRequest(model_name="m").requested_output_names().__repr__())]
+"""  # fmt: skip
+    write(tmp_path, "m", code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            assert (await one(repository, "m", text("x"))).tolist() == [b"[]"]
+
+    asyncio.run(run())
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "millrace.serve.models"]
+    assert said == [("WARNING", "completes"), ("ERROR", "executes"), ("WARNING", "computes")]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from tests.support.loaded import Loaded
 from tests.support.python_models import write
 from tests.support.repository import REPEAT, write_models

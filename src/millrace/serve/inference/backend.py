@@ -7,10 +7,12 @@ says, its value a class that is made without arguments.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.serve.inference.model import Waiting
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
@@ -20,18 +22,28 @@ from millrace.serve.repository.config import InstanceGroup, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class InstanceGiven:
-    """What an instance is told. config: completed. folder: the model's, with its versions below it"""
+    """What an instance is told. config: completed. folder: the model's, with its versions below it
+
+    others: by which it may ask other models. waits: requests to these for which it waits while it executes a batch,
+    and whether it surely does
+    """
 
     name: str  # of the instance: the group's, and its number
     config: ModelConfig
     version: int
     folder: Path
     group: InstanceGroup
+    others: Others
+    waits: dict[Waiting, bool] = field(default_factory=dict)
 
     @property
     def file(self) -> Path:
         """The model's own."""
         return self.folder / str(self.version) / self.config.default_model_filename
+
+
+class InstanceGoneError(Exception):
+    """It was gone before it was given anything: what it was given goes to another one."""
 
 
 class Instance(ABC):
@@ -47,7 +59,26 @@ class Instance(ABC):
 
     @abstractmethod
     def execute(self, requests: Sequence[InferRequest]) -> None:
-        """Answer each of them; what it raises is the answer of those that have none."""
+        """Answer each of them; what it raises is the answer of those that have none. raises InstanceGoneError, too"""
+
+    def begin(self, requests: Sequence[InferRequest], done: Callable[[StatusError | None], None]) -> None:
+        """`execute`, and say that it is done: from any thread, later, and with what went wrong, where others compute.
+
+        raises what `execute` raises, without calling `done`
+        """
+        self.execute(requests)
+        done(None)
+
+    def cancelled(self, request: InferRequest) -> None:
+        """Of the event loop: nobody waits any more for one that it was given."""
+        return
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Call it, from any thread, once this can execute nothing any more, with the reason; it is made anew then.
+
+        What it was executing ends with an error after that.
+        """
+        return
 
     def close(self) -> None:
         """After its last request."""

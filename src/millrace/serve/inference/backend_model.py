@@ -7,11 +7,14 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from millrace.serve.inference.backend import InstanceGiven, ModelBackend
 from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
 from millrace.serve.inference.instances import Outbox, Worker
-from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model
+from millrace.serve.inference.iterative import Slots
+from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.inference.warm import warmed
@@ -24,24 +27,26 @@ _Answer = tuple[InferResponse | None, StatusError | None, bool]
 class BackendModel(Model):
     _computes_here = True  # what is quick, in the event loop's thread
 
-    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop) -> None:
         """Its instances begin to load; `loaded` waits for them."""
         super().__init__(of, loop, ragged=backend.takes_ragged)
         self.rules = BatchRules.of(of.config)
         self._outbox = Outbox(loop)
         self._queue = BatchQueue(self.rules)
+        self._slots = Slots.of(of.config)
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None  # while instances compute
         self._n_busy = 0  # instances that compute
+        self._broken = ""  # why no instance ever will
         batching = of.config.dynamic_batching
         # with preserve_ordering: those that were begun, in order, and what waits for those before it
         self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
         self._held: dict[InferRequest, list[_Answer]] = {}
-        self._workers = [self._worker(backend, given) for given in _instances(of)]
+        self._workers = [self._worker(backend, given) for given in _instances(of, others)]
         self._idle = deque(self._workers)
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
-        return Worker(given.name, lambda: warmed(backend.instance(given), given), self._outbox, self._freed)
+        return Worker(given, lambda: warmed(backend.instance(given), given), self._outbox, self)
 
     async def loaded(self) -> None:
         """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
@@ -54,24 +59,45 @@ class BackendModel(Model):
     @property
     def n_pending(self) -> int:
         """Requests that no instance has taken."""
-        return len(self._queue)
+        return len(self._queue) + (len(self._slots) if self._slots is not None else 0)
 
     def _take(self, request: InferRequest, now_ns: int) -> None:
         request.send_by = self._send
+        if self._broken:
+            raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
+        if self._slots is not None:
+            request.queued_ns, request.again_by = now_ns, self._post_again
+            if not self._slots.enter(request):
+                return
         self._queue.put(request, now_ns)
 
     def _begin(self, request: InferRequest, now_ns: int) -> None:
         self._dispatch(now_ns)
 
+    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
+        """What the instance waits for that computes it; where none has taken it yet, what all of them wait for."""
+        workers = [worker for worker in self._workers if not worker.is_dead]
+        if any(worker.is_lost for worker in workers):
+            return None
+        if request.started_ns:
+            workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
+        elif self._idle:
+            return None
+        waits = [[w for w, is_sure in worker.given.waits.items() if is_sure or not surely] for worker in workers]
+        return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
+
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
         request.cancel()
-        if self._queue.leave(request):
+        if self._queue.leave(request) or (self._slots is not None and self._slots.waits(request)):
             self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            return
+        for worker in self._workers:
+            worker.cancelled(request)
 
     def answers_at_once(self, n_bytes: int) -> bool:
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
-        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns:
+        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns or self._slots is not None:
             return False
         return self._idle[0].is_quick(n_bytes)
 
@@ -103,8 +129,12 @@ class BackendModel(Model):
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
 
     def abort(self) -> None:
-        for request in list(self._queue.drained()):
-            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
+        self._end_all(StatusError(Code.UNAVAILABLE, "Server is stopping"))
+
+    def _end_all(self, error: StatusError) -> None:
+        """Of those that no instance has."""
+        for request in [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained()]:
+            self._answered(request, None, error, True)
 
     def _close(self) -> None:
         if self._watch is not None:
@@ -131,7 +161,7 @@ class BackendModel(Model):
                 request.send_by = self._send
             self._n_busy += 1
             self._idle.remove(worker)
-            worker.busy_since_s = self._loop.time()
+            worker.busy_since_s, worker.batch = self._loop.time(), batch
             worker.take(batch)
             if self._watch is None:
                 self._watch = self._loop.call_later(PATIENCE_S, self._look)
@@ -157,6 +187,8 @@ class BackendModel(Model):
         return self._queue.due_ns()
 
     def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = None
         self._dispatch(time.monotonic_ns())
 
@@ -171,14 +203,64 @@ class BackendModel(Model):
                 )
         self._watch = self._loop.call_later(PATIENCE_S, self._look) if self._n_busy else None
 
-    def _freed(self, worker: Worker, batch: Batch) -> None:
+    def freed(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
         self._end(worker, batch)
+        self._free(worker)
+
+    def _free(self, worker: Worker) -> None:
         self._n_busy -= 1
-        worker.busy_since_s = None
-        self._idle.append(worker)
+        for waiting in [waiting for waiting, is_sure in worker.given.waits.items() if not is_sure]:
+            del worker.given.waits[waiting]  # it did not wait for it
+        worker.busy_since_s = worker.batch = None
+        if worker.is_lost:
+            worker.revive()
+        else:
+            self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
+
+    def untouched(self, worker: Worker, batch: Batch) -> None:
+        for request in batch.requests:
+            if self._begun is not None:
+                self._begun.remove(request)
+            request.started_ns, request.batch = 0, None
+        self._queue.put_back([request for request in batch.requests if not request.cancelled])
+        for request in batch.requests:
+            if request.cancelled:
+                cancelled = StatusError(Code.CANCELLED, f"{request.named}request was cancelled")
+                self._answered(request, None, cancelled, True)
+        self._free(worker)
+
+    def lost(self, worker: Worker, why: str) -> None:
+        log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
+        worker.is_lost = True
+        if worker in self._idle:
+            self._idle.remove(worker)
+            worker.revive()
+
+    def revived(self, worker: Worker) -> None:
+        log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
+        worker.is_lost = False
+        self._idle.append(worker)
+        self._dispatch(time.monotonic_ns())
+
+    def gave_up(self, worker: Worker, why: str) -> None:
+        """Where none is left what waits is answered, and what comes is refused."""
+        worker.is_dead = True
+        log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, why)
+        if all(worker.is_dead for worker in self._workers):
+            self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
+            self._end_all(StatusError(Code.UNAVAILABLE, self._broken))
+
+    @property
+    def is_ready(self) -> bool:
+        return not all(worker.is_lost for worker in self._workers)
+
+    @property
+    def troubles(self) -> str:
+        lost = [worker.name for worker in self._workers if worker.is_lost]
+        return self._broken or (f"{', '.join(lost)} is being made anew" if lost else "")
 
     def _end(self, worker: Worker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())
@@ -188,6 +270,23 @@ class BackendModel(Model):
             if not request.finished:
                 failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
                 self._answered(request, None, failed, True)
+
+    def _post_again(self, request: InferRequest) -> None:
+        """From any thread."""
+        self._outbox.post(self._again, request)
+
+    def _again(self, request: InferRequest) -> None:
+        """Its instance, which ends the batch after this, wants it once more."""
+        if request.finished:
+            return
+        now_ns = time.monotonic_ns()
+        if request.batch is not None:
+            self._count(request.batch, now_ns)
+        if request.cancelled:
+            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            return
+        request.flags = request.started_ns = request.computing_ns = request.computed_ns = 0
+        self._queue.put(request, now_ns)
 
     # ------------------------------------------------------------------ answers
 
@@ -208,6 +307,7 @@ class BackendModel(Model):
             if request.batch is not None:
                 self._count(request.batch, now_ns)
             self._finished(request, error, now_ns)
+            self._pass_on_slot(request, now_ns)
         if self._begun is None or not request.started_ns:
             self._deliver(request, (response, error, final))
         else:
@@ -215,6 +315,12 @@ class BackendModel(Model):
             self._release()
         if final:
             self._close_if_done()
+
+    def _pass_on_slot(self, request: InferRequest, now_ns: int) -> None:
+        following = self._slots.leave(request) if self._slots is not None else None
+        if following is not None:
+            self._queue.put(following, now_ns)
+            self._loop.call_soon(self._wake)  # and not within whatever ended this one
 
     def _count(self, batch: Batch, now_ns: int) -> None:
         """At its first answer: whoever has one finds it in the statistics."""
@@ -243,9 +349,9 @@ class BackendModel(Model):
             self._close()
 
 
-def _instances(of: Loadable) -> list[InstanceGiven]:
+def _instances(of: Loadable, others: Others) -> list[InstanceGiven]:
     return [
-        InstanceGiven(f"{group.name}_{i}", of.config, of.version, of.folder, group)
+        InstanceGiven(f"{group.name}_{i}", of.config, of.version, of.folder, group, others)
         for group in of.config.instance_group
         for i in range(group.count)
     ]

@@ -9,13 +9,13 @@ has waited for the delay, the longest; and nothing as long as more may come in t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.repository.config import ModelConfig, QueuePolicy
+from millrace.serve.repository.config import ModelConfig, QueuePolicy, SequenceBatching
 from millrace.serve.repository.kinds import TimeoutAction
 
 NEVER = 1 << 63
@@ -83,6 +83,8 @@ class BatchRules:
     def of(cls, config: ModelConfig) -> "BatchRules":
         """config: completed"""
         said = config.dynamic_batching
+        if config.sequence_batching is not None:
+            return cls._of_sequences(config.sequence_batching, config.max_batch_size)
         if said is None:
             return cls()
         return cls(
@@ -94,6 +96,13 @@ class BatchRules:
             default=QueueRules.of(said.default_queue_policy) if said.default_queue_policy else QueueRules(),
             levels={level: QueueRules.of(policy) for level, policy in said.priority_queue_policy.items()},
         )
+
+    @classmethod
+    def _of_sequences(cls, said: SequenceBatching, max_size: int) -> "BatchRules":
+        strategy = said.oldest or said.direct
+        delay_ns = strategy.max_queue_delay_microseconds * 1000 if strategy else 0
+        preferred = frozenset(said.oldest.preferred_batch_size) if said.oldest else frozenset[int]()
+        return cls(max_size=max_size, preferred=preferred, delay_ns=delay_ns)
 
 
 class _Level:
@@ -126,12 +135,7 @@ class BatchQueue:
 
     def put(self, request: InferRequest, now_ns: int) -> None:
         """raises StatusError where the queue of its priority is full"""
-        priority = self._priority(request)
-        level = self._levels.get(priority)
-        if level is None:
-            level = self._levels[priority] = _Level(self._rules.levels.get(priority, self._rules.default))
-            # Only those that hold requests: clients may name as many priorities as there are numbers.
-            self._levels = {p: one for p, one in sorted(self._levels.items()) if one is level or len(one)}
+        level = self._level_of(request)
         rules = level.rules
         if rules.max_size and len(level) >= rules.max_size:
             raise StatusError(Code.UNAVAILABLE, f"{request.named}Exceeds maximum queue size")
@@ -142,6 +146,23 @@ class BatchQueue:
         request.deadline_ns = now_ns + timeout_ns if timeout_ns else NEVER
         self._next_deadline_ns = min(self._next_deadline_ns, request.deadline_ns)
         level.waiting[request] = None
+
+    def put_back(self, requests: Sequence[InferRequest]) -> None:
+        """Those that were taken last, where they were: before all that came after them."""
+        for request in reversed(requests):
+            waiting = self._level_of(request).waiting
+            waiting[request] = None
+            waiting.move_to_end(request, last=False)
+            self._next_deadline_ns = min(self._next_deadline_ns, request.deadline_ns)
+
+    def _level_of(self, request: InferRequest) -> _Level:
+        priority = self._priority(request)
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level(self._rules.levels.get(priority, self._rules.default))
+            # Only those that hold requests: clients may name as many priorities as there are numbers.
+            self._levels = {p: one for p, one in sorted(self._levels.items()) if one is level or len(one)}
+        return level
 
     def alone(self, request: InferRequest) -> Batch:
         """The batch that it would be if it was put and taken at once, where nothing waits and nothing delays."""

@@ -52,7 +52,7 @@ class Controls:
 
     def null(self, like: InferRequest) -> InferRequest:
         """What stands in an empty slot beside `like`, and is answered to nobody."""
-        found = like.again({name: _zeros(array) for name, array in like.inputs.items()})
+        found = like.copied({name: _zeros(array) for name, array in like.inputs.items()})
         found.correlation_id, found.flags, found.send_by = 0, 0, lambda *_: None
         found.inputs.update({name: values[False] for name, _, values in self._switches})
         self._give_id(found, 0)

@@ -6,13 +6,13 @@ Models answer small requests before `submit` returns, so that a request is a lis
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.serve.inference.batching import Batch, Closed
 from millrace.serve.inference.check import Given
-from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model
+from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
@@ -79,6 +79,10 @@ class Ensemble(Model):
         self._close_if_done()
         await self._is_closed.wait()
 
+    @property
+    def is_ready(self) -> bool:
+        return all(self.find(step.model, step.version).is_ready for step in self.steps)
+
     def abort(self) -> None:
         for run in list(self._runs.values()):
             run.end(StatusError(Code.UNAVAILABLE, "Server is stopping"))
@@ -98,6 +102,10 @@ class Ensemble(Model):
     def _begin(self, request: InferRequest, now_ns: int) -> None:
         request.queued_ns = request.started_ns = now_ns
         self._runs[request].begin()
+
+    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
+        run = self._runs.get(request)
+        return run.asked() if run is not None else None
 
     def cancel(self, request: InferRequest) -> None:
         request.cancel()
@@ -174,6 +182,9 @@ class _Run:
         self._start(self._root)
         if not self._root.n_left:  # the decoupled step needs no other
             self._done(self._root)
+
+    def asked(self) -> list[Waiting] | None:
+        return [(member, asking) for asking, member in self._open.items()] or None
 
     def end(self, error: StatusError) -> None:
         """The first error is the answer, and what runs is cancelled."""

@@ -8,14 +8,30 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from millrace.serve.inference.backend import Instance
+from millrace.serve.inference.backend import Instance, InstanceGiven, InstanceGoneError
 from millrace.serve.inference.batching import Batch
+from millrace.serve.inference.guest.runner import said
+from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+RESTARTS_S = (
+    0.05,
+    0.5,
+    2.0,
+    8.0,
+    30.0,
+)  # before an instance is made anew, the first time in a row, ...
+
+
+class _Job(Enum):
+    REVIVE = "revive"
+    CLOSE = "close"
 
 
 class Outbox:
@@ -63,26 +79,51 @@ async def in_own_thread(name: str, work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(done)
 
 
-class Worker:
-    """One instance in its thread, a daemon: a process ends whatever a model does."""
+class Owner(Protocol):
+    """Who has workers; called in the event loop, after whatever they answered before."""
 
-    def __init__(
-        self, name: str, make: Callable[[], Instance], outbox: Outbox, freed: Callable[["Worker", Batch], None]
-    ) -> None:
-        """freed: called in the event loop when a batch is done with, after whatever it answered"""
-        self.name, self._make, self._outbox, self._freed = name, make, outbox, freed
+    def freed(self, worker: "Worker", batch: Batch) -> None:
+        """It is done with a batch."""
+
+    def untouched(self, worker: "Worker", batch: Batch) -> None:
+        """In place of `freed`: its instance was gone before it was given this."""
+
+    def lost(self, worker: "Worker", why: str) -> None:
+        """Its instance is gone, and whatever it computes ends with an error."""
+
+    def revived(self, worker: "Worker") -> None:
+        """It has an instance again."""
+
+    def gave_up(self, worker: "Worker", why: str) -> None:
+        """It will never have one again."""
+
+
+class Worker:
+    """One instance in its thread, a daemon: a process ends whatever a model does.
+
+    An instance that is lost is made anew, each time in a row after a longer pause; after the last of RESTARTS_S never.
+    """
+
+    def __init__(self, given: InstanceGiven, make: Callable[[], Instance], outbox: Outbox, owner: Owner) -> None:
+        self.given, self.name, self._make, self._outbox, self._owner = given, given.name, make, outbox, owner
+        self.batch: Batch | None = None  # that it computes
+        self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
         self.answers_later, self._quick_bytes = False, 0
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
+        self._lost_because = ""  # of the instance that it has
+        self._n_lost = 0  # in a row, without a batch between them
         self.ready: Future[None] = Future()  # loaded; or what loading raised
         self.closed: Future[None] = Future()
         for future in (self.ready, self.closed):  # whoever waits for one may give up; it comes all the same
             future.set_running_or_notify_cancel()
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"millrace-{name}", daemon=True).start()
+        self._jobs: queue.SimpleQueue[Batch | _Job] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"millrace-{given.name}", daemon=True).start()
+
+    # ------------------------------------------------------------------ of the event loop
 
     def take(self, batch: Batch) -> None:
-        self._batches.put(batch)
+        self._jobs.put(batch)
 
     def run_here(self, batch: Batch) -> bool:
         """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
@@ -101,32 +142,101 @@ class Worker:
         """Whether it would compute inputs of so many bytes in whatever thread asks."""
         return bool(self._quick_bytes) and n_bytes <= self._quick_bytes
 
+    def cancelled(self, request: InferRequest) -> None:
+        if self._instance is not None:
+            self._instance.cancelled(request)
+
+    def revive(self) -> None:
+        """Its instance is lost, and computes nothing more."""
+        self._jobs.put(_Job.REVIVE)
+
     def close(self) -> None:
         """After its last batch; does not wait."""
-        self._batches.put(None)
+        self._jobs.put(_Job.CLOSE)
+
+    # ------------------------------------------------------------------ of its thread
 
     def _run(self) -> None:
         try:
-            instance = self._make()
+            instance: Instance | None = self._made()
         except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
             self.ready.set_exception(as_status(error))
             self.closed.set_result(None)
             return
-        self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
-        self._instance = instance
         self.ready.set_result(None)
-        while (batch := self._batches.get()) is not None:
-            self._execute(instance, batch)
-            del batch  # the next may be long in coming
-        try:
-            instance.close()
-        except BaseException:
-            log.exception("%s: finalize failed", self.name)
+        while instance is not None:
+            is_lost = self._serve(instance)
+            self._instance = None
+            try:
+                instance.close()
+            except BaseException:
+                log.exception("%s: finalize failed", self.name)
+            instance = self._made_again() if is_lost else None
         self.closed.set_result(None)
 
-    def _execute(self, instance: Instance, batch: Batch) -> None:
-        self._answer(instance, batch)
-        self._outbox.post(self._freed, self, batch)
+    def _made(self) -> Instance:
+        """raises whatever the model raises"""
+        instance = self._make()
+        self._lost_because = ""
+        self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
+        self._instance = instance
+        instance.when_lost(self._is_lost)
+        return instance
+
+    def _serve(self, instance: Instance) -> bool:
+        """Until it is closed, or (True) lost."""
+        while isinstance(job := self._jobs.get(), Batch):
+            self._begin(instance, job)
+            del job  # the next may be long in coming
+        return job is _Job.REVIVE
+
+    def _begin(self, instance: Instance, batch: Batch) -> None:
+        try:
+            instance.begin(batch.given, partial(self._is_done, batch))
+        except InstanceGoneError:
+            self._outbox.post(self._owner.untouched, self, batch)
+        except BaseException as error:
+            failed = as_status(error)
+            log.debug("%s: %s", self.name, failed, exc_info=error)
+            self._is_done(batch, failed)
+
+    def _is_done(self, batch: Batch, failed: StatusError | None) -> None:
+        """From any thread. failed: the answer of those that have none"""
+        if failed is not None:
+            for request in batch.given:
+                request.fail(failed)
+        if not self._lost_because:
+            self._n_lost = 0
+        self._outbox.post(self._owner.freed, self, batch)
+
+    def _is_lost(self, why: str) -> None:
+        """From any thread."""
+        self._lost_because = why
+        self._outbox.post(self._owner.lost, self, why)
+
+    def _made_again(self) -> Instance | None:
+        """None: it was closed meanwhile, perhaps long after it was given up."""
+        why = self._lost_because
+        while self._n_lost < len(RESTARTS_S):
+            pause_s = RESTARTS_S[self._n_lost]
+            self._n_lost += 1
+            try:
+                job = self._jobs.get(timeout=pause_s)
+                assert job is _Job.CLOSE, "nothing is given to what is lost"
+                return None
+            except queue.Empty:
+                pass
+            try:
+                instance = self._made()
+            except BaseException as error:  # noqa: BLE001  as where it was first made
+                why = str(as_status(error))
+                log.warning("%s: could not be started again: %s", self.name, why)
+            else:
+                self._outbox.post(self._owner.revived, self)
+                return instance
+        self._outbox.post(self._owner.gave_up, self, why)
+        self._jobs.get()
+        return None
 
     def _answer(self, instance: Instance, batch: Batch) -> None:
         try:
@@ -140,12 +250,4 @@ class Worker:
 
 def as_status(error: BaseException) -> StatusError:
     """What a model raised, as an answer."""
-    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, told(error))
-
-
-def told(error: BaseException) -> str:
-    """Its type and its words, which are a model's own, too, and may raise."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  as above: what was raised first is what matters
-        return f"{type(error).__name__}, without words: its __str__ raises"
+    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, said(error))

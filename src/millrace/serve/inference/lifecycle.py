@@ -8,57 +8,33 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from millrace.errors import RequestError
 from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
+from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.sequence_model import SequenceModel
 from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.unsupported import check_given
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling
 from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
 from millrace.serve.repository.stamps import stamp, stamps
-from millrace.settings import Settings, setting
 
 log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
 _MOST_CHANGES = 16  # of one model that wait for their turn
 _CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found", Code.UNSUPPORTED: "Unsupported"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepositoryFlags(Settings):
-    """Which models of a repository are served, and how that changes."""
-
-    model_repository: tuple[str, ...] = setting((), "folder of tensor models, as Triton has it", metavar="DIR")
-    model_control_mode: str = setting(
-        "none", "all models at the start; as their folders change; or those that clients load",
-        choices=("none", "poll", "explicit"),
-    )  # fmt: skip
-    load_model: tuple[str, ...] = setting((), "with explicit: loaded at the start; * for all", metavar="NAME")
-    repository_poll_secs: float = setting(15.0, "with poll: seconds between two looks at the folders", low=0.1)
-    model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
-    max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
-    http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
-
-    allow_client_shm: bool = setting(False, "tensors may lie in shared memory that clients register")
-    grpc_port: int | None = setting(
-        None, "port for the same protocol over gRPC; 0 takes a free one; default: none", low=0, high=65535
-    )
-
-    @property
-    def roots(self) -> list[Path]:
-        return [Path(folder) for folder in self.model_repository]
 
 
 class ModelRepository:
@@ -70,6 +46,8 @@ class ModelRepository:
         self._turns: dict[str, Turns] = {}  # of the models that are being changed
         self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
+        self._others: Others | None = None  # by which models ask models
+        self.custom = CustomMetrics()
 
     # ------------------------------------------------------------------ what there is
 
@@ -95,8 +73,14 @@ class ModelRepository:
         for _, entry in sorted(self._entries.items()):
             yield from (entry.models[version] for version in sorted(entry.models))
 
+    def loads_behind(self, name: str) -> frozenset[str]:
+        """Members that an ensemble which is being loaded waits for."""
+        return self._entries[name].wanted if name in self._entries else frozenset()
+
     def is_ready(self) -> bool:
-        """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
+        """Every model that was to be loaded is, whole; one that is on its way out by wish is not missed."""
+        if any(model.troubles for model in self.models()):
+            return False
         states = (state for entry in self._entries.values() for state in entry.states.values())
         by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, _UNLOADED))
         return all(state[0] is State.READY or state in by_wish for state in states)
@@ -108,6 +92,9 @@ class ModelRepository:
         for name in sorted({*names, *self._entries}):
             entry = self._entries.get(name)
             for version, (state, reason) in sorted(entry.states.items()) if entry else ():
+                model = entry.models.get(version) if entry is not None else None
+                if state is State.READY and model is not None and model.troubles:
+                    state, reason = state if model.is_ready else State.UNAVAILABLE, model.troubles
                 if state is State.READY or not only_ready:
                     why = {"reason": reason} if reason else {}
                     found.append({"name": name, "version": str(version), "state": state.value, **why})
@@ -199,8 +186,12 @@ class ModelRepository:
             self._fit_ensembles(name)
 
     def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
-        roots = self.flags.roots
-        return stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
+        roots, which = self.flags.roots, self.flags.model_config_name
+        of_files, read = stamp(roots, name), folders.read_model(roots, name, which, given)
+        if given is not None and read is not None:
+            own = folders.read_model(roots, name, which)
+            check_given(read.config, own.config if own is not None else None)
+        return of_files, read
 
     async def _new_models(self, name: str, read: folders.Model | None, given: bytes | None) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
@@ -249,10 +240,11 @@ class ModelRepository:
             what = f"batch_input and batch_output are not taken by backend '{config.backend}'"
             raise StatusError(Code.UNSUPPORTED, what)
         config = await in_own_thread(name, partial(backend.completed, config, read.folder))
-        if config.sequence_batching is None:
-            return lambda version: BackendModel(found(version), backend, loop)
+        self._others = others = self._others or Others(self, self.custom, loop)
+        if config.sequence_batching is None or config.sequence_batching.iterative_sequence:
+            return lambda version: BackendModel(found(version), backend, others, loop)
         states = await asyncio.to_thread(States, config, read.folder)
-        return lambda version: SequenceModel(found(version), backend, loop, states)
+        return lambda version: SequenceModel(found(version), backend, others, loop, states)
 
     # ------------------------------------------------------------------ ensembles
 

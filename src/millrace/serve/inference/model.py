@@ -77,6 +77,16 @@ class Model(ABC):
     def _close_if_done(self) -> None:
         """Unload it where it `_is_over`, and nothing of it computes."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether anything computes its requests now."""
+        return True
+
+    @property
+    def troubles(self) -> str:
+        """Of a part of it, or of all: what computes nothing now, though it should; empty: all is well."""
+        return ""
+
     # ------------------------------------------------------------------ requests
 
     @property
@@ -110,6 +120,13 @@ class Model(ABC):
     @abstractmethod
     def _begin(self, request: InferRequest, now_ns: int) -> None:
         """What was taken may be computed, and be answered at once."""
+
+    @abstractmethod
+    def waits_for(self, request: InferRequest, surely: bool) -> "Sequence[Waiting] | None":
+        """The requests one of which must be answered before anything happens to this; None: something may happen.
+
+        surely: without those for which an instance only may wait
+        """
 
     @abstractmethod
     def cancel(self, request: InferRequest) -> None:
@@ -155,3 +172,6 @@ class Model(ABC):
 
     def told(self) -> dict[str, Any]:
         return self.statistics.told(self.name, self.version)
+
+
+Waiting = tuple[Model, InferRequest]  # a request, and who has it

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.serve.inference.status import StatusError
+from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.kserve.tensors import Array
 
 Parameter = bool | int | float | str
@@ -37,9 +37,10 @@ class InferRequest:
     """
 
     __slots__ = (
-        "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns", "finished",
-        "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns",
-        "receive", "received_ns", "send_by", "sequence", "shape_key", "started_ns", "timeout_us",
+        "_watchers", "again_by", "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id",
+        "deadline_ns", "finished", "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority",
+        "queued_ns", "ready_ns", "receive", "received_ns", "send_by", "sequence", "shape_key", "started_ns",
+        "timeout_us",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -56,13 +57,15 @@ class InferRequest:
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
         self.send_by: Sender = _nobody
+        self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again
+        self._watchers: dict[object, Callable[[], None]] | None = None
 
     @property
     def named(self) -> str:
         """In front of an error, as Triton has it."""
         return f"[request id: {self.id or UNKNOWN_ID}] "
 
-    def again(self, inputs: dict[str, Array]) -> "InferRequest":
+    def copied(self, inputs: dict[str, Array]) -> "InferRequest":
         """The same with other numbers: inputs of the same shapes."""
         found = InferRequest(inputs, self.outputs, self.id)
         found.batch_size, found.shape_key = self.batch_size, self.shape_key
@@ -76,9 +79,29 @@ class InferRequest:
         """Answer, from any thread. Only decoupled models answer more than once; after the last nothing is sent."""
         self.send_by(self, response, None, final)
 
+    def again(self) -> None:
+        """From any thread, in place of its last answer: its model wants to compute it again."""
+        if self.again_by is not None:
+            self.again_by(self)
+            return
+        what = "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, which its model's scheduler does not"
+        self.fail(invalid(f"{self.named}{what} take: say sequence_batching {{ iterative_sequence: true }}"))
+
     def fail(self, error: StatusError, final: bool = True) -> None:
         self.send_by(self, None, error, final)
 
     def cancel(self) -> None:
         """Nobody waits any more. What is computed may go on, and is told by `cancelled`."""
         self.cancelled = True
+        for watcher in list((self._watchers or {}).values()):
+            watcher()
+
+    def watch(self, by: object, watcher: Callable[[], None]) -> None:
+        """Call it, in the event loop, when this is cancelled, unless `by` ends watching before."""
+        if self._watchers is None:
+            self._watchers = {}
+        self._watchers[by] = watcher
+
+    def unwatch(self, by: object) -> None:
+        if self._watchers is not None:
+            self._watchers.pop(by, None)

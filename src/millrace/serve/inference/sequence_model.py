@@ -10,6 +10,7 @@ from millrace.serve.inference.batching import Batch
 from millrace.serve.inference.controls import Controls
 from millrace.serve.inference.instances import Worker
 from millrace.serve.inference.model import Loadable
+from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
 from millrace.serve.inference.states import States
@@ -20,9 +21,11 @@ class SequenceModel(BackendModel):
     # An answer may let the next of its sequence be computed, which must not be within the call that computes this one.
     _computes_here = False
 
-    def __init__(self, of: Loadable, backend: ModelBackend, loop: asyncio.AbstractEventLoop, states: States) -> None:
+    def __init__(
+        self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop, states: States
+    ) -> None:
         """As `BackendModel`; its configuration has sequence_batching"""
-        super().__init__(of, backend, loop)
+        super().__init__(of, backend, others, loop)
         said = of.config.sequence_batching
         assert said is not None, of.name
         self._controls, self._states = Controls(of.config), states
@@ -42,6 +45,8 @@ class SequenceModel(BackendModel):
         return False
 
     def _take(self, request: InferRequest, now_ns: int) -> None:
+        if self._broken:
+            raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
         self._controls.check(request.correlation_id)
         request.send_by = self._send
         self._sequences.put(request, now_ns)
@@ -52,10 +57,20 @@ class SequenceModel(BackendModel):
         for one in self._sequences.leave(request, time.monotonic_ns()):
             one.cancel()
             self._answered(one, None, StatusError(Code.CANCELLED, f"{one.named}request was cancelled"), True)
+        if not request.finished:
+            for worker in self._workers:
+                worker.cancelled(request)
 
-    def abort(self) -> None:
+    def _end_all(self, error: StatusError) -> None:
         for request in self._sequences.drained():
-            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Server is stopping"), True)
+            self._answered(request, None, error, True)
+
+    def untouched(self, worker: Worker, batch: Batch) -> None:
+        """Its sequences were the instance's, and what that knew of them is gone with it."""
+        for request in batch.requests:
+            gone = StatusError(Code.UNAVAILABLE, f"{request.named}{worker.name} ended in the middle of its sequence")
+            self._answered(request, None, gone, True)
+        self._free(worker)
 
     # ------------------------------------------------------------------ batches
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.metrics import metrics_text
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
@@ -60,7 +61,7 @@ class RepositoryBackend(Backend):
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
-        serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
+        serving.metrics.add_text(lambda: metrics_text(self.repository.models()) + self.repository.custom.text())
 
     def start(self) -> None:
         return

@@ -120,10 +120,9 @@ class Front:
     def _model_ready(self, request: Any) -> Any:
         version = _version(request.version)
         try:
-            self._repository.get(request.name, version)
+            return {"ready": self._repository.get(request.name, version).is_ready}
         except StatusError:
             return {"ready": False}
-        return {"ready": True}
 
     def _metadata(self, request: Any) -> Any:
         model = self._repository.get(request.name, _version(request.version))

@@ -151,10 +151,10 @@ class Front:
 
     def _model_ready(self, name: str, version: int | None) -> Reply:
         try:
-            self._repository.get(name, version)
+            is_ready = self._repository.get(name, version).is_ready
         except StatusError:
-            return error_reply(400, "Model version not ready")
-        return Reply(200)
+            is_ready = False
+        return Reply(200) if is_ready else error_reply(400, "Model version not ready")
 
     async def _infer(self, request: Request, model: Model) -> Reply:
         if model.is_decoupled:

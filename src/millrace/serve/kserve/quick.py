@@ -152,7 +152,7 @@ class QuickConnection:
 
     def _answer(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes:
         began_s = time.perf_counter()
-        request = known.like.again({tensor.name: tensor.of(packet) for tensor in known.tensors})
+        request = known.like.copied({tensor.name: tensor.of(packet) for tensor in known.tensors})
         request_id = id_of(known.headers.get(b"x-request-id"))
         try:
             status, (head, body) = 200, _written(known, model, request, model.infer_at_once(request))

@@ -99,7 +99,7 @@ class QuickCalls:
                 model = ready(self._backend, known.name, known.version, known.model, len(data))
                 if model is None:
                     return None
-                request = known.like.again({place.name: place.of(data) for place in known.places})
+                request = known.like.copied({place.name: place.of(data) for place in known.places})
                 return _written(known, model, request, model.infer_at_once(request))
         return None
 

@@ -9,8 +9,12 @@ import ml_dtypes
 import numpy as np
 
 from millrace.errors import ConfigError
+from millrace.serve.inference.guest.strings import Array as Array
+from millrace.serve.inference.guest.strings import CutOffError as CutOffError
+from millrace.serve.inference.guest.strings import joined_strings
+from millrace.serve.inference.guest.strings import objects as objects
+from millrace.serve.inference.guest.strings import split_strings as split_strings
 
-Array = np.ndarray[Any, np.dtype[Any]]
 BYTES = "BYTES"
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.dtype("<u2"), "UINT32": np.dtype("<u4"),
@@ -34,7 +38,7 @@ class Tensor:
     def raw(self) -> bytes:
         """Little-endian, row after row; each element of BYTES after its length in four bytes."""
         if self.datatype == BYTES:
-            return b"".join(len(v).to_bytes(4, "little") + v for v in self.values.reshape(-1))
+            return joined_strings(self.values.reshape(-1))
         return np.ascontiguousarray(self.values).tobytes()
 
     def listed(self) -> list[Any]:
@@ -106,12 +110,6 @@ def _strings(values: Any) -> Array:
     return objects([v.encode() for v in flat])
 
 
-def objects(values: Sequence[bytes]) -> Array:
-    array = np.empty(len(values), dtype=np.object_)
-    array[:] = values
-    return array
-
-
 def held_bytes(arrays: Iterable[Array]) -> int:
     """What they hold in memory; an array of strings itself only points at them."""
     found = 0
@@ -127,26 +125,3 @@ def from_raw(data: bytes, datatype: str, shape: Sequence[int]) -> Array:
     if datatype != BYTES:
         return np.frombuffer(data, DTYPES[datatype]).reshape(shape)
     return objects(split_strings(data)).reshape(shape)
-
-
-class CutOffError(ValueError):
-    """Strings that end too early. in_length: inside the four bytes of a length. Of `needed` bytes, `n_there`"""
-
-    def __init__(self, in_length: bool, needed: int, n_there: int) -> None:
-        super().__init__("its last string ends too early")
-        self.in_length, self.needed, self.n_there = in_length, needed, n_there
-
-
-def split_strings(data: bytes | memoryview) -> list[bytes]:
-    """The elements of BYTES. raises CutOffError"""
-    found, at, end = [], 0, len(data)
-    while at < end:
-        if at + 4 > end:
-            raise CutOffError(True, 4, end - at)
-        n = int.from_bytes(data[at : at + 4], "little")
-        at += 4
-        if at + n > end:
-            raise CutOffError(False, n, end - at)
-        found.append(bytes(data[at : at + n]))
-        at += n
-    return found

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from millrace.serve.repository.bind import Path_
-from millrace.serve.repository.config import BatchInput, BatchOutput, ModelConfig, ModelInput, ModelOutput, QueuePolicy
+from millrace.serve.repository.config import (
+    BatchInput,
+    BatchOutput,
+    ModelConfig,
+    ModelInput,
+    ModelOutput,
+    QueuePolicy,
+    SequenceBatching,
+)
 from millrace.serve.repository.kinds import ControlKind, DataType, Format, InstanceKind, TimeoutAction
 
 ENSEMBLE, TENSORRT = "ensemble", "tensorrt_plan"
@@ -51,16 +59,33 @@ def broken_rules(config: ModelConfig) -> Iterator[Broken]:
 
 def not_yet(config: ModelConfig) -> Iterator[Broken]:
     """What would change the answers, and is not there."""
-    sequences = config.sequence_batching
-    said: dict[Path_, object] = {
-        ("sequence_batching", "iterative_sequence"): sequences and sequences.iterative_sequence,
-    }
+    said: dict[Path_, object] = {}
+    if config.sequence_batching is not None and config.sequence_batching.iterative_sequence:
+        yield from _iterative(config, config.sequence_batching)
     if config.backend in _NO_BATCH_IO:
         said |= {("batch_input",): config.batch_input, ("batch_output",): config.batch_output}
     for path, value in said.items():
         if value:
             by = f" by backend '{config.backend}'" if path[-1] in ("batch_input", "batch_output") else ""
             yield Broken(path, f"{path[-1]} is not supported yet{by}", "a model without", "remove it")
+
+
+def _iterative(config: ModelConfig, said: SequenceBatching) -> Iterator[Broken]:
+    """Each is one request, computed again and again by the one instance that knows it."""
+    parts = {
+        ("control_input",): said.control_input, ("state",): said.state,
+        ("direct", "minimum_slot_utilization"): said.direct and said.direct.minimum_slot_utilization,
+        ("oldest", "preserve_ordering"): said.oldest and said.oldest.preserve_ordering,
+    }  # fmt: skip
+    for path, value in parts.items():
+        if value:
+            what = f"{path[-1]} is not supported yet with iterative_sequence"
+            yield Broken(("sequence_batching", *path), what, "a model without", "remove it")
+    n = sum(group.count for group in config.instance_group)
+    if n > 1:
+        what = f"iterative_sequence with {n} instances is not supported yet"
+        mend = "say instance_group { count: 1 kind: KIND_CPU }"
+        yield Broken(("sequence_batching", "iterative_sequence"), what, "one instance", mend)
 
 
 def _is_decoupled(config: ModelConfig) -> bool:

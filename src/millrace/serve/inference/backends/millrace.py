@@ -102,7 +102,7 @@ class _LanguageModel(Instance):
                 Code.INTERNAL, f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
             ) from error
         self._loop = self._opened.loop()
-        self._loop.start(after_step=self._look)
+        self._loop.start()
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         for request in requests:
@@ -130,12 +130,12 @@ class _LanguageModel(Instance):
         self._running[request] = asked
         if answer.has_ended:  # the engine's thread was quicker
             self._running.pop(request, None)
+        if request.cancelled:
+            self._loop.cancel(asked)
 
-    def _look(self) -> None:
-        """After each step: whoever went away takes no more of them."""
-        for request, asked in list(self._running.items()):
-            if request.cancelled:
-                self._loop.cancel(asked)
+    def cancelled(self, request: InferRequest) -> None:
+        if (asked := self._running.get(request)) is not None:
+            self._loop.cancel(asked)
 
     def close(self) -> None:
         self._loop.stop()

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -22,17 +22,17 @@ _numbers = itertools.count()
 
 
 class _Turn:
-    def __init__(self, file: Path, given: Mapping[str, ModuleType]) -> None:
-        """given: modules that it finds under these names"""
-        self.model, self.since_s = file.parent.parent, time.monotonic()
-        for name, module in given.items():
-            sys.modules.setdefault(name, module)
+    def __init__(self, file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType]) -> None:
+        """given: modules that it finds under these names. later: those that are found there after its turn"""
+        self.model, self.since_s, self._later = file.parent.parent, time.monotonic(), later
+        sys.modules.update(given)
         self._before = set(sys.modules)
         self._folders = [str(file.parent), str(self.model)]
         sys.path[:0] = self._folders
 
     def end(self, keep: str) -> None:
         """Put the path and the modules back. keep: the name of the model's own module"""
+        sys.modules.update(self._later)
         for folder in self._folders:
             with suppress(ValueError):  # the model may have changed it, too
                 sys.path.remove(folder)
@@ -47,7 +47,7 @@ class _Turns:
         self._now: _Turn | None = None
         self._name = ""
 
-    def take(self, file: Path, given: Mapping[str, ModuleType], name: str) -> _Turn:
+    def take(self, make: Callable[[], _Turn], name: str) -> _Turn:
         with self._changed:
             while self._now is not None:
                 left_s = self._now.since_s + PATIENCE_S - time.monotonic()
@@ -57,7 +57,7 @@ class _Turns:
                     self._now.end(self._name)
                     break
                 self._changed.wait(left_s)
-            self._now, self._name = _Turn(file, given), name
+            self._now, self._name = make(), name
             return self._now
 
     def give_back(self, turn: _Turn, name: str) -> None:
@@ -71,13 +71,16 @@ class _Turns:
 _turns = _Turns()
 
 
-def imported(file: Path, given: Mapping[str, ModuleType]) -> ModuleType:
-    """model.py, executed; `sys.modules` has it until whoever asked takes it out. raises whatever it raises"""
+def imported(file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType]) -> ModuleType:
+    """model.py, executed; `sys.modules` has it until whoever asked takes it out. raises whatever it raises
+
+    given, later: as `_Turn` has them
+    """
     name = f"millrace_model_{next(_numbers)}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
-    turn = _turns.take(file, given, name)
+    turn = _turns.take(lambda: _Turn(file, given, later), name)
     sys.modules[name] = module  # its dataclasses look for it there
     try:
         spec.loader.exec_module(module)

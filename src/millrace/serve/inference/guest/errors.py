@@ -1,0 +1,25 @@
+"""How a model says what went wrong, under Triton's names."""
+
+# Triton's codes by their numbers.
+CODES = (
+    "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED",
+)  # fmt: skip
+
+
+class TritonModelException(Exception):  # noqa: N818  Triton's name
+    """What a model raises to say that something of its own went wrong, and what our functions raise to it."""
+
+
+class TritonError:
+    """What a response carries in place of tensors."""
+
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message, self._code = message, code
+
+    def code(self) -> int:
+        return self._code
+
+    def message(self) -> str:
+        return self._message

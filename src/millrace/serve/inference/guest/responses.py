@@ -1,0 +1,109 @@
+"""`pb_utils.InferenceResponse`, and the sender of a request's answers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import TritonError, TritonModelException
+from .host import Answer, Incoming, Parameter
+from .tensors import Tensor, held
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+_MOST_PARAMETERS = 64 << 10  # characters of those of a response
+_2_63, _2_64 = 1 << 63, 1 << 64
+LOST = "the model let go of {} without TRITONSERVER_RESPONSE_COMPLETE_FINAL, so that nobody can answer any more"
+
+
+class InferenceResponse:
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | str | None = None,
+        parameters: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tensors = list(output_tensors)
+        self._error = TritonError(error) if isinstance(error, str) else error
+        self._parameters = checked(parameters, "a response")
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+
+def response_of(answer: Answer | None) -> InferenceResponse:
+    """What another model answered; nothing but the end is a response without tensors."""
+    if answer is None:
+        return InferenceResponse()
+    found = InferenceResponse([Tensor(n, a) for n, a in answer.outputs.items()], answer.error)
+    found._parameters = dict(answer.parameters)
+    return found
+
+
+def answer_of(response: InferenceResponse, wanted: Sequence[str]) -> Answer:
+    """wanted: names that were asked for, others are left out; none: all"""
+    arrays = dict(held(response._tensors))
+    outputs = {name: arrays[name] for name in wanted if name in arrays} if wanted else arrays
+    return Answer(outputs, response._parameters, response._error)
+
+
+def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Parameter]:
+    """parameters: an object, or its JSON; a client reads them as they are. raises TritonModelException"""
+    if not parameters:
+        return {}
+    try:
+        text = parameters if isinstance(parameters, str) else json.dumps(dict(parameters))
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TritonModelException(f"the parameters of {of} are no JSON object: {error}") from None
+    if len(text) > _MOST_PARAMETERS:
+        raise TritonModelException(
+            f"the parameters of {of} have {len(text)} characters; at most {_MOST_PARAMETERS} are allowed"
+        )
+    if not isinstance(found, dict):
+        raise TritonModelException(f"the parameters of {of} are a {type(found).__name__}, not an object")
+    for key, value in found.items():
+        if not isinstance(value, bool | int | float | str) or (isinstance(value, int) and not -_2_63 <= value < _2_64):
+            raise TritonModelException(
+                f"parameter '{key}' of {of} is neither a bool, an integer of 64 bits, a float nor a string"
+            )
+    return found
+
+
+def deliver(request: Incoming, response: InferenceResponse | None, final: bool) -> None:
+    request.send(None if response is None else answer_of(response, request.outputs), final)
+
+
+class InferenceResponseSender:
+    """Answers from any thread; of a model that is not decoupled one response, and the flag FINAL."""
+
+    def __init__(self, request: Incoming) -> None:
+        self._request, self._is_closed, self._may_go = request, False, False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self._is_closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        self._is_closed = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        deliver(self._request, response, self._is_closed)
+
+    def is_cancelled(self) -> bool:
+        return self._request.cancelled
+
+    def close(self) -> None:
+        """It was answered in another way."""
+        self._is_closed = True
+
+    def let_go(self) -> None:
+        """Others will answer."""
+        self._may_go = True
+
+    def __del__(self) -> None:
+        if not self._is_closed and not self._may_go:
+            self._request.send(Answer(error=TritonError(LOST.format("its response sender"))), True)

@@ -1,0 +1,41 @@
+"""Strings in tensors: arrays of `bytes` objects, and the bytes of BYTES (each element after its length)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def objects(values: Sequence[bytes]) -> Array:
+    array = np.empty(len(values), dtype=np.object_)
+    array[:] = values
+    return array
+
+
+class CutOffError(ValueError):
+    """Strings that end too early. in_length: inside the four bytes of a length. Of `needed` bytes, `n_there`"""
+
+    def __init__(self, in_length: bool, needed: int, n_there: int) -> None:
+        super().__init__("its last string ends too early")
+        self.in_length, self.needed, self.n_there = in_length, needed, n_there
+
+
+def split_strings(data: bytes | memoryview) -> list[bytes]:
+    """The elements of BYTES. raises CutOffError"""
+    found, at, end = [], 0, len(data)
+    while at < end:
+        if at + 4 > end:
+            raise CutOffError(True, 4, end - at)
+        n = int.from_bytes(data[at : at + 4], "little")
+        at += 4
+        if at + n > end:
+            raise CutOffError(False, n, end - at)
+        found.append(bytes(data[at : at + n]))
+        at += n
+    return found
+
+
+def joined_strings(values: Iterable[bytes]) -> bytes:
+    return b"".join(len(v).to_bytes(4, "little") + v for v in values)

@@ -1,0 +1,23 @@
+"""What a configuration that a client gives with a load may not say."""
+
+from millrace.serve.inference.status import invalid
+from millrace.serve.repository.config import ModelConfig
+
+# Triton's parameter that names an environment, and what a path in it may begin with.
+ENVIRONMENT, MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
+
+
+def check_given(given: ModelConfig, own: ModelConfig | None) -> None:
+    """A configuration that a client gave, beside that of the model's folder: it runs no program of the client's choice.
+
+    raises StatusError
+    """
+    said = _interpreter(given)
+    if said and not said.startswith(f"{MODEL_FOLDER}/") and (own is None or said != _interpreter(own)):
+        what = f"{ENVIRONMENT} of model '{given.name}' is another one than its config.pbtxt has"
+        raise invalid(f"{what}: a load may name environments in the model's folder alone ({MODEL_FOLDER}/...)")
+
+
+def _interpreter(config: ModelConfig) -> str:
+    parameter = config.parameters.get(ENVIRONMENT)
+    return parameter.string_value if parameter is not None else ""

@@ -1,0 +1,74 @@
+"""A model whose process dies, as clients see it: readiness, the index, errors."""
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from millrace.serve.inference import instances
+from tests.serve.support import until
+from tests.support.python_models import ANY, HEAD, SAY, write
+from tests.support.repository import serving
+
+OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
+CODE = """
+    def execute(self, requests):
+        import os
+        return [said(str(os.getpid())) for _ in requests]
+"""
+
+
+def ask(url: str, body: object = None) -> tuple[int, bytes]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=20) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "RESTARTS_S", (0.3, 0.01))
+    write(tmp_path, "m", HEAD + CODE + SAY, ANY % OWN)
+    with serving(tmp_path) as url:
+        of_model, infer = f"{url}/v2/models/m/ready", f"{url}/v2/models/m/infer"
+        question = {"inputs": [{"name": "IN", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}
+
+        def pid() -> int:
+            status, told = ask(infer, question)
+            assert status == 200, told
+            return int(json.loads(told)["outputs"][0]["data"][0])
+
+        def ready() -> tuple[int, int]:
+            return ask(f"{url}/v2/health/ready")[0], ask(of_model)[0]
+
+        assert ready() == (200, 200)
+        os.kill(pid(), signal.SIGKILL)
+        until(lambda: ready() == (400, 400))
+        assert ask(of_model)[1] == b'{"error":"Model version not ready"}'
+        (told,) = json.loads(ask(f"{url}/v2/repository/index", {})[1])
+        assert (told["state"], told["reason"]) == ("UNAVAILABLE", "m_0 is being made anew")
+        until(lambda: ready() == (200, 200))
+        pid()
+        for number in range(3):  # without an answer between them
+            os.kill(process(), signal.SIGKILL)
+            until(lambda: ready() == (400, 400))
+            if number == 2:
+                break
+            until(lambda: ready() == (200, 200))
+        until(lambda: b"again and again" in ask(f"{url}/v2/repository/index", {})[1])
+        status, told_error = ask(infer, question)
+        assert status == 503 and b"all instances of model 'm' ended again and again" in told_error
+        assert ready() == (400, 400) and ask(f"{url}/v2/health/live")[0] == 200
+
+
+def process() -> int:
+    """Of the model, without asking it."""
+    found = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
+    (child,) = [p for p in found if b"start.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return child
