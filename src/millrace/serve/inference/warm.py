@@ -55,9 +55,9 @@ def _run(instance: Instance, sample: Warmup, requests: Sequence[InferRequest]) -
     while n_open:
         if answers.empty() and not instance.answers_later:
             raise _failed(sample, StatusError(Code.INTERNAL, "it was not answered"))
-        error, final = answers.get()
-        if error is not None:
-            raise _failed(sample, error)
+        failed, final = answers.get()
+        if failed is not None:
+            raise _failed(sample, failed)
         n_open -= final
 
 
