@@ -256,7 +256,9 @@ output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }"""
 
 def running_sum() -> Any:
     """after = y = before + ready x; who = id"""
-    row, flag, number = (TensorProto.FLOAT, ["N", 2]), (TensorProto.FLOAT, ["N", 1]), (TensorProto.INT64, ["N", 1])
+    row: tuple[int, Shape] = TensorProto.FLOAT, ["N", 2]
+    flag: tuple[int, Shape] = TensorProto.FLOAT, ["N", 1]
+    number: tuple[int, Shape] = TensorProto.INT64, ["N", 1]
     nodes = [
         helper.make_node("Mul", ["x", "ready"], ["h"]), helper.make_node("Add", ["before", "h"], ["after"]),
         helper.make_node("Identity", ["after"], ["y"]), helper.make_node("Identity", ["id"], ["who"]),
@@ -278,7 +280,8 @@ def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str, s
         model.checker.take(request, [Given("x", "FP32", x.shape, x)])
         outputs = (await model.infer(request)).outputs
         assert outputs.keys() == {"y", "who"} and outputs["who"].tolist() == [[id_]]
-        return outputs["y"]
+        told: Array = outputs["y"]
+        return told
 
     async def run() -> None:
         async with Loaded(tmp_path) as repository:

@@ -81,8 +81,8 @@ def part(model: str, id_: int | str, value: int, flags: str = "", name: str = ""
 
 def test_a_grpc_stream_of_several_sequences(client: Client) -> None:
     """As Triton's own example sends them: all at once, answered in their order, each sequence its own sum."""
-    both: tuple[tuple[str, tuple[int | str, ...]], ...] = (("direct", (11, 12, 13)), ("oldest", ("a", "b", "c")))
-    for model, ids in both:
+    cases: dict[str, tuple[int | str, ...]] = {"direct": (11, 12, 13), "oldest": ("a", "b", "c")}
+    for model, ids in cases.items():
         asked = [
             part(model, id_, value * (i + 1), "s" * (value == 1) + "e" * (value == 300), f"{id_}/{value}")
             for value in PARTS

@@ -104,6 +104,7 @@ class Batched(Instance):
     def __init__(self, given: InstanceGiven) -> None:
         self.config = given.config
         self._ragged = Ragged(given.config)
+        self._is_ragged = bool(self._ragged)  # looked at by every request
 
     @abstractmethod
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -111,7 +112,7 @@ class Batched(Instance):
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         first = requests[0]
-        is_plain = len(requests) == 1 and not self._ragged
+        is_plain = len(requests) == 1 and not self._is_ragged
         inputs = first.inputs if is_plain else self._ragged.gathered(requests)
         computing_ns = time.monotonic_ns()
         outputs = self.compute(inputs)
