@@ -172,7 +172,9 @@ def _goals() -> Iterator[str]:
             verdict = g["verdict"] + (", judged later" if found is None else "")
             if impossible and _of_bandwidth(g):
                 verdict = "no measurement: a share of this run is above 1"
-            shape = next(result[key] for key in ("shape", "beside", "model") if result.get(key))
+            shape = next(
+                (result[key] for key in ("shape", "beside", "model") if result.get(key)), name.partition("-")[0]
+            )
             rows.append([f"{shape}: {g['what']}{_extrapolated(result)}", reached, bound, verdict, f"`{name}`"])
     yield (
         "## Goals\n\nAs judged when they were measured; *judged later*: the file is older than its goals, which are"

@@ -51,7 +51,13 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
         (folder / name / "config.pbtxt").write_text(CONFIG % more)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         samples = runner.run(_measured(folder, rounds, seconds))
-    return {**provenance("benchmarks.tensors.child"), "seconds": seconds, "samples": samples, "goals": goals(samples)}
+    return {
+        **provenance("benchmarks.tensors.child"),
+        "model": "identity model.py",
+        "seconds": seconds,
+        "samples": samples,
+        "goals": goals(samples),
+    }
 
 
 async def _measured(root: Path, rounds: int, seconds: float) -> list[dict[str, float]]:
