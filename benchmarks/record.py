@@ -29,10 +29,24 @@ def provenance(module: str) -> dict[str, Any]:
         "commit": commit(),
         "command": " ".join([f"python -m {module}", *(_without_folder(a) for a in sys.argv[1:])]),
         "machine": {
-            "cpu": cpu_model(), "cores": usable_cores(), "memory_bytes": memory().total_bytes,
+            "cpu": cpu_model(), "cpu_number": cpu_number(), "cores": usable_cores(),
+            "memory_bytes": memory().total_bytes,
             "transparent_huge_pages": huge_pages(), "kernel": platform.release(),
         },
     }  # fmt: skip
+
+
+def cpu_number() -> str:
+    """Family and model, as "25.17": hosts give processors of several generations one name. "": the kernel tells none"""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    told: dict[str, str] = {}  # of the first processor
+    for line in lines:
+        name, _, value = line.partition(":")
+        told.setdefault(name.strip(), value.strip())
+    return f"{told['cpu family']}.{told['model']}" if {"cpu family", "model"} <= told.keys() else ""
 
 
 def _without_folder(argument: str) -> str:

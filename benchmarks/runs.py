@@ -87,7 +87,9 @@ def of_kind(wanted: str) -> list[tuple[str, Result]]:
 
 
 def host(result: Result) -> str:
-    return f"{result['machine']['cores']} cores of {result['machine']['cpu'].replace(' Processor', '')}"
+    machine = result["machine"]
+    number = f" ({machine['cpu_number']})" if machine.get("cpu_number") else ""  # files from before have none
+    return f"{machine['cores']} cores of {machine['cpu'].replace(' Processor', '')}{number}"
 
 
 def label(result: Result) -> str:

@@ -1,6 +1,7 @@
 """Result files: no run replaces another, and each says what it was to reach."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def test_a_result_says_where_it_is_from_and_nothing_of_the_host(monkeypatch: pyt
     told = provenance("benchmarks")
     assert {"date", "time", "commit", "command", "machine"} == set(told) and told["time"].startswith(told["date"])
     assert told["command"] == "python -m benchmarks --model model.gguf"
+    assert re.fullmatch(r"(\d+\.\d+)?", told["machine"]["cpu_number"]), "two numbers, where the kernel tells them"
 
 
 @pytest.mark.parametrize(
