@@ -30,7 +30,8 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
             assert all(line in told for line in (*left_out(result), *remarks(result))), name
     assert {kind(r) for _, r in results()} - {"hadamard"} == {
         "alone", "calibration", "compression", "contexts", "embeddings", "gpu_kernels", "grammars", "mmlu",
-        "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors", "truth", "versions",
+        "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors",
+        "tensors.child", "truth", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",
