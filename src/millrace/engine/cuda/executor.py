@@ -15,15 +15,17 @@ from torch import Tensor
 
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
+from millrace.engine.cuda.glue import glue_of, is_silu_mul
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.cuda.operators import OPERATORS, layer_of
+from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
 from millrace.engine.cuda.sampling import sample
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError
+from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages
 from millrace.kernels.matmul.coded import E4M3, Matrix, e4m3_rows
@@ -67,6 +69,7 @@ class CudaExecutor(Executor):
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
+        self._glue = glue_of(graph, self._takes_e4m3)
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
         self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
@@ -131,6 +134,8 @@ class CudaExecutor(Executor):
     def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
         self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
         for node in self._graph.nodes:
+            if node.outputs[0] in self._values:
+                continue  # a norm that came with the sum before it
             found = OPERATORS[node.op](node, self)
             self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
         (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
@@ -149,9 +154,33 @@ class CudaExecutor(Executor):
 
     def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
         x = self._values[node.inputs[0]]
-        if node in self._loaded.coded and isinstance(x, Tensor) and not self._fp8_rows.isdisjoint(node.origin):
+        if isinstance(x, Tensor) and self._takes_e4m3(node):
             x = e4m3_rows(x)
         return [self._kernels.product(x, w, self.dtype, bias) for w in self._loaded.matrices(node)]
+
+    def _takes_e4m3(self, node: Node) -> bool:
+        """Of products; rows that are INT8 by now stay so."""
+        return node in self._loaded.coded and not self._fp8_rows.isdisjoint(node.origin)
+
+    def matrix(self, value: Value) -> Matrix:
+        return self._values[value]
+
+    def added(self, node: Node, y: Tensor) -> Tensor:
+        residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
+        if norm is None:
+            return residual + y
+        w, coded = self.tensor(norm.inputs[1]), norm.output in self._glue.e4m3
+        total: Tensor
+        total, self._values[norm.output] = self._kernels.add_norm(
+            y, residual, w, number(norm, "eps"), self.dtype, coded
+        )
+        return total
+
+    def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
+        if is_silu_mul(node):
+            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, node.output in self._glue.e4m3)
+            return y
+        return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
 
     def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)
