@@ -68,7 +68,7 @@ class CudaExecutor(Executor):
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
-        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
+        self._graph, self._loaded = graph, self._load(graph)
         self._glue = glue_of(graph, self._takes_e4m3)
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
@@ -76,6 +76,9 @@ class CudaExecutor(Executor):
         self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()
         self._flights: deque[OnItsWay] = deque()
         self._drawn: Tensor | None = None  # by the last step that was launched
+
+    def _load(self, graph: Graph) -> Loaded:
+        return load(graph, self.dtype, self.device)
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
