@@ -20,8 +20,9 @@ from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
 from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
+from millrace.kernels.elementwise import cuda as elementwise
 from millrace.kernels.matmul.cuda import BLOCK_K, MANY_ROWS, coded_product, tile
-from millrace.kernels.rms_norm.cuda import normalise
+from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 
 ARCHITECTURES = 80, 89, 90
 FP8_FROM = 89  # an A100 has no E4M3
@@ -32,7 +33,8 @@ _TYPES = {
     "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "table_starts": "*i32", "blocks": "*i32",
     "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
     "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16", "M": "i32", "N": "i32", "K": "i32",
-    "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32",
+    "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32", "residual": "*fp32",
+    "total": "*fp32", "scales": "*fp32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -65,6 +67,12 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         for kept, stages in (("int8", 0), ("fp8", 7))
     ),
     (normalise, "4,096 columns", {"N": 4096, "WIDTH": 4096}),
+    *((add_normalise, f"4,096 columns{to}", {"N": 4096, "WIDTH": 4096, "CODED": to != ""}) for to in ("", " to fp8")),
+    *(
+        (elementwise.gated, f"{n:,} columns{to}", {"N": n, "WIDTH": 1 << n.bit_length(), "CODED": to != ""})
+        for n in (14336, 28672)
+        for to in ("", " to fp8")
+    ),
     *((coded_product, precision, _product(precision, 1)) for precision in _CODED),
     (coded_product, "w4a16 minimums", _product("w4a16", 1, minimums=True)),
     *((coded_product, f"{precision} many", _product(precision, MANY_ROWS)) for precision in ("fp8", "w8a8", "w4a8")),
@@ -77,11 +85,15 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     types = _TYPES | _CODED[about.split()[0]] if kernel is coded_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
+    if constants.get("CODED"):
+        types["y"] = "*fp8e4nv"
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options: dict[str, Any] = {"enable_fp_fusion": True}
     if kernel is attend:
         options["num_warps"] = warps(constants["BLOCK_M"])
+    if kernel is elementwise.gated:
+        options["num_warps"] = elementwise.warps(constants["WIDTH"])
     if kernel is coded_product:
         options["num_warps"] = tile(constants["BLOCK_M"])[2]
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -226,6 +226,7 @@ def _others() -> Iterator[str]:
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
     rows += [*_tensors(), *_children(), *_grammars(), *_calibrations(), *_mmlu(), *_versions(), *_gpu_kernels()]
+    rows += [*_gpu()]
     yield table(header, rows)
 
 
@@ -362,6 +363,19 @@ def _hadamard() -> Iterator[list[str]]:
             told = ", ".join(f"{w['name']} {w['ratio'] - 1:+.1%}" for w in others)
             figure = f"{plain['median_s'] * 1e3:.3f} ms with activations in {plain['name']}; {told}"
             yield [who, figure, label(r)]
+
+
+def _gpu() -> Iterator[list[str]]:
+    """Rows of a GPU's script; how many requests they count stands with them."""
+    for _, r in of_kind("gpu"):
+        figures = [f"{r[k]:,.1f} {unit}" for k, unit in (("tokens_per_s", "tokens/s"), ("ttft_ms", "ms")) if k in r]
+        if "share_of_roofline" in r:
+            figures.append(f"{r['share_of_roofline']:.0%} of what the device reads and multiplies")
+        if "requests" in r:
+            figures.append(f"{r['requests']:,} of {r['requests_of_the_table']:,} requests")
+        if "ok" in r:
+            figures.append("agrees" if r["ok"] else "does not agree")
+        yield [f"{r['shape']} on {r['device']['name']}: {r['row']}", ", ".join(figures or [r["refused"]]), label(r)]
 
 
 def _gpu_kernels() -> Iterator[list[str]]:

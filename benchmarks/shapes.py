@@ -32,8 +32,12 @@ SHAPES = {
 
 
 def random_source(shape: str, context: int) -> Source:
+    """As `source_of`, of one of `SHAPES`."""
+    return source_of(replace(SHAPES[shape], max_context=context))
+
+
+def source_of(config: ModelConfig) -> Source:
     """Normal weights with a standard deviation of 0.02, norms at 1; each tensor from a seed of its own."""
-    config = replace(SHAPES[shape], max_context=context)
     model = build_model(config)
     sizes = {n: tuple(d for d in p.shape if isinstance(d, int)) for n, p in model.parameters() if "rotary" not in n}
 
@@ -46,7 +50,7 @@ def random_source(shape: str, context: int) -> Source:
     return Source(
         module=model,
         weights=Weights(sizes, load),
-        max_context=context,
+        max_context=config.max_context,
         architecture=config.architecture,
         dtype=config.dtype,
     )

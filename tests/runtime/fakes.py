@@ -6,6 +6,7 @@ lost, shared wrongly or stale, or a token that was skipped, changes the answer.
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
 from millrace.engine.executor import NOTHING_ALLOWED, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.batch import TokenBudget
 from millrace.runtime.claim import NO_CLAIM, Claim
@@ -92,6 +94,8 @@ class FakeExecutor(Executor):
 
     limits: ExecutorLimits
     before_run: Callable[[StepInputs], None] | None = None  # raises to fail, advances a clock, sleeps
+    depth: int = 1
+    fails_at_launch: bool = False  # before_run comes there, not where a step is waited for
     n_steps: int = 0
     n_tokens: int = 0
 
@@ -99,19 +103,32 @@ class FakeExecutor(Executor):
         self._tokens = np.full((self.limits.n_pages, self.limits.page_tokens), -1, dtype=np.int64)
         self._positions = np.full_like(self._tokens, -1)
 
-    _step: StepInputs | None = None
+        # launched; as a device does, read when it is their turn; None: was launched behind one that failed
+        self._steps: deque[StepInputs | None] = deque()
+        self._drawn: list[int] = []  # by the step before
+
     _tokens: NDArray[np.int64] = None  # type: ignore[assignment]  # set above
     _positions: NDArray[np.int64] = None  # type: ignore[assignment]
 
     def launch(self, step: StepInputs) -> None:
-        assert self._step is None, "two steps at a time"
-        self._step = step
+        assert len(self._steps) < self.depth, "too many steps at a time"
+        if self.before_run is not None and self.fails_at_launch:
+            self.before_run(step)
+        self._steps.append(step)
 
     def wait(self) -> StepOutputs:
-        step, self._step = self._step, None
-        assert step is not None, "nothing was launched"
-        if self.before_run is not None:
-            self.before_run(step)
+        assert self._steps, "nothing was launched"
+        step = self._steps.popleft()
+        if step is None:
+            raise RuntimeError("the step before has failed")
+        for token, row in () if step.drawn is None else step.drawn.tolist():
+            step.tokens[token] = max(self._drawn[row], 0)
+        if self.before_run is not None and not self.fails_at_launch:
+            try:
+                self.before_run(step)
+            except (RuntimeError, MillraceError):
+                self._steps = deque(None for _ in self._steps)
+                raise
         S = len(step.starts) - 1
         assert 1 <= S <= self.limits.max_sequences, S
         assert len(step.tokens) == len(step.positions) == step.starts[-1] <= self.limits.max_step_tokens
@@ -126,6 +143,7 @@ class FakeExecutor(Executor):
         for i, (row, history) in enumerate(zip(step.sampling, histories, strict=True)):
             if row["target"] >= 0:
                 out.logprobs[i] = score(history, int(row["target"]))
+        self._drawn = out.tokens.tolist()
         return out
 
     def close(self) -> None:
@@ -245,10 +263,11 @@ def make_loop(
     prefix_cache: bool = True,
     policy: Policy = first_come,
     tier: Path | None = None,
+    depth: int = 1,
 ) -> EngineLoop:
-    """tier: the file of a second tier of KV pages"""
+    """tier: the file of a second tier of KV pages; depth: steps under way at a time"""
     defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
-    executor = FakeExecutor(of, before_run)
+    executor = FakeExecutor(of, before_run, depth)
     found = None if tier is None else fake_tier(executor, tier)
     return EngineLoop(executor, FakeTokenizer(), defaults, clock, budget, prefix_cache, policy, found)
 

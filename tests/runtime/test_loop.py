@@ -107,11 +107,16 @@ def tiny_limits(rng: random.Random) -> ExecutorLimits:
 @settings(max_examples=examples(60))
 @given(seed=SEEDS)
 def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
+    check_any_schedule(seed, 1)
+
+
+def check_any_schedule(seed: int, depth: int) -> None:
+    """depth: steps under way at a time; of what answers are compared with, one"""
     rng = random.Random(seed)
     of = tiny_limits(rng)
     budget = RandomBudget(of.max_step_tokens, rng) if rng.random() < 0.7 else None
     policy, claims = rng.choice(list(POLICIES.values())), rng.random() < 0.5
-    loop = make_loop(of, budget=budget, policy=policy)
+    loop = make_loop(of, budget=budget, policy=policy, depth=depth)
     clients: list[Client] = []
     cancelled: set[Client] = set()
     for _ in range(80):

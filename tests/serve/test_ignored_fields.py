@@ -112,7 +112,7 @@ def test_what_is_wrong_in_ollamas_requests_is_told(
 _KINDS = (e.operation.request for p in PROTOCOLS for e in p.endpoints)
 KINDS = {kind.__name__: kind for kind in _KINDS if kind is not None}
 NEEDED = {"messages": '[{"role": "user", "content": "a"}]', "prompt": '"a"', "input": '"a"', "tokens": "[1]"}
-NEEDED |= {"max_tokens": "1", "model": '"m"'}
+NEEDED |= {"max_tokens": "1", "model": '"m"', "text_1": '"a"', "text_2": '"a"', "query": '"a"', "documents": '["a"]'}
 # They say something about accounts and billing, or about caches of their servers: nobody misses them.
 UNSAID = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 UNSAID |= {"prompt_cache_key", "prompt_cache_retention"}

@@ -69,6 +69,8 @@ class StepInputs:
     masks_ready: IntArray | None = None  # (1,) 0 as long as another thread still fills them; None: they are filled
     # (C, 2) from and to: full pages that are copied into others, of this step's sequences, before anything is stored
     copies: IntArray | None = None
+    # (D, 2): a token of this step, and the row of the step launched before it that draws it; None: all are known
+    drawn: IntArray | None = None
 
     def filled_masks(self) -> NDArray[np.uint32]:
         """`masks`, of a step that has some, as soon as they are filled."""
@@ -109,9 +111,10 @@ class ExecutorLimits:
 
 
 class Executor(ABC):
-    """Every `launch` is followed by its `wait`, before the next one where the executor's depth is 1."""
+    """At most `depth` launched steps are not waited for; what a later one computes comes after the earlier ones'."""
 
     limits: ExecutorLimits
+    depth: int = 1  # with more, the tokens of a step may be ones that the step before it draws
 
     @abstractmethod
     def launch(self, step: StepInputs) -> None:

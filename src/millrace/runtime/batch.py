@@ -113,6 +113,16 @@ class Step:
     n_prefill: int
     n_scored: int = 0
 
+    @property
+    def leads_on(self) -> bool:
+        """Whether the next one can be made before it is computed, and it can be undone: no mask and no penalty waits
+        for what it draws, and it copies no page."""
+        return not any(
+            chunk.sequence.source is not None
+            or (chunk.draws and (chunk.sequence.matcher is not None or chunk.sequence.request.resolved.needs_history))
+            for chunk in self.chunks
+        )
+
     def by_request(self) -> list["Step"]:
         """The same for each of its requests alone."""
         of: dict[Request, list[Chunk]] = {}
@@ -143,6 +153,15 @@ class Step:
         return np.array([_seen(chunk, chunk.sequence) for chunk in self.chunks], PART), ids
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step. ahead: the next one may be launched before this one is waited for"""
+
+    step: Step
+    started_s: float
+    ahead: bool
+
+
 def _seen(chunk: Chunk, seq: Sequence) -> tuple[int, int, int, int, int, bool]:
     """The fields of a PART."""
     n_prompt = min(chunk.n, max(0, seq.n_prompt - chunk.start))
@@ -165,16 +184,25 @@ class BatchBuilder:
         self._sampling = np.zeros(R, dtype=SAMPLING)
         self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)
 
-    def build(self, step: Step) -> StepInputs:
-        """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order."""
+    def build(self, step: Step, before: Step | None = None) -> StepInputs:
+        """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order.
+
+        before: the step that is under way, and draws the last tokens of some of them
+        """
         n_tokens = n_pages = R = 0
         starts, page_starts = [0], [0]
         drawing: list[Sequence] = []
         draws: list[tuple[int, int, int]] = []  # (row, token of the step, position to draw)
         copies: list[tuple[int, int]] = []
+        drawn: list[tuple[int, int]] = []  # (token of the step, row of the step before)
+        row_before = {c.sequence: row - 1 for c, _, row in before.rows() if c.draws} if before else {}
         for chunk in step.chunks:
             seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
-            self._tokens[n_tokens : n_tokens + chunk.n] = seq.tokens.array[start:end]
+            n_known = min(end, seq.n_tokens) - start
+            self._tokens[n_tokens : n_tokens + n_known] = seq.tokens.array[start:end]
+            if n_known < chunk.n:
+                self._tokens[n_tokens + n_known] = 0
+                drawn.append((n_tokens + n_known, row_before[seq]))
             self._positions[n_tokens : n_tokens + chunk.n] = self._offsets[start:end]
             n_tokens += chunk.n
             starts.append(n_tokens)
@@ -214,6 +242,7 @@ class BatchBuilder:
             masks=masks,
             masks_ready=masks_ready,
             copies=np.array(copies, dtype=np.int32) if copies else None,
+            drawn=np.array(drawn, dtype=np.int32) if drawn else None,
         )
 
     def _fill_masks(

@@ -2,12 +2,18 @@
 
 One thread runs `step` again and again; it owns scheduler, pages and answers. Others reach it through `submit`, `cancel`
 and `stats`. The executor and the clock are arguments, so that tests and the sizing simulator run this very code.
+
+Where the executor takes two steps (a GPU's), one is launched before the last one's tokens are known: they are on the
+device, which puts them into the next step itself. That an answer has ended is noticed a step late; what was computed
+for it since is dropped, and the keys it wrote lie behind all that anybody reads.
 """
 
 import logging
+import math
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from functools import partial
@@ -15,8 +21,8 @@ from functools import partial
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
-from millrace.errors import MillraceError, RequestError, has_stopped
-from millrace.runtime.batch import BatchBuilder, Step, TokenBudget, check, token_logprobs
+from millrace.errors import MillraceError, RequestError
+from millrace.runtime.batch import BatchBuilder, Flight, Step, TokenBudget, check, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
@@ -25,88 +31,14 @@ from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_p
 from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.stats import Counters, LoopStats
+from millrace.runtime.thread import EngineThread
 from millrace.runtime.tier import Tier
-
-MAX_FAILURES_IN_A_ROW = 3
 
 log = logging.getLogger(__name__)
 
 
 def _nothing(*_: object) -> None:
     """No one to tell."""
-
-
-class EngineThread:
-    """The life of a loop, of whatever engine: its thread, when it last got on, and why it stopped.
-
-    `changed` guards `stopping` and `dead_because`, and what the loop hands over between threads.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.changed = threading.Condition()
-        self.stopping = False
-        self.dead_because = ""  # what went wrong, so that the loop has ended for ever
-        self._thread: threading.Thread | None = None
-        self._failed_in_row = 0
-        self._progress_s = clock()
-
-    @property
-    def running(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller runs in it."""
-        return self._thread is threading.current_thread()
-
-    @property
-    def silent_s(self) -> float:
-        """Since the loop last got on."""
-        return self.clock() - self._progress_s
-
-    def start(self, run: Callable[[], None]) -> None:
-        assert self._thread is None, "the loop is already running"
-        self.stopping = False
-        self._thread = threading.Thread(target=run, name="millrace-engine", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> bool:
-        """Waits for the step in progress, and whatever the loop does at its end. False: it had no thread."""
-        with self.changed:
-            self.stopping = True
-            self.changed.notify()
-        if self._thread is None:
-            return False
-        self._thread.join()
-        self._thread = None
-        return True
-
-    def check_open(self) -> None:
-        """Under `changed`, before the loop is given work. raises BusyError"""
-        if self.stopping or self.dead_because:
-            raise has_stopped(self.dead_because)
-
-    def progressed(self) -> None:
-        """Also when work comes to an idle loop: to wait for it was no lack of progress."""
-        self._progress_s = self.clock()
-
-    def step_done(self) -> None:
-        self._failed_in_row = 0
-
-    def step_failed(self, what: str, error: Exception, check: Callable[[], object]) -> None:
-        """Only what was in the step fails with it; but a loop that computes nothing any more has ended.
-
-        check: computes something else, as one request may have come again and again. raises what a step raises
-        """
-        self._failed_in_row += 1
-        log.error("%s failed, %d in a row", what, self._failed_in_row, exc_info=error)
-        if self._failed_in_row == MAX_FAILURES_IN_A_ROW:
-            try:
-                check()
-                self._failed_in_row = 0
-            except (RuntimeError, MillraceError) as failed:
-                self.dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, then one of its own: {failed}"
 
 
 class EngineLoop:
@@ -129,7 +61,10 @@ class EngineLoop:
         self.grammars = Grammars(tokenizer, self.limits.vocab_size, self.defaults.eos_token_ids)
         self._pool = PagePool(self.limits.n_pages, tier)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
-        self._executor, self._batch = executor, BatchBuilder(self.limits, self.grammars)
+        self._executor = executor
+        self._batches = deque(BatchBuilder(self.limits, self.grammars) for _ in range(executor.depth))
+        self._flight: Flight | None = None  # launched, and not waited for
+        self._done_s = -math.inf  # when the last step was
         self.budget = self._scheduler.budget
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
@@ -237,7 +172,7 @@ class EngineLoop:
             self._scheduler.expire()
             for request in self._scheduler.overdue():
                 self._end(request, FinishReason.ABORT, f"it waited longer than {request.claim.queue_timeout_s:g} s")
-            ran = self._scheduler.has_work
+            ran = self._scheduler.has_work or self._flight is not None
             if ran:
                 self._run_step()
             self._deliver()
@@ -272,33 +207,88 @@ class EngineLoop:
             self._end(request, FinishReason.ABORT, None)
 
     def _run_step(self) -> None:
-        step = self._next_step()
-        inputs = self._batch.build(step)
+        """Launch a step, and wait for the oldest: which is the same one, unless two are under way."""
+        before, self._flight = self._flight, None
+        if before is not None and self._scheduler.is_short:  # who gives way must not be under way
+            self._settle(before)
+            return
+        alone = bool(self._again)
+        step, flight, fault = self._next_step(), None, None
+        if step.chunks:
+            try:
+                flight = self._launch(step, before, waits=alone)
+            except (RuntimeError, MillraceError) as error:
+                fault = error
+        if before is not None and not self._settle(before, flight):
+            return
+        if fault is not None:
+            self._step_failed(step, fault)
+        elif flight is not None and flight.ahead:
+            self._flight = flight
+        elif flight is not None:
+            self._settle(flight)
+
+    def _launch(self, step: Step, before: Flight | None, waits: bool) -> Flight:
+        """waits: for it, before the next one. raises what executors raise"""
+        self._batches.rotate()  # the other's inputs are being read
+        inputs = self._batches[0].build(step, before.step if before else None)
         self._computing(True)
-        started_s = self.thread.clock()
+        started_s, ahead = self.thread.clock(), not waits and self._executor.depth > 1 and step.leads_on
         try:
             self._executor.launch(inputs)
+        except (RuntimeError, MillraceError):
+            self._computing(before is not None)
+            raise
+        if ahead:
+            self._scheduler.run_ahead(step)
+        return Flight(step, started_s, ahead)
+
+    def _settle(self, flight: Flight, behind: Flight | None = None) -> bool:
+        """Wait for a step and give away what it drew. False where it failed: then no step is under way.
+
+        behind: launched since
+        """
+        step = flight.step
+        try:
             outputs = self._executor.wait()
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
+            if behind is not None:
+                self._drop(behind)
+                behind = None
+            if flight.ahead:
+                self._scheduler.take_back(step)
             self._step_failed(step, error)
-            return
+            return False
         finally:
-            self._computing(False)
+            self._computing(behind is not None)
         self.thread.step_done()
         now_s = self.thread.clock()
-        self._scheduler.commit(step, now_s - started_s)
+        began_s, self._done_s = max(flight.started_s, self._done_s), now_s
+        if not flight.ahead:
+            self._scheduler.advance(step)
+        self.budget.observe(step.n_prefill, now_s - began_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
-        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, *step.seen()))
-        self._distribute(step, outputs, now_s)
+        self.history.steps.append(StepSeen(n, began_s, now_s - began_s, n_waiting, *step.seen()))
+        self._distribute(flight, outputs, now_s)
+        return True
 
-    def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
+    def _drop(self, flight: Flight) -> None:
+        """What it was computed from has failed."""
+        try:
+            self._executor.wait()
+        except (RuntimeError, MillraceError) as error:
+            log.warning("a step behind one that failed", exc_info=error)
+        if flight.ahead:
+            self._scheduler.take_back(flight.step)
+
+    def _distribute(self, flight: Flight, outputs: StepOutputs, now_s: float) -> None:
         """Give each scored and each drawn token to its choice."""
         tokens: list[int] = outputs.tokens.tolist()
-        for chunk, first, row in step.rows():
+        for chunk, first, row in flight.step.rows():
             seq = chunk.sequence
-            if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago
+            if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago, or its answer had ended
                 continue
             if min(tokens[first:row]) < 0:
                 self._end(seq.request, FinishReason.ERROR, *seq.why_not(min(tokens[first:row])))
@@ -310,7 +300,8 @@ class EngineLoop:
                 for choice in seq.request.choices:  # the others wait for it: each tells of the prompt before its answer
                     self._add(choice, choice.scored(scored))
             if chunk.draws:
-                self._scheduler.verified(seq)
+                seq.n_ahead -= flight.ahead
+                self._scheduler.verified(seq, chunk.start + chunk.n)
                 logprobs = None if resolved.n_top is None else token_logprobs(outputs, row - 1, resolved.n_top)
                 self._count(seq, now_s)
                 self._add(seq, seq.take(tokens[row - 1], logprobs))
@@ -369,6 +360,9 @@ class EngineLoop:
                     self._add(seq, seq.end(reason, why, fault))
 
     def _end_everything(self, reason: FinishReason, error: str) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._settle(flight)
         self._drain_commands()
         for request in list(self._live):
             self._end(request, reason, error)

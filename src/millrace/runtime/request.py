@@ -290,7 +290,7 @@ class Sequence:
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_finite", "n_known", "source"),
+        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_known", "source"),
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -299,6 +299,7 @@ class Sequence:
         self.tokens = IntBuffer(request.prompt)
         self.n_prompt = len(request.prompt)
         self.n_computed = 0
+        self.n_ahead = 0  # tokens behind these that launched steps draw: nobody but the device knows them yet
         self.pages = IntBuffer()
         self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
         self.n_finite = 0  # of its computed tokens, those that a finite one was drawn from
@@ -327,8 +328,11 @@ class Sequence:
 
     @property
     def n_left(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
-        return len(self.tokens) - self.n_computed
+        """Tokens to compute before the next one can be drawn; 0: the last that it may have is being drawn."""
+        if not self.n_ahead:
+            return len(self.tokens) - self.n_computed
+        most = self.n_prompt + self.request.resolved.max_tokens - 1
+        return min(len(self.tokens) + self.n_ahead, most) - self.n_computed
 
     def page_keys(self, n_pages: int, page_tokens: int) -> list[Key]:
         """Of its first `n_pages`, which are full."""
@@ -374,14 +378,9 @@ class Sequence:
                 text += self.text.flush()
         if self.matcher is not None and finish is None:
             self.matcher.take(token)
-        return Delta(
-            index=self.request.first + self.index,
-            text=text,
-            token_ids=(token,),
-            logprobs=None if logprobs is None else (logprobs,),
-            finish_reason=None if finish is None else finish.reason,
-            stop_reason=None if finish is None else finish.stop,
-        )
+        reason, why = (None, None) if finish is None else (finish.reason, finish.stop)
+        told = None if logprobs is None else (logprobs,)
+        return Delta(self.request.first + self.index, text, (token,), told, finish_reason=reason, stop_reason=why)
 
     def why_not(self, token: int) -> tuple[str, RequestError | None]:
         """Why nothing was drawn, or scored: `token` is what came instead. And the request's own fault, where it is."""

@@ -105,11 +105,12 @@ class Scheduler:
         return [] if self._order.is_plain else self._order.overdue(self.waiting)
 
     def schedule(self) -> Step:
-        """The next step; empty only where there is no work."""
+        """The next step; empty only where there is no work, or none before a launched step has drawn."""
         step = Step([], 0, 0)
         self._take_single_tokens(step)
         self.take_prompts(step, len(step.chunks))
-        assert step.chunks or not self.has_work, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
+        is_due = self.has_work and not any(seq.n_ahead for seq in self.running)
+        assert step.chunks or not is_due, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
         return step
 
     def take_prompts(self, step: Step, n_running: int, all_run: bool = False) -> None:
@@ -129,8 +130,35 @@ class Scheduler:
             if room > 0:
                 room -= self._take_prefill(step, seq, room)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the next step takes pages from somebody."""
+        size = self.limits.page_tokens
+        return self.pool.n_free < sum(
+            seq.n_left == 1 and seq.n_computed >= len(seq.pages) * size for seq in self.running
+        )
+
     def commit(self, step: Step, step_time_s: float) -> None:
         """The step was computed; tokens are appended after this."""
+        self.advance(step)
+        self.budget.observe(step.n_prefill, step_time_s)
+
+    def run_ahead(self, step: Step) -> None:
+        """The step was launched: the next one may be scheduled before it is computed. Of those that `leads_on`."""
+        self.advance(step)
+        for chunk in step.chunks:
+            chunk.sequence.n_ahead += chunk.draws
+
+    def take_back(self, step: Step) -> None:
+        """It has failed: `run_ahead` undone. Later ones were taken back before, and nobody gave pages up since."""
+        for chunk in step.chunks:
+            if chunk.sequence.stage is Stage.RUNNING:
+                chunk.sequence.n_computed = chunk.start
+                chunk.sequence.n_ahead -= chunk.draws
+                chunk.sequence.request.n_scored -= chunk.n_scored
+
+    def advance(self, step: Step) -> None:
+        """Its chunks count as computed."""
         for chunk in step.chunks:
             seq = chunk.sequence
             self._drop_source(seq)
@@ -138,7 +166,6 @@ class Scheduler:
             seq.request.n_scored += chunk.n_scored
             if not self._order.is_plain:
                 self._order.computed(seq, chunk.n - chunk.draws, chunk.draws)
-        self.budget.observe(step.n_prefill, step_time_s)
 
     # ------------------------------------------------------------------ chunks
 
@@ -280,13 +307,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------ prefixes that are known
 
-    def verified(self, seq: Sequence) -> None:
-        """What was drawn from its computed tokens is finite, and so are they: others may find their full pages."""
+    def verified(self, seq: Sequence, n: int | None = None) -> None:
+        """What was drawn from its computed tokens is finite, and so are they: others may find their full pages.
+
+        n: from so many of them, where later ones are under way
+        """
         page_tokens = self.limits.page_tokens
-        seq.n_finite = seq.n_computed
-        if seq.n_computed < (seq.n_known + 1) * page_tokens and seq.leads is None and not seq.request.to_keep:
+        seq.n_finite = seq.n_computed if n is None else n
+        if seq.n_finite < (seq.n_known + 1) * page_tokens and seq.leads is None and not seq.request.to_keep:
             return  # nothing new: so it is for most tokens
-        n_full = min(seq.n_computed, self._n_public(seq)) // page_tokens
+        n_full = min(seq.n_finite, self._n_public(seq)) // page_tokens
         for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_known :], seq.n_known):
             self._publish(seq, key, seq.content(i, page_tokens))
         self._stop_leading(seq)

@@ -140,7 +140,6 @@ NEARNESS_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "softmax": (),
     "activation": (),
     "use_activation": (),
-    "mm_processor_kwargs": ({},),
     "rank_fields": (["text"], []),
     "max_tokens_per_doc": (),
     "max_chunks_per_doc": (),

@@ -7,12 +7,14 @@ position 0 of a page that no sequence has: they write and read there, and nobody
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from millrace.engine.cuda.step import FEW_ROWS, MANY_ROWS, blocks, splits
+from millrace.engine.cuda.transfer import pinned
 from millrace.engine.executor import StepInputs
 from millrace.kernels.attention.paged import StepTables
 
@@ -54,12 +56,12 @@ class Bucket:
 
     def __post_init__(self) -> None:
         n = 5 * self.size + 1 + self.size * self.most_pages
-        self._host = torch.zeros(n, dtype=torch.int32, pin_memory=self.device.type != "cpu")
+        self._host = torch.zeros(n, dtype=torch.int32)
         self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
         self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
 
     def fill(self, step: StepInputs) -> None:
-        """step: for which `bucket_of` gives this size. Rows of the one before were waited for, so its copy is done."""
+        """step: for which `bucket_of` gives this size."""
         tokens, positions, slots, rows, table_starts, tables = (x.numpy() for x in self._parts(self._host))
         n, used, at = len(step.tokens), len(step.pages), step.positions
         for part, values in ((tokens, step.tokens), (positions, at), (rows, step.sampling["token"])):
@@ -70,7 +72,7 @@ class Bucket:
         table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
         tables[:used], tables[used : used + padding] = step.pages, self.scratch
         end = len(self._host) - len(tables) + used + padding
-        self._held[:end].copy_(self._host[:end], non_blocking=True)
+        self._held[:end].copy_(pinned(self._host[:end], self.device), non_blocking=True)
 
     def inputs(self) -> dict[str, Tensor]:
         """By the names of the graph's."""
@@ -96,10 +98,11 @@ class Bucket:
         return tuple(of.split([size, size, size, size, size + 1, size * self.most_pages]))
 
 
-def captured(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def captured(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
     """What computes it again, from inputs where they were and into the same output: a CUDA graph, on a GPU.
 
     There it runs once before, so that kernels are compiled and libraries ready; on a CPU it is called as it is
+    pool: memory (`torch.cuda.graph_pool_handle`) that it shares with other captures: each may write over their outputs
     """
     if device.type == "cpu":
         return compute
@@ -109,7 +112,7 @@ def captured(compute: Callable[[], Tensor], device: torch.device) -> Callable[[]
         compute()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         output = compute()
 
     def replay() -> Tensor:

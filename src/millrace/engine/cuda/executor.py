@@ -4,6 +4,7 @@ It agrees with the others within a tolerance: libraries choose how sums are cut 
 same steps go through plain PyTorch, so that everything but the kernels is tested without a device.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from types import ModuleType
@@ -14,14 +15,17 @@ from torch import Tensor
 
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
+from millrace.engine.cuda.glue import glue_of, is_silu_mul
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.cuda.operators import OPERATORS, layer_of
+from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
 from millrace.engine.cuda.sampling import sample
 from millrace.engine.cuda.step import step_tables
+from millrace.engine.cuda.transfer import OnItsWay, on_device
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError
+from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages
 from millrace.kernels.matmul.coded import E4M3, Matrix, e4m3_rows
@@ -43,6 +47,8 @@ class CudaExecutor(Executor):
     MachineError without a GPU, ConfigError for one that lacks a precision
     """
 
+    depth = 2
+
     def __init__(
         self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
         fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda",
@@ -62,20 +68,28 @@ class CudaExecutor(Executor):
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
-        self._graph, self._loaded = graph, load(graph, self.dtype, self.device)
+        self._graph, self._loaded = graph, self._load(graph)
+        self._glue = glue_of(graph, self._takes_e4m3)
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
+        self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
         self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()
-        self._step: StepInputs | None = None
+        self._flights: deque[OnItsWay] = deque()
+        self._drawn: Tensor | None = None  # by the last step that was launched
+
+    def _load(self, graph: Graph) -> Loaded:
+        return load(graph, self.dtype, self.device)
 
     def launch(self, step: StepInputs) -> None:
-        self._step = step
+        assert len(self._flights) < self.depth, "too many steps at a time"
+        with torch.inference_mode():
+            found = sample(self.logits(step), step)
+            self._flights.append(OnItsWay.of(found))
+        self._drawn = found.tokens
 
     def wait(self) -> StepOutputs:
-        step, self._step = self._step, None
-        assert step is not None, "nothing was launched"
-        with torch.inference_mode():
-            return sample(self.logits(step), step)
+        assert self._flights, "nothing was launched"
+        return StepOutputs(*self._flights.popleft().arrived())
 
     def logits(self, step: StepInputs) -> Tensor:
         """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
@@ -91,11 +105,20 @@ class CudaExecutor(Executor):
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
             "rows": step.sampling["token"],
         }  # fmt: skip
-        inputs = {n: torch.from_numpy(np.ascontiguousarray(x)).to(self.device) for n, x in given.items()}
+        inputs = {n: on_device(x, self.device) for n, x in given.items()}
+        inputs["tokens"] = self._known(inputs["tokens"], step)
         page_tokens, n = self.limits.page_tokens, self._multiprocessors
         return inputs, cache(lambda group, kv_heads: step_tables(
             step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
         ))  # fmt: skip
+
+    def _known(self, tokens: Tensor, step: StepInputs) -> Tensor:
+        """With those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
+        if step.drawn is not None:
+            assert self._drawn is not None, "no step was launched before"
+            at, rows = on_device(step.drawn.T.astype(np.int64), self.device)
+            tokens = tokens.index_copy(0, at, self._drawn[rows].clamp(min=0))
+        return tokens
 
     def _replayed(self, step: StepInputs, size: int) -> Tensor:
         if size not in self._replays:
@@ -104,20 +127,25 @@ class CudaExecutor(Executor):
             bucket = Bucket(size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors)
             bucket.fill(step)  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._computed, bucket.inputs(), bucket.tables)
-            self._replays[size] = bucket, captured(compute, self.device)
+            self._replays[size] = bucket, captured(compute, self.device, self._graph_memory)
         bucket, replay = self._replays[size]
         bucket.fill(step)
+        tokens = bucket.inputs()["tokens"]
+        tokens.copy_(self._known(tokens, step))
         return replay()[: len(step.sampling)]
 
     def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
         self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
         for node in self._graph.nodes:
+            if node.outputs[0] in self._values:
+                continue  # a norm that came with the sum before it
             found = OPERATORS[node.op](node, self)
             self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
         (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
         return self.tensor(output).float()
 
     def close(self) -> None:
+        self._flights.clear()
         self._loaded, self._pages, self._values, self._replays = Loaded({}, {}), {}, {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
@@ -129,9 +157,33 @@ class CudaExecutor(Executor):
 
     def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
         x = self._values[node.inputs[0]]
-        if node in self._loaded.coded and isinstance(x, Tensor) and not self._fp8_rows.isdisjoint(node.origin):
+        if isinstance(x, Tensor) and self._takes_e4m3(node):
             x = e4m3_rows(x)
         return [self._kernels.product(x, w, self.dtype, bias) for w in self._loaded.matrices(node)]
+
+    def _takes_e4m3(self, node: Node) -> bool:
+        """Of products; rows that are INT8 by now stay so."""
+        return node in self._loaded.coded and not self._fp8_rows.isdisjoint(node.origin)
+
+    def matrix(self, value: Value) -> Matrix:
+        return self._values[value]
+
+    def added(self, node: Node, y: Tensor) -> Tensor:
+        residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
+        if norm is None:
+            return residual + y
+        w, coded = self.tensor(norm.inputs[1]), norm.output in self._glue.e4m3
+        total: Tensor
+        total, self._values[norm.output] = self._kernels.add_norm(
+            y, residual, w, number(norm, "eps"), self.dtype, coded
+        )
+        return total
+
+    def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
+        if is_silu_mul(node):
+            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, node.output in self._glue.e4m3)
+            return y
+        return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
 
     def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)

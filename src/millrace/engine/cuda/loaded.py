@@ -30,20 +30,28 @@ class Loaded:
         return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
 
 
-def load(graph: Graph, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """raises CheckpointError for weights that are not finite, where they become codes"""
-    producers = graph.producers()
+def coded_products(graph: Graph) -> list[Node]:
+    """Whose weights are codes."""
+    return [n for n in graph.nodes if n.op in PRODUCTS and precision_of(n).coded]
+
+
+def load(graph: Graph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
+    """given: what is there already, and is not read
+
+    raises CheckpointError for weights that are not finite, where they become codes
+    """
+    producers, held = graph.producers(), given or Loaded({}, {})
     coded = {
-        n: _coded(n, producers.get(n.inputs[0]), device)
-        for n in graph.nodes
-        if n.op in PRODUCTS and precision_of(n).coded
+        n: held.coded[n] if n in held.coded else _coded(n, producers.get(n.inputs[0]), device)
+        for n in coded_products(graph)
     }
     narrow = {w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)}
     narrow |= {n.inputs[1] for n in graph.nodes if n.op == "embedding"}
     narrow |= {n.inputs[2] for n in graph.nodes if n.op == "linear" and n.attrs.get("bias")}
     alone = {w for n in coded for w in matrices_of(n)} - narrow  # read as codes, and by nobody else
     tensors = {
-        value: _tensor(value, dtype if value in narrow else torch.float32, device)
+        value: held.tensors[value] if value in held.tensors
+        else _tensor(value, dtype if value in narrow else torch.float32, device)
         for value in graph.constants() if value not in alone
     }  # fmt: skip
     return Loaded(tensors, coded)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from millrace.graph.trees import Tree, as_tree
 from millrace.graph.types import Node, Value
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.matmul.coded import Matrix, int8_rows
+from millrace.kernels.matmul.coded import CodedRows, Matrix, int8_rows
 from millrace.kernels.operators import number, size, whole
 from millrace.kernels.storage import storage_of
 
@@ -28,6 +28,15 @@ class Run(Protocol):
 
     def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
         """Its rows, which may be coded, times each of its matrices, each (M, N) of `dtype`."""
+
+    def matrix(self, value: Value) -> Matrix:
+        """As `tensor`, of rows that may be coded."""
+
+    def added(self, node: Node, y: Tensor) -> Tensor:
+        """What a product with a residual gives: y added to that, float32."""
+
+    def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
+        """By the tree of a gated product."""
 
     def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         """By its root mean square; of `dtype`."""
@@ -69,17 +78,18 @@ def _linear(node: Node, run: Run) -> Tensor:
     (y,) = run.products(node, run.tensor(node.inputs[2]) if node.attrs.get("bias") else None)
     if "tree" in node.attrs:
         y = evaluate(as_tree(node.attrs["tree"]), [y.float()]).to(run.dtype)
-    return run.tensor(node.inputs[-1]).float() + y if node.attrs.get("residual") else y
+    return run.added(node, y) if node.attrs.get("residual") else y
 
 
-def _gated_linear(node: Node, run: Run) -> Tensor:
-    halves = [y.float() for y in run.products(node)]
-    return evaluate(as_tree(node.attrs["tree"]), halves).to(run.dtype)
+def _gated_linear(node: Node, run: Run) -> Matrix:
+    return run.gated(node, run.products(node))
 
 
 def _convert(node: Node, run: Run) -> Matrix:
     """Rows as the products want them that read them: 16-bit floats of the engine's type, or int8."""
-    x, storage = run.tensor(node.inputs[0]), storage_of(node)
+    x, storage = run.matrix(node.inputs[0]), storage_of(node)
+    if isinstance(x, CodedRows):
+        return x  # made so at once, where only products of E4M3 read it
     if storage.format == RowFormat.BF16:
         return x.to(torch.bfloat16 if run.dtype == torch.float32 else run.dtype)
     return int8_rows(x.flatten(1), storage.group, transform=storage.hadamard)

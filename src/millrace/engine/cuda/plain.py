@@ -8,13 +8,35 @@ from torch.nn import functional
 
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.declare import NOTHING
-from millrace.kernels.matmul.coded import LARGEST, Matrix, int8_rows, transformed
+from millrace.kernels.matmul.coded import LARGEST, Matrix, e4m3_rows, int8_rows, transformed
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x (..., N), w (N,) float32 -> (..., N) of `dtype`."""
     found = x.float()
     return (found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coded: bool
+) -> tuple[Tensor, Matrix]:  # fmt: skip
+    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype`.
+
+    coded: each row of it as E4M3 with its scale, of what it is in 16 bits: bfloat16's, of float32
+    """
+    total = residual + x.float()
+    return total, rms_norm(total, w, eps, dtype) if not coded else e4m3_rows(rms_norm(total, w, eps, _row(dtype)))
+
+
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coded: bool) -> Matrix:
+    """gate, up (M, N) -> silu(gate) * up of `dtype`; coded: as of `add_norm`."""
+    y = functional.silu(gate.float()) * up.float()
+    return e4m3_rows(y.to(_row(dtype))) if coded else y.to(dtype)
+
+
+def _row(dtype: torch.dtype) -> torch.dtype:
+    """Of rows that become codes."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def product(x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -1,96 +1,122 @@
 """Sampling on a device: all rows at once, in the order of kernels/sample/ref.py, with its counter-based draws."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, IntArray, StepInputs, StepOutputs
+from millrace.engine.cuda.transfer import on_device
+from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, StepInputs
 
 GREEDY_BELOW = 1e-5  # a temperature
 _ROUNDS, _MASK = 10, 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What R rows ask for, as columns (R, 1) on the device."""
+class Drawn(NamedTuple):
+    """The fields of StepOutputs, on the device."""
 
-    of: NDArray[np.void]
-    device: torch.device
+    tokens: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+class Rows:
+    """What R rows ask for, on the device: one copy."""
+
+    def __init__(self, of: NDArray[np.void], device: torch.device) -> None:
+        names, self.device = SAMPLING.names or (), device
+        table = np.empty((len(names), len(of)), np.float64)  # it has all int32 and float32
+        for line, name in zip(table, names, strict=True):
+            line[:] = of[name].copy().view(np.float64) if name == "seed" else of[name]
+        self._lines = dict(zip(names, on_device(table, device), strict=True))
 
     def column(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.from_numpy(self.of[name].astype(np.int64 if dtype == torch.int64 else np.float32)).to(
-            self.device, dtype
-        )[:, None]
+        """(R, 1)"""
+        return self._lines[name].to(dtype)[:, None]
+
+    @property
+    def seeds(self) -> Tensor:
+        """(R,) their bits, as int64"""
+        return self._lines["seed"].view(torch.int64)
 
 
-def sample(logits: Tensor, step: StepInputs) -> StepOutputs:
-    """logits (R, V) float32, one row for each of the step's sampling rows"""
+def sample(logits: Tensor, step: StepInputs) -> Drawn:
+    """logits (R, V) float32, one row for each of the step's sampling rows
+
+    Where no row asks for log probabilities there are none; where all want the likeliest token, nothing is sorted.
+    """
     rows, of = Rows(step.sampling, logits.device), step.sampling
     V = logits.shape[1]
     finite = logits.isfinite().all(1)
     seen = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)
-    possible = seen.isfinite().any(1)
-    logp = seen.double().log_softmax(1)
-    adjusted = _adjusted(seen, step, rows)
+    good = finite & seen.isfinite().any(1)
+    tokens = _tokens(seen, step, rows)
+    wrong = torch.where(finite, torch.full_like(tokens, NOTHING_ALLOWED), torch.full_like(tokens, NOT_FINITE))
+    drawn = torch.where(good, tokens, wrong).int()
+    if (of["n_top"] < 0).all():
+        none, no_ids = torch.zeros_like(drawn), drawn.new_zeros(len(of), 0)
+        return Drawn(drawn, none.float(), none, no_ids, no_ids.float())
+    return _with_logprobs(drawn, tokens, seen, good, rows, max(int(of["n_top"].max()), 0))
+
+
+def _tokens(seen: Tensor, step: StepInputs, rows: Rows) -> Tensor:
+    """(R,) drawn, or those that are scored; of rows that are not good any."""
+    of, adjusted = step.sampling, _adjusted(seen, step, rows)
     tokens = adjusted.argmax(1)
     if (of["temperature"] >= GREEDY_BELOW).any():
-        drawn = draw(adjusted, rows)
+        drawn = draw(adjusted.double(), rows)
         tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, drawn, tokens)
     target = rows.column("target", torch.int64)[:, 0]
-    tokens = torch.where(target >= 0, target, tokens)
+    return torch.where(target >= 0, target, tokens)
+
+
+def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, rows: Rows, top: int) -> Drawn:
+    """top: alternatives that a row asks for at most"""
+    logp = seen.double().log_softmax(1)
     chosen = seen.gather(1, tokens[:, None])
-    top = max(int(of["n_top"].max(initial=0)), 0)
     best_logits, best = seen.sort(dim=1, descending=True, stable=True)
     best_logits, best = best_logits[:, :top], best[:, :top]
     n_top = rows.column("n_top", torch.int64).clamp(min=0)
-    asked = (torch.arange(top, device=logits.device)[None] < n_top) & (finite & possible)[:, None]
+    asked = (torch.arange(top, device=rows.device)[None] < n_top) & good[:, None]
     told = asked & best_logits.isfinite()
-    wrong = torch.where(finite, torch.full_like(tokens, NOTHING_ALLOWED), torch.full_like(tokens, NOT_FINITE))
-    good = finite & possible
-    return StepOutputs(
-        tokens=_integers(torch.where(good, tokens, wrong)),
-        logprobs=_floats(torch.where(good, logp.gather(1, tokens[:, None])[:, 0], 0)),
-        ranks=_integers(torch.where(good, 1 + (seen > chosen).sum(1), 0)),
-        top_ids=_integers(torch.where(told, best, torch.where(asked, -1, 0))),
-        top_logprobs=_floats(torch.where(told, logp.gather(1, best), 0)),
+    return Drawn(
+        drawn,
+        torch.where(good, logp.gather(1, tokens[:, None])[:, 0], 0).float(),
+        torch.where(good, 1 + (seen > chosen).sum(1), 0).int(),
+        torch.where(told, best, torch.where(asked, -1, 0)).int(),
+        torch.where(told, logp.gather(1, best), 0).float(),
     )
-
-
-def _integers(x: Tensor) -> IntArray:
-    return x.cpu().numpy().astype(np.int32)  # type: ignore[no-any-return]
-
-
-def _floats(x: Tensor) -> NDArray[np.float32]:
-    return x.cpu().numpy().astype(np.float32)  # type: ignore[no-any-return]
 
 
 def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
     """(R, V): of a row without a mask everything."""
-    masks = torch.from_numpy(step.filled_masks().view(np.int32)).to(rows.device)
+    masks = on_device(step.filled_masks().view(np.int32), rows.device)
     tokens, number = torch.arange(vocab, device=rows.device), rows.column("mask", torch.int64)
     words = masks[(number[:, 0] - 1).clamp(min=0)][:, tokens // 32]
     return ((words >> (tokens % 32)) & 1).bool() | (number == 0)
 
 
 def _adjusted(logits: Tensor, step: StepInputs, rows: Rows) -> Tensor:
-    """Biases, then penalties; float64."""
-    of, found = step.sampling, logits.double()
+    """Biases, then penalties; float64, where there are any."""
+    of, found = step.sampling, logits
     if of["bias_count"].any():
-        index, at = _ranges(of["bias_start"], of["bias_count"])
-        ids, values = (torch.from_numpy(x[at]).to(rows.device) for x in (step.bias_ids, step.bias_values))
-        found = found.index_put((index.to(rows.device), ids.long()), values.double(), accumulate=True)
+        index, at = _ranges(of["bias_start"], of["bias_count"], rows.device)
+        ids, values = (on_device(x[at], rows.device) for x in (step.bias_ids, step.bias_values))
+        found = found.double().index_put((index, ids.long()), values.double(), accumulate=True)
     neutral = (of["repetition_penalty"] == 1) & (of["presence_penalty"] == 0) & (of["frequency_penalty"] == 0)
     if neutral.all():
         return found
+    found = found.double()
     counts = [torch.zeros(found.shape, dtype=torch.float64, device=rows.device) for _ in range(2)]
     starts = of["history_start"], of["history_start"] + of["history_prompt"]
     for count, start, n in zip(counts, starts, (of["history_prompt"], of["history_output"]), strict=True):
-        index, at = _ranges(start, n)
-        ids = torch.from_numpy(step.history[at]).to(rows.device).long()
-        count.index_put_((index.to(rows.device), ids), torch.ones((), dtype=torch.float64), accumulate=True)
+        index, at = _ranges(start, n, rows.device)
+        ids = on_device(step.history[at], rows.device).long()
+        count.index_put_((index, ids), torch.ones_like(ids, dtype=torch.float64), accumulate=True)
     prompt, output = counts
     repetition = rows.column("repetition_penalty").double()
     penalised = torch.where(found > 0, found / repetition, found * repetition)
@@ -98,11 +124,13 @@ def _adjusted(logits: Tensor, step: StepInputs, rows: Rows) -> Tensor:
     return found - rows.column("presence_penalty") * (output > 0) - rows.column("frequency_penalty") * output
 
 
-def _ranges(starts: NDArray[np.int32], counts: NDArray[np.int32]) -> tuple[Tensor, NDArray[np.int64]]:
+def _ranges(
+    starts: NDArray[np.int32], counts: NDArray[np.int32], device: torch.device
+) -> tuple[Tensor, NDArray[np.int64]]:
     """Of R ranges: for each of their elements whose it is, and where it is."""
     row = np.repeat(np.arange(len(counts)), counts)
     at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
-    return torch.from_numpy(row), at.astype(np.int64)
+    return on_device(row, device), at.astype(np.int64)
 
 
 def draw(logits: Tensor, rows: Rows) -> Tensor:
@@ -130,7 +158,7 @@ def uniform(rows: Rows) -> Tensor:
 
     Words of 32 bits in int64: products wrap, and their upper halves come back by a shift and a mask.
     """
-    seed = torch.from_numpy(rows.of["seed"].view(np.int64).copy()).to(rows.device)
+    seed = rows.seeds
     position, choice = (rows.column(name, torch.int64)[:, 0] & _MASK for name in ("position", "choice"))
     zero = torch.zeros_like(position)
     c, key = [position, choice, zero, zero], [seed & _MASK, (seed >> 32) & _MASK]

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from millrace.engine.cuda.transfer import on_device
 from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables
 
@@ -24,7 +25,7 @@ def step_tables(
         step.positions, pages * page_tokens + step.positions % page_tokens, step.starts, step.page_starts, step.pages,
         programs.reshape(-1),
     )  # fmt: skip
-    whole = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
+    whole = on_device(np.concatenate(parts).astype(np.int32), device)
     positions, slots, starts, table_starts, tables, flat = whole.split([len(p) for p in parts])
     return StepTables(positions, slots, starts, tables, table_starts, flat.view(-1, 2), rows,
                       splits(len(programs) * kv_heads, longest, multiprocessors))  # fmt: skip

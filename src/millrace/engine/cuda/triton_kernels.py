@@ -1,7 +1,8 @@
 """What an executor on a GPU runs, by the names of engine/cuda/plain.py."""
 
 from millrace.kernels.attention.cuda import attention, keep_rotated
+from millrace.kernels.elementwise.cuda import silu_mul
 from millrace.kernels.matmul.cuda import product
-from millrace.kernels.rms_norm.cuda import rms_norm
+from millrace.kernels.rms_norm.cuda import add_norm, rms_norm
 
-__all__ = ["attention", "keep_rotated", "product", "rms_norm"]
+__all__ = ["add_norm", "attention", "keep_rotated", "product", "rms_norm", "silu_mul"]

@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.kernels import declare
 from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.convert.cuda import NOTHING, codes
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(declare.NOTHING)
-ROUNDS = tl.constexpr(1.5 * 2**23)  # added to a small float32 and taken away again: half to even
 
 
 @triton.jit
@@ -61,11 +59,11 @@ def rotate_and_keep(
             most = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0)) + tl.sum(a * 0.0, 0) + tl.sum(b * 0.0, 0)
             scale, inverse = _scale(most, keys.dtype.element_ty)
             tl.store(key_scales + line, scale)
-            first = _codes(first * inverse, keys.dtype.element_ty)
-            second = _codes(second * inverse, keys.dtype.element_ty)
+            first = codes(first * inverse, keys.dtype.element_ty)
+            second = codes(second * inverse, keys.dtype.element_ty)
             scale, inverse = _scale(tl.max(tl.abs(kept), 0) + tl.sum(kept * 0.0, 0), keys.dtype.element_ty)
             tl.store(value_scales + line, scale)
-            kept = _codes(kept * inverse, keys.dtype.element_ty)
+            kept = codes(kept * inverse, keys.dtype.element_ty)
         tl.store(values + line * DV + column, kept.to(values.dtype.element_ty), mask=column < DV)
         tl.store(keys + line * D + half, first.to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + line * D + D // 2 + half, second.to(keys.dtype.element_ty), mask=inside)
@@ -84,17 +82,6 @@ def _scale(most, dtype: tl.constexpr):
         scale = tl.where(least == least, scale, least)
         inverse = 1 / tl.where(is_nothing, 1.0, scale)
     return tl.where(is_nothing, 0.0, scale), tl.where(is_nothing, 0.0, inverse)
-
-
-@triton.jit
-def _codes(x, dtype: tl.constexpr):
-    """Rounded before the cast, which then is exact: Triton's interpreter has one of its own."""
-    unit = 1.0
-    if dtype != tl.int8:  # three bits behind the first, of what is at least 2^-6
-        power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        unit = tl.maximum(power, 2.0**-6) / 8
-    rounds = ROUNDS * unit
-    return ((x + rounds) - rounds).to(dtype)
 
 
 @triton.jit

@@ -1,0 +1,132 @@
+"""Whether a device computes what it should: its kernels beside plain PyTorch there, its answers beside the CPU's."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.gpu.model import LLAMA_8B, PRECISIONS, TINY, graph_of
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.pipeline import gpu, pipeline, run_passes
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.engine.cuda import plain
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.loaded import Loaded, coded_products
+from millrace.engine.cuda.random_weights import random_loaded
+from millrace.engine.dummy import dummy_step
+from millrace.engine.executor import ExecutorLimits, StepInputs
+from millrace.engine.kv import PAGE_TOKENS, KvFormat
+from millrace.engine.reference import ReferenceExecutor
+from millrace.graph.types import Graph
+from millrace.kernels.catalogue import operators
+from millrace.model.module import trace_model
+
+# Of the largest logit: roundings to 16 and 8 bits that fall to the other side, through all layers.
+TOLERANCE = {"bf16": 0.03, "w8a16": 0.03, "w4a16": 0.03, "w8a8": 0.06, "fp8": 0.15}
+MOST_KL = 1e-3  # in BF16, of a real model, in nats a token
+PAGES_EACH = 4  # of a sequence's context
+TEXTS, LENGTH = 4, 96  # random tokens of each text that is compared
+
+
+class Checked(CudaExecutor):
+    """Of random weights, or those of a checkpoint."""
+
+    from_checkpoint = False
+
+    def _load(self, graph: Graph) -> Loaded:
+        return super()._load(graph) if self.from_checkpoint else random_loaded(graph, self.dtype, self.device)
+
+
+def limits_of(vocab: int, context: int = 256) -> ExecutorLimits:
+    return ExecutorLimits(
+        max_step_tokens=1024, max_sequences=8, max_rows=8, max_context=context, page_tokens=PAGE_TOKENS, n_pages=32,
+        vocab_size=vocab,
+    )  # fmt: skip
+
+
+def kernels_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
+    """Every precision and kind of page, in prompts of odd lengths and in steps of buckets, over shapes that nothing
+    divides; then two layers of the real shape, in few rows and in many."""
+    found = []
+    for precision in PRECISIONS:
+        for kv in (None, KvFormat.INT8, KvFormat.FP8):
+            found.append(_apart("tiny", precision, kv, device, [3, 40, 1, 70]))
+    if not dry_run:
+        for precision in PRECISIONS:
+            found.append(_apart("two layers", precision, KvFormat.FP8, device, [128, 5, 130, 200]))
+    return found
+
+
+def _apart(name: str, precision: str, kv: KvFormat | None, device: str, lengths: list[int]) -> dict[str, Any]:
+    config = replace(TINY if name == "tiny" else replace(LLAMA_8B, n_layers=2), max_context=256)
+    graph = graph_of(config, precision)
+    names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
+    executor = Checked(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names, buckets=(1, 4),
+                       device=device)  # fmt: skip
+    n = len(lengths)
+    steps = [dummy_step(lengths, 0, PAGES_EACH * n, vocab=config.vocab_size), _decode(lengths, config.vocab_size)]
+    kernels, worst = executor._kernels, 0.0
+    told = {}
+    for which, used in (("kernels", kernels), ("plain", plain)):
+        executor._kernels, executor._replays = used, {}
+        told[which] = [executor.logits(step).cpu().numpy().copy() for step in steps]
+    for got, want in zip(told["kernels"], told["plain"], strict=True):
+        worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))
+    bound = max(TOLERANCE[precision], 0.06 if kv else 0)
+    return {
+        "what": f"{name}, {precision}, pages {kv.name.lower() if kv else 'bf16'}, {n} sequences",
+        "apart": worst, "bound": bound, "kernels": _named(kernels), "ok": bool(worst <= bound),
+    }  # fmt: skip
+
+
+def _named(kernels: ModuleType) -> str:
+    return kernels.__name__.rsplit(".", 1)[1]
+
+
+def _decode(lengths: list[int], vocab: int) -> StepInputs:
+    """One more token of each, behind `dummy_step(lengths, ...)`."""
+    step = dummy_step([1] * len(lengths), 0, PAGES_EACH * len(lengths), seed=9, vocab=vocab)
+    return replace(step, positions=np.array(lengths, np.int32))
+
+
+def agrees(path: Path, device: str) -> dict[str, Any]:
+    """The mean KL of a checkpoint's distributions in BF16 to those of float32 on the CPU, of random texts."""
+    source = Source.from_checkpoint(Checkpoint.open(path))
+    traced = trace_model(source.module, source.weights, operators())
+    exact = run_passes(traced, pipeline(precision_map("fp32")))
+    vocab = exact.outputs[0].value.width
+    limits = limits_of(vocab)
+    reference = ReferenceExecutor(exact, limits, kv=KvFormat.F32, bf16_table=False)
+    checked = type("FromCheckpoint", (Checked,), {"from_checkpoint": True})
+    executor = checked(run_passes(traced, gpu(precision_map("bf16"))), limits, dtype="bf16", device=device)
+    rows = _all_rows(dummy_step([LENGTH] * TEXTS, 0, PAGES_EACH * TEXTS, vocab=vocab))
+    want, got = _logp(np.asarray(reference.logits(rows))), _logp(executor.logits(rows).cpu().numpy())
+    kl = float((np.exp(want) * (want - got)).sum(1).mean())
+    same = float((want.argmax(1) == got.argmax(1)).mean())
+    return {"what": path.name, "kl": kl, "bound": MOST_KL, "same_likeliest": same, "ok": kl <= MOST_KL}
+
+
+def _all_rows(step: StepInputs) -> StepInputs:
+    rows = np.repeat(step.sampling[:1], len(step.tokens))
+    rows["token"] = np.arange(len(rows))
+    return replace(step, sampling=rows)
+
+
+def _logp(logits: NDArray[Any]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = torch.from_numpy(logits.astype(np.float64)).log_softmax(1).numpy()
+    return found
+
+
+def device_told(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        return {"name": "tensors of a CPU", "torch": torch.__version__}
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name, "memory_bytes": found.total_memory, "multiprocessors": found.multi_processor_count,
+        "capability": f"{found.major}.{found.minor}", "torch": torch.__version__, "cuda": torch.version.cuda,
+    }  # fmt: skip

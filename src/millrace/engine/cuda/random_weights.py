@@ -1,0 +1,83 @@
+"""Weights of no model, made on the device: for measurements, which depend on shapes and formats.
+
+Normal, with the spread that keeps rows of their size as they are, and coded as real ones would be: a GPU draws less
+power for zeros, and then runs faster. Norms, biases and tables are the graph's own.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from millrace.engine.cuda.loaded import PRODUCTS, Loaded, coded_products, load
+from millrace.graph.types import Graph, Node, Value
+from millrace.kernels.matmul.coded import E4M3, LARGEST, CodedRows
+from millrace.kernels.matmul.op import group_of, matrices_of, precision_of
+
+AT_ONCE = 1 << 26  # elements, as float32
+
+
+def random_loaded(graph: Graph, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Loaded:
+    """As `load` gives it, without reading any matrix."""
+    generator = torch.Generator(device).manual_seed(seed)
+    coded = {
+        node: tuple(_coded(_sizes(w), node, generator) for w in matrices_of(node)) for node in coded_products(graph)
+    }
+    floats = [w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)]
+    floats += [n.inputs[1] for n in graph.nodes if n.op == "embedding"]
+    drawn = {w: _floats(_sizes(w), dtype, generator) for w in dict.fromkeys(floats)}
+    return load(graph, dtype, device, Loaded(drawn, coded))
+
+
+def _sizes(value: Value) -> tuple[int, int]:
+    rows, width = value.shape
+    assert isinstance(rows, int) and isinstance(width, int), value
+    return rows, width
+
+
+def _floats(sizes: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    found = torch.empty(sizes, dtype=dtype, device=generator.device)
+    for part in _parts(found):
+        part.copy_(_normal(part, generator))
+    return found
+
+
+def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> CodedRows:
+    """E4M3 with a scale for each row, INT8 or halves with float16 scales for each group."""
+    (rows, width), device = sizes, generator.device
+    group, bits = group_of(node), precision_of(node).bits
+    if not group:
+        codes, scales = torch.empty(sizes, dtype=E4M3, device=device), torch.empty((rows, 1), device=device)
+        for part, scale in zip(_parts(codes), _parts(scales, width), strict=True):
+            w = _normal(part, generator)
+            scale.copy_(w.abs().amax(1, keepdim=True) / LARGEST)
+            part.copy_(w / scale)
+        return CodedRows(codes, scales, width, width)
+    most = 2 ** (bits - 1) - 1
+    halves = bits == 4
+    stored = (rows, -(-width // 2)) if halves else sizes
+    codes = torch.empty(stored, dtype=torch.uint8 if halves else torch.int8, device=device)
+    scales = torch.empty((rows, -(-width // group)), dtype=torch.float16, device=device)
+    for part, scale in zip(_parts(codes, width), _parts(scales, width), strict=True):
+        w = torch.nn.functional.pad(_normal(part, generator, width), (0, -width % group)).unflatten(1, (-1, group))
+        scale.copy_(w.abs().amax(2) / most)
+        whole = (w / scale.float()[..., None]).round().clamp(-most, most).flatten(1)[:, :width]
+        part.copy_(_in_halves(whole) if halves else whole)
+    return CodedRows(codes, scales, width, group, zero=8 if halves else 0)
+
+
+def _in_halves(codes: Tensor) -> Tensor:
+    """(R, K) from -7 to 7 -> (R, ceil(K / 2)), as CodedRows has them."""
+    even = torch.nn.functional.pad(codes + 8, (0, codes.shape[1] % 2)).to(torch.uint8)
+    return even[:, ::2] | even[:, 1::2] << 4
+
+
+def _normal(like: Tensor, generator: torch.Generator, width: int = 0) -> Tensor:
+    """width: of its rows, where these are not what is stored"""
+    width = width or like.shape[1]
+    return torch.randn((len(like), width), generator=generator, device=generator.device) / width**0.5
+
+
+def _parts(x: Tensor, width: int = 0) -> Iterator[Tensor]:
+    """Views of some rows each, so that what is drawn fits beside what is kept."""
+    return iter(x.split(max(1, AT_ONCE // (width or x.shape[1]))))

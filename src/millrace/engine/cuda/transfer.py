@@ -1,0 +1,50 @@
+"""Between host and device without waiting for what is queued there: the host goes on and prepares the next step.
+
+A copy from or to memory that is not pinned waits until the device has done all that comes before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host as copies to the device want it. Its memory is reused when the copy is done, not before."""
+    return x if device.type == "cpu" else x.pin_memory()
+
+
+def on_device(x: NDArray[Any], device: torch.device) -> Tensor:
+    """Its copy there; on a CPU it may be the array itself."""
+    host = torch.from_numpy(np.ascontiguousarray(x))
+    return pinned(host, device).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OnItsWay:
+    """Tensors that a device computes, on their way to the host."""
+
+    tensors: tuple[Tensor, ...]
+    done: torch.cuda.Event | None  # None: they are there
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "OnItsWay":
+        """Whose computation is queued: so are the copies, before all that is queued later."""
+        if all(x.device.type == "cpu" for x in tensors):
+            return cls(tuple(tensors), None)
+        on_host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors)
+        for target, x in zip(on_host, tensors, strict=True):
+            target.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(on_host, done)
+
+    def arrived(self) -> tuple[NDArray[Any], ...]:
+        """When they have. raises RuntimeError where the device has failed"""
+        if self.done is not None:
+            self.done.synchronize()
+        return tuple(x.numpy() for x in self.tensors)

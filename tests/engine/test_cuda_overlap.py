@@ -1,0 +1,96 @@
+"""Steps of a GPU that overlap: what one draws is the next one's input without the host, here on tensors of this CPU."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.engine.cuda.buckets import usual_buckets
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.executor import NOT_FINITE, Executor, StepInputs, plain_rows
+from millrace.runtime.generate import Collector, CompletionOutput, new_output
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from tests.engine.test_cuda import LIMITS, both, step_of
+from tests.runtime.fakes import RandomBudget
+from tests.support.one_step import i32
+from tests.support.shared import shared
+
+FOLDER = shared("models/stories260K")
+# A quarter of the pages that the eight need.
+OF = replace(LIMITS, page_tokens=16, n_pages=9, max_step_tokens=64, vocab_size=512)
+PROMPTS = [[1], [1, 403, 407], list(range(300, 390)), [1, 403], [1, 300], list(range(300, 389)), [1, 403, 407], [5]]
+PARAMS = [
+    SamplingParams(
+        max_tokens=24 + 6 * i, temperature=(0.0, 0.8, 1.0)[i % 3], seed=i,
+        stop=[(), ("toys",), ("shoes", "fish")][i % 3],
+        presence_penalty=0.5 * (i == 5), logprobs=2 if i == 2 else None, ignore_eos=i % 2 == 0, n=1 + (i == 1),
+    )
+    for i in range(8)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plainly() -> CudaExecutor:
+    graph = both(FOLDER, "fp32", replace(LIMITS, vocab_size=512))[0]._graph
+    return CudaExecutor(graph, OF, dtype="fp32", device="cpu")
+
+
+def answers(executor: Executor, depth: int) -> tuple[list[list[CompletionOutput]], EngineLoop, int]:
+    """Of all but the third request, which is cancelled when it has told ten tokens; and the most steps under way."""
+    executor.depth = depth
+    budget = RandomBudget(OF.max_step_tokens, random.Random(1))
+    loop = EngineLoop(executor, open_tokenizer(FOLDER), GenerationDefaults(), budget=budget)
+    told: list[list[Delta]] = [[] for _ in PROMPTS]
+    requests = [loop.submit(p, s, t.extend) for p, s, t in zip(PROMPTS, PARAMS, told, strict=True)]
+    most, gone = 0, False
+    while loop.step():
+        most = max(most, loop._flight is not None)
+        if not gone and sum(d.n_tokens for d in told[3]) >= 10:
+            loop.cancel(requests[3])
+            gone = True
+    collectors = [Collector(new_output(r), loop.tokenizer) for r in requests]
+    for collector, deltas in zip(collectors, told, strict=True):
+        collector.add(deltas)
+    assert loop.stats().pages_used == 0 and told[3][-1].finish_reason is FinishReason.ABORT
+    return [c.output.outputs for i, c in enumerate(collectors) if i != 3], loop, most
+
+
+def test_two_steps_under_way_give_the_same_answers(plainly: CudaExecutor) -> None:
+    """Beside stop strings, a penalty, log probabilities, choices, pages that run short and one that is cancelled;
+    mixed steps, and those of buckets."""
+    bucketed = CudaExecutor(plainly._graph, OF, dtype="fp32", buckets=usual_buckets(8), device="cpu")
+    want, alone, most = answers(plainly, 1)
+    assert not most and alone.stats().preemptions_total > 0
+    got, loop, most = answers(bucketed, 2)
+    assert most and loop.stats().healthy
+    for mine, theirs in zip(got, want, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+    assert {out.finish_reason for outputs in want for out in outputs} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("buckets", [(), (1, 2)])
+def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...], plainly: CudaExecutor) -> None:
+    """Rows in any order; a row that drew nothing hands on any token, and spoils nobody else's."""
+    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", buckets=buckets, device="cpu")
+    first = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
+    first.sampling["token"] = [4, 1]
+    tokens = executor.run(first).tokens.tolist()
+    second = step_of([([tokens[1]], 2, [0]), ([tokens[0]], 3, [1])], plain_rows(2))
+    second.sampling["token"] = [0, 1]
+    want = executor.run(second).tokens.tolist()
+    blind: StepInputs = replace(second, tokens=i32([0, 0]), drawn=i32([[0, 1], [1, 0]]))
+    executor.launch(first)
+    executor.launch(blind)
+    assert executor.wait().tokens.tolist() == tokens and executor.wait().tokens.tolist() == want
+    assert blind.tokens.tolist() == [0, 0], "inputs stay as they are"
+    masked = replace(first, masks=np.zeros((1, 16), np.uint32))
+    masked.sampling["mask"] = [1, 0]
+    executor.launch(masked)
+    executor.launch(blind)
+    assert executor.wait().tokens[0] < NOT_FINITE and executor.wait().tokens[0] == want[0]
+    first.sampling["mask"] = 0
