@@ -21,7 +21,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     check_tls(settings)
     if settings.uds is None:
         with bind(settings.host, settings.port) as sock:
-            yield sock, _url(sock, "http" if settings.ssl_certfile is None else "https")
+            yield sock, url_of(sock, settings)
         return
     path = Path(settings.uds)
     with unix_socket(path) as sock:
@@ -111,6 +111,8 @@ def _is_left_behind(path: Path) -> bool:
     return False
 
 
-def _url(sock: socket.socket, scheme: str) -> str:
+def url_of(sock: socket.socket, settings: ServerSettings) -> str:
+    """Of a TCP socket of this server."""
+    scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

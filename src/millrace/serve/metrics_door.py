@@ -6,7 +6,7 @@ import contextlib
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from millrace.serve.listening import bind
+from millrace.serve.listening import bind, url_of
 from millrace.serve.metrics import CONTENT_TYPE, Metrics
 from millrace.serve.settings import ServerSettings
 from millrace.serve.web import Web
@@ -28,9 +28,7 @@ class MetricsDoor:
         """Listen. raises ConfigError"""
         assert self._settings.metrics_port is not None
         sock = bind(self._settings.host, self._settings.metrics_port, "--metrics-port")
-        host, port = sock.getsockname()[:2]
-        scheme = "http" if self._settings.ssl_certfile is None else "https"
-        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        self.url = f"{url_of(sock, self._settings)}/metrics"
         self._web = Web.of(self._app, self._settings, _MOST_CONNECTIONS)
         self._ends = asyncio.get_running_loop().create_task(self._web.serve(sockets=[sock]))
 

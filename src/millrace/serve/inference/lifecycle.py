@@ -17,6 +17,7 @@ from millrace.serve.inference.backends import backend_named
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
+from millrace.serve.inference.environment import check_given
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
@@ -24,7 +25,6 @@ from millrace.serve.inference.others import Others
 from millrace.serve.inference.sequence_model import SequenceModel
 from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.unsupported import check_given
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling
 from millrace.serve.repository.from_json import text_of

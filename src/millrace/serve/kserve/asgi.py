@@ -11,7 +11,7 @@ from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.encoding import too_large
-from millrace.serve.kserve.guarded import group_of_path
+from millrace.serve.kserve.guarded import group_of_path, named
 from millrace.serve.kserve.http import STATUS, Front, Reply, Request, error_reply
 from millrace.serve.routes import Keys, Protocol
 from millrace.serve.wire import CALL, header, read_body, unless_gone
@@ -19,11 +19,6 @@ from millrace.serve.wire import CALL, header, read_body, unless_gone
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
-
-
-def named(scope: Scope) -> dict[str, str]:
-    """Its headers, names in lower case."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def write_error(problem: Problem) -> bytes:
@@ -62,7 +57,7 @@ class KServe:
         if path not in _OPEN:
             scope[CALL].tenant = self._keys.check(scope)
         scope["route"] = route_of(path)
-        restricting = self._guard.missing(group_of_path(path), named(scope)) if self._guard.rules else None
+        restricting = self._guard.missing(group_of_path(path), named(scope["headers"])) if self._guard.rules else None
         if restricting is not None:
             reply = error_reply(403, f"This API is restricted, expecting header '{restricting}'")
         elif scope["method"] == "GET":

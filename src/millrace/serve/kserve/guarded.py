@@ -5,7 +5,7 @@
 
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError, nearest
@@ -104,6 +104,11 @@ class Guard:
 
 
 OPEN = Guard({}, None)
+
+
+def named(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """HTTP's as texts; names are in lower case."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
 
 
 def group_of_call(name: str) -> str | None:

@@ -16,7 +16,7 @@ from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
-from millrace.serve.kserve.guarded import OPEN, Guard
+from millrace.serve.kserve.guarded import OPEN, Guard, named
 from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.shared_memory import Regions, allowed
@@ -195,8 +195,7 @@ class Front:
     def _show_headers(self, asking: InferRequest, request: Request) -> None:
         """Those that become parameters. raises StatusError"""
         if self._guard.forward is not None:  # otherwise nobody looks at them
-            named = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.items()}
-            asking.parameters.update(self._guard.forwarded(named))
+            asking.parameters.update(self._guard.forwarded(named(request.headers.items())))
 
     async def _unpacked(self, request: Request, coding: str) -> bytes:
         """In pieces, each counted before the next: it may become a thousand times larger."""

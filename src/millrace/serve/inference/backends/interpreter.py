@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.serve.inference.backends.python_host import LOG
+from millrace.serve.inference.environment import ENVIRONMENT, MODEL_FOLDER
 from millrace.serve.inference.guest import start
 from millrace.serve.inference.guest.child import MOST_SHARED_BYTES
 from millrace.serve.inference.guest.frames import Frames
 from millrace.serve.inference.guest.memory import Arena, Mapped
 from millrace.serve.inference.status import invalid
-from millrace.serve.inference.unsupported import ENVIRONMENT, MODEL_FOLDER
 from millrace.serve.repository.config import ModelConfig
 
 PROCESS = "MILLRACE_PROCESS"
