@@ -15,7 +15,6 @@ from millrace.checkpoint.checkpoint import Checkpoint
 
 FLOATS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 Q8_0 = "Q8_0"
-KINDS = (Q8_0, f"Q4_0+{Q8_0}")  # of matrices, and of the head where it is another
 
 
 @contextmanager
@@ -47,20 +46,6 @@ def copied(path: Path, folder: Path, dtype: str) -> Path:
     tensors = {name: checkpoint.tensors.load(name).astype(np.float32).astype(kind) for name in checkpoint.tensors}
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-@contextmanager
-def quantised(path: Path) -> Iterator[dict[str, Path]]:
-    """GGUF files of the same weights by llama.cpp's quantiser, by what it calls them. Gone when the block ends."""
-    from benchmarks.peers.gguf_file import quantise
-
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        plain = folder / "f32.gguf"
-        quantise(path, plain, "F32")
-        for kind in KINDS:
-            quantise(plain, folder / f"{kind}.gguf", kind)
-        yield {kind: folder / f"{kind}.gguf" for kind in KINDS}
 
 
 def in_q8_0(path: Path, folder: Path) -> Path:

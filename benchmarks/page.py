@@ -11,13 +11,12 @@ from typing import Any
 
 from benchmarks import compression, contexts, scores, start
 from benchmarks.runs import (
-    REAL,
     Numbers,
     Result,
     Speed,
-    accuracy,
     host,
     kind,
+    kl_class,
     label,
     left_out,
     of_kind,
@@ -41,7 +40,8 @@ changes that were not committed.
 
 **Weights / activations / head** name the numbers in which an engine computes. KL is the mean divergence to float32 in
 nats per token on a real model, SmolLM2-135M-Instruct (its Q4_1 file, dequantised, is the float32), for the same
-numbers; where it is empty it was not measured. A speed without it says nothing of the answers."""
+numbers; of another engine, else with its weights made in the same way (`--peers`). Where it is empty it was not
+measured. A speed without it says nothing of the answers."""
 
 
 def page() -> str:
@@ -63,8 +63,9 @@ def _accuracy() -> Iterator[str]:
     for _, result in of_kind("perplexity"):
         yield f"### {result['model']}\n\n{result['tokens']:,} tokens, {result['text']}; {label(result)}"
         yield _scores(result["scores"])
-        yield "A body under each head, beside a head in float32:"
-        yield _scores(result["heads"])
+        if result["heads"]:
+            yield "A body under each head, beside a head in float32:"
+            yield _scores(result["heads"])
         for other in result.get("more", ()):
             yield f"{other['about'].capitalize()}, {other['text']}, {other['tokens']:,} tokens:"
             yield _scores(other["scores"])
@@ -124,7 +125,7 @@ def _speeds() -> Iterator[str]:
         rows = []
         for (workload, engine, numbers), runs in _claims(mine):
             told = "; ".join(f"{s} in {names[_run(s.run)]}" for s in runs)
-            rows.append([workload, engine, str(numbers), megabytes(runs), kl(numbers), told])
+            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers), told])
         legend = "\n".join(f"{i}. {name}" for name, i in names.items())
         header = ("workload", "engine", "weights / activations / head", "MB", "KL", "median (slowest-fastest) in run")
         yield f"### {subject}\n\n{table(header, rows)}\n\nRuns:\n\n{legend}"
@@ -153,9 +154,9 @@ def _claims(found: Sequence[Speed]) -> Iterator[tuple[tuple[str, str, Numbers], 
         yield (same[0].workload, same[0].engine, same[0].numbers), same
 
 
-def kl(numbers: Numbers) -> str:
-    """On the real model, of these very numbers."""
-    found = accuracy().get(REAL, {}).get(numbers)
+def kl(engine: str, numbers: Numbers) -> str:
+    """On the real model."""
+    found = kl_class(engine, numbers)
     return "" if found is None else f"{found:.2g}"
 
 

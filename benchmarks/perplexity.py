@@ -9,8 +9,8 @@ float32 with fixed seeds; of these every token but the first is predicted. llama
 file, where it is installed. Each engine is timed, too, all in turns: `benchmarks.paces`.
 
 A text is read in other cuts as well, 32 pieces of 192 tokens and four times as many, for a few precisions. Of a GGUF
-file and a text, copies of the model in floats and in Q8_0 are read, each beside its own float32; and llama.cpp reads
-files of the kinds that it is timed with elsewhere, made of the same weights, beside their float32. Writes
+file and a text, copies of the model in floats and in Q8_0 are read, each beside its own float32. `--peers` reads with
+other engines instead, as they are timed on random weights (`benchmarks.recipes`). Writes
 results/perplexity-MODEL-TIME-COMMIT.json.
 """
 
@@ -20,20 +20,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.copies import copies, quantised
+from benchmarks.copies import copies
 from benchmarks.measure import TILES, TUNE_S, bandwidth, pages_for
 from benchmarks.names import named
-from benchmarks.paces import CONTEXT, PACES, Speeds, Timed, in_turns
+from benchmarks.paces import CONTEXT, PACES, Speeds, in_turns
 from benchmarks.peers.millrace_engine import MillraceEngine
-from benchmarks.peers.workloads import Phase, Workload
+from benchmarks.recipes import Loaded, Opening, llama_cpps, recipes
 from benchmarks.record import RESULTS, provenance, write_result
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
 from millrace.errors import RequestError
-from millrace.evaluate.divergence import LogProbs, Reader, compared, log_probabilities, log_softmax
+from millrace.evaluate.divergence import compared, log_probabilities
 from millrace.evaluate.windows import windows
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
@@ -115,6 +116,8 @@ SHORT = (
     Variant("w8a8 g128, activations g32", "w8a8:32"), Variant("w8a8 g64", "w8a8", 64), DEFAULT,
 )  # fmt: skip
 COPIES = (Variant("fp32", "fp32"), Variant("w8a8 g128", "w8a8"), DEFAULT)
+# Beside other engines that round float weights as well.
+ROUNDED = (Variant("fp32", "fp32"), Variant("bf16", "bf16"), Variant("w8a8 g128", "w8a8"), Variant("w4a8 g128", "w4a8"))
 # A body in float32 under each head: what the head alone does to the answers.
 HEADS = (
     Variant("head fp32", "fp32"), Variant("head w8a8 (default of w8a8 and w4a8)", "fp32", head="w8a8"),
@@ -147,14 +150,6 @@ class Cost:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-class Loaded(NamedTuple):
-    """An engine: in which numbers it computes, how it reads, and itself, to be timed."""
-
-    numbers: dict[str, str]
-    read: Reader
-    engine: Timed
-
-
 @contextmanager
 def ours(folder: Path, variant: Variant, longest: int, *, timed: bool = False) -> Iterator[Loaded]:
     """One of ours; gone when the block ends. folder: or GGUF file; timed: tuned, with room for what is timed"""
@@ -172,52 +167,28 @@ def ours(folder: Path, variant: Variant, longest: int, *, timed: bool = False) -
         engine.executor.close()
 
 
-@contextmanager
-def llama_cpps(path: Path, longest: int, cache: int | None = None) -> Iterator[Loaded]:
-    """The same of llama.cpp.
-
-    cache: the type of keys and values as of LlamaCppEngine; where it is said, attention is not fused
-    """
-    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, Tried, batches
-
-    engine = LlamaCppEngine(path, usable_cores(), cache)
-    size = Workload(Phase.PREFILL, users=1, prompt=longest, new=0)
-    context, described = engine.context(size, Tried(flash=cache is None)), engine.describe()
-
-    def read(ids: IntArray, first: int) -> LogProbs:
-        context.keep(1, 0)
-        n = len(ids) - 1
-        with batches([[(int(token), at, 0, at >= first) for at, token in enumerate(ids[:-1])]]) as steps:
-            context.decode(steps)
-        return log_softmax(np.stack([context.logits(at, engine.vocab) for at in range(first, n)]))
-
-    numbers = {key: str(getattr(described, key)) for key in ("weights", "activations", "head", "kv")}
-    yield Loaded(numbers, read, engine)
-    context.close()
-    engine.close()
-
-
 def costs(
     folder: Path,
     text: Text,
     variants: Sequence[Variant] = PRECISIONS,
-    beside: Mapping[str, Path] | None = None,
+    beside: Mapping[str, Opening] | None = None,
     say: Say = lambda _: None,
     *,
     timed: bool = False,
 ) -> list[Cost]:
-    """One for each variant; the first is the reference. beside: and one for llama.cpp on each GGUF file, by its name.
+    """One for each variant; the first is the reference. beside: others' engines, by their names.
 
     All engines are loaded at the same time, and memory holds the log probabilities of one sequence.
     timed: and each is timed, in turns, before it reads
     """
     with ExitStack() as stack:
         engines = {v.name: stack.enter_context(ours(folder, v, text.longest, timed=timed)) for v in variants}
-        for name, file in (beside or {}).items():
-            engines[name] = stack.enter_context(llama_cpps(file, text.longest))
+        for name, opening in (beside or {}).items():
+            engines[name] = stack.enter_context(opening(text.longest))
         speeds: dict[str, Speeds] = {}
         if timed:
-            speeds = in_turns({name: e.engine for name, e in engines.items()}, _bandwidth, say=say)
+            paced = {name: e.engine for name, e in engines.items() if e.engine is not None}
+            speeds = in_turns(paced, _bandwidth, say=say)
         readers = {name: e.read for name, e in engines.items()}
         found = compared(
             readers[variants[0].name], readers, text.sequences, text.first,
@@ -273,7 +244,7 @@ def short_text(folder: Path, text: Path, most: int = DOCUMENTS) -> Text:
     return Text([np.array(begin + ids[at : at + size], np.int32) for at in range(0, n * size, size)])
 
 
-def more(folder: Path, file: Path, text: Text, beside: Mapping[str, Path], say: Say) -> Iterator[dict[str, Any]]:
+def more(folder: Path, file: Path, text: Text, beside: Mapping[str, Opening], say: Say) -> Iterator[dict[str, Any]]:
     """Further tables: of the short cut; then, of a GGUF file, of its copies, in the same windows as the file."""
     for most, about in ((DOCUMENTS, "the short cut"), (LONG * DOCUMENTS, f"up to {LONG} times the short cut")):
         cut = short_text(folder, file, most)
@@ -285,10 +256,6 @@ def more(folder: Path, file: Path, text: Text, beside: Mapping[str, Path], say: 
         for name, copy in made.items():
             found = costs(copy, text, COPIES, say=say)
             yield _table(f"its weights as {name}", "the same windows", text, found)
-    if beside:
-        with quantised(folder) as files:
-            found = costs(folder, text, COPIES[:1], {f"llama.cpp, {name}": path for name, path in files.items()}, say)
-            yield _table("its weights as llama.cpp quantises them", "the same windows", text, found)
 
 
 def _table(about: str, told: str, text: Text, found: Sequence[Cost]) -> dict[str, Any]:
@@ -316,6 +283,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file to read instead")
     parser.add_argument("--no-speed", dest="speed", action="store_false", help="only answers, no times")
     parser.add_argument("--no-more", dest="more", action="store_false", help="no other cut of the text, no copies")
+    parser.add_argument(
+        "--peers", action="store_true", help="other engines' roundings of a GGUF file's weights instead"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result file goes")
     parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     args = parser.parse_args()
@@ -327,12 +297,23 @@ def main() -> None:
     else:
         text, told = drawn_text(folder), "drawn by itself in float32"
     quantised_file = is_gguf(folder)
+    if args.peers and not quantised_file:
+        parser.error(f"--peers: {folder} is no GGUF file; give --model one")
     precisions = (*PRECISIONS, *STORED) if quantised_file else PRECISIONS
-    beside = {LLAMA_CPP: folder} if quantised_file and find_spec("llama_cpp") is not None else {}
+    beside: dict[str, Opening] = {}
+    if quantised_file and find_spec("llama_cpp") is not None:
+        beside[LLAMA_CPP] = partial(llama_cpps, folder)
+    heads: list[Cost] = []
+    others: list[dict[str, Any]] = []
     with Console(stderr=True).status("building") as status:
-        found = costs(folder, text, precisions, beside, status.update, timed=args.speed)
-        heads = costs(folder, text, HEADS, say=status.update)
-        others = [*more(folder, args.text, text, beside, status.update)] if args.text and args.more else []
+        if args.peers:
+            with recipes(folder) as made:
+                found = costs(folder, text, ROUNDED, made, status.update)
+        else:
+            found = costs(folder, text, precisions, beside, status.update, timed=args.speed)
+            heads = costs(folder, text, HEADS, say=status.update)
+            if args.text and args.more:
+                others = [*more(folder, args.text, text, beside, status.update)]
     result: dict[str, Any] = {
         **provenance("benchmarks.perplexity"), "model": folder.stem, "text": told, "tokens": text.n_scored,
         "scores": [s.as_dict() for s in found], "heads": [s.as_dict() for s in heads], "more": others,

@@ -31,7 +31,7 @@ def speed_table(result: Result) -> str:
         numbers, size = next(iter(cells.values())).numbers, megabytes(cells.values())
         rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in SHOWN]
         head = "; ".join(filter(None, (numbers.head, numbers.attention)))
-        rows.append([engine, numbers.weights, size, numbers.activations, head, kl(numbers), *rates])
+        rows.append([engine, numbers.weights, size, numbers.activations, head, kl(engine, numbers), *rates])
     header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in SHOWN.values()))
     versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
     told = f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}; {versions}."
@@ -64,7 +64,7 @@ def picture(result: Result) -> str:
 def _bar(engine: str, speed: Speed, most: float, y: int) -> str:
     width = 360 * speed.median / most
     colour = next((c for start, c in _COLOURS.items() if engine.startswith(start)), _OTHER)
-    found = kl(speed.numbers)
+    found = kl(engine, speed.numbers)
     told = f"{speed.median:,.0f}" + (f"   KL {found}" if found else "")
     return (
         f'<text x="0" y="{y}">{escape(engine)}</text>'

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from benchmarks.peers.engine import CATALOGUE
 from benchmarks.record import RESULTS
 
 Result = dict[str, Any]
@@ -164,6 +165,23 @@ def left_out(result: Result) -> list[str]:
 def kl_of(model: str, described: Result) -> float | None:
     """Of an engine on this model by its numbers; None where these were not measured."""
     return accuracy().get(model, {}).get(Numbers.of(described))
+
+
+def kl_class(engine: str, numbers: Numbers) -> float | None:
+    """Of an engine that was timed, on the real model: of these very numbers, else of the peer that makes its weights
+    in the same way (`benchmarks.recipes`; where rows do not divide into its blocks, of those that it falls back to)."""
+    found = accuracy().get(REAL, {}).get(numbers)
+    return made_alike().get((engine, numbers.activations)) if found is None else found
+
+
+@cache
+def made_alike() -> dict[tuple[str, str], float]:
+    """By the catalogue's name and the activations, from the newest run of each."""
+    scores = (score for _, result in of_kind("perplexity") if result["model"] == REAL for score in result["scores"])
+    return {
+        (score["precision"], score["activations"]): score["mean_kl"] for score in scores
+        if score["precision"] in CATALOGUE
+    }  # fmt: skip
 
 
 def _text_of(result: Result) -> tuple[str, int]:

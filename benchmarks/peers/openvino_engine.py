@@ -84,7 +84,8 @@ class OpenVinoEngine:
         self._chosen: dict[Workload, Setting] = {}
         self._tried: dict[Workload, dict[Setting, float]] = {}  # seconds
 
-    def _model(self, setting: Setting) -> "CompiledModel":
+    def compiled(self, setting: Setting) -> "CompiledModel":
+        """Once for each setting that is kept."""
         if setting not in self._models:
             self._models[setting] = CompiledModel(self._path, {**self._common, **setting.properties()})
         return self._models[setting]
@@ -123,7 +124,7 @@ class OpenVinoEngine:
 
     def _once(self, setting: Setting, workload: Workload) -> float:
         self._keep(setting)
-        return self._run(self._model(setting), workload)
+        return self._run(self.compiled(setting), workload)
 
     def _keep(self, setting: Setting) -> None:
         """Drops every other model that no workload has chosen."""
@@ -131,11 +132,11 @@ class OpenVinoEngine:
         self._models = {s: model for s, model in self._models.items() if s in kept}
 
     def run(self, workload: Workload) -> float:
-        return self._run(self._model(self._chosen[workload]), workload)
+        return self._run(self.compiled(self._chosen[workload]), workload)
 
     def logits(self, prompt: Sequence[int]) -> Floats:
         """Of the setting that is fastest at what was measured first."""
-        model = self._model(next(iter(self._chosen.values()), self._activations[0]))
+        model = self.compiled(next(iter(self._chosen.values()), self._activations[0]))
         model.reset()
         row: Floats = model.step(np.array([prompt]), 0)[0].copy()
         return row
@@ -166,9 +167,13 @@ class CompiledModel:
 
     def step(self, tokens: Tokens, at: int) -> NDArray[np.float32]:
         """The logits (users, vocabulary) behind the last token; `at`: how many tokens each sequence has already."""
+        return self.logits(tokens, at)[:, -1]
+
+    def logits(self, tokens: Tokens, at: int) -> NDArray[np.float32]:
+        """(users, T, vocabulary), a view until the next step: T is 1 but of a model written for every token."""
         users, n = tokens.shape
         positions = np.broadcast_to(np.arange(at, at + n), (users, n))
         inputs = {"input_ids": tokens, "position_ids": positions, "beam_idx": np.arange(users, dtype=np.int32)}
         self._request.infer(inputs, share_inputs=True)
-        logits: NDArray[np.float32] = self._request.get_output_tensor(0).data[:, -1]
+        logits: NDArray[np.float32] = self._request.get_output_tensor(0).data
         return logits

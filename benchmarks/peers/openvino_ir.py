@@ -21,10 +21,13 @@ GROUPS = (128, 64, 32)  # inputs that share a scale: the largest that divides th
 Node = Any  # openvino has no types
 
 
-def write_ir(path: Path, weights: NamedWeights, variant: str) -> None:
-    """`variant`: "f32", "int4" or "int4-asym": 4-bit groups, embedding and head in 8 bits by row, as nncf does it."""
+def write_ir(path: Path, weights: NamedWeights, variant: str, *, every_token: bool = False) -> None:
+    """`variant`: "f32", "int4" or "int4-asym": 4-bit groups, embedding and head in 8 bits by row, as nncf does it.
+
+    every_token: has logits, not the last of each sequence alone, as a text is judged
+    """
     unfinished = path.with_name(f"unfinished-{path.name}")
-    ov.save_model(_Decoder(weights, variant).model(), unfinished, compress_to_fp16=False)
+    ov.save_model(_Decoder(weights, variant).model(every_token), unfinished, compress_to_fp16=False)
     unfinished.with_suffix(".bin").rename(path.with_suffix(".bin"))
     unfinished.rename(path)
 
@@ -46,7 +49,7 @@ class _Decoder:
         self._batch = op.gather(op.shape_of(self._tokens), _ints(0, rank=1), _ints(0))
         self._sinks: list[Node] = []
 
-    def model(self) -> ov.Model:
+    def model(self, every_token: bool) -> ov.Model:
         table = self._embedding("model.embed_tokens.weight")  # (V, hidden)
         x = op.gather(table, self._tokens, _ints(0))  # (B, T, hidden)
         rotation = self._rotation()
@@ -55,9 +58,11 @@ class _Decoder:
             attended = self._attention(self._norm(x, prefix + "input_layernorm"), rotation, prefix + "self_attn.")
             x = op.add(x, attended)
             x = op.add(x, self._mlp(self._norm(x, prefix + "post_attention_layernorm"), prefix + "mlp."))
-        last = op.slice(x, _ints(-1, rank=1), _ints(np.iinfo(np.int64).max, rank=1), _ints(1, rank=1), _ints(1, rank=1))
+        if not every_token:
+            end = _ints(np.iinfo(np.int64).max, rank=1)
+            x = op.slice(x, _ints(-1, rank=1), end, _ints(1, rank=1), _ints(1, rank=1))
         head = table if self._c.tie_embeddings else self._embedding("lm_head.weight")
-        logits = op.matmul(self._norm(last, "model.norm"), head, False, True)  # (B, 1, V)
+        logits = op.matmul(self._norm(x, "model.norm"), head, False, True)  # (B, 1 or T, V)
         logits.output(0).set_names({"logits"})
         inputs = [self._tokens, self._positions, self._beams]
         for parameter in inputs:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import losses, readme, runs
 from benchmarks import page as pages
 from benchmarks.page import page
-from benchmarks.runs import REAL, kind, left_out, remarks, results
+from benchmarks.runs import REAL, Numbers, kind, left_out, remarks, results
 
 MACHINE = {"cpu": "a CPU", "cores": 2}
 
@@ -100,9 +100,11 @@ def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for name, result in (("perplexity", answers), ("peers", peers)):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     monkeypatch.setattr(runs, "RESULTS", tmp_path)
-    runs.accuracy.cache_clear()
+    for kept in (runs.accuracy, runs.made_alike):
+        kept.cache_clear()
     yield
-    runs.accuracy.cache_clear()
+    for kept in (runs.accuracy, runs.made_alike):
+        kept.cache_clear()
 
 
 @pytest.mark.usefixtures("two_files")
@@ -132,6 +134,21 @@ def test_numbers_of_files_are_on_the_page_and_in_the_readme() -> None:
         "Left out: openvino-int4: it computes another model.",
     ):  # fmt: skip
         assert line in table.splitlines(), line
+
+
+@pytest.mark.usefixtures("two_files")
+def test_a_peer_has_the_price_of_weights_that_are_made_alike(tmp_path: Path) -> None:
+    """By its name, where its numbers on the real model are others (a row that its blocks do not divide), and only
+    where its activations are the same."""
+    fallen_back = {"weights": "Q5_0", "activations": "int8, groups of 32", "head": "Q8_0", "kv": "fp16"}
+    answers = json.loads((tmp_path / "perplexity.json").read_text())
+    answers |= {"time": "2026-01-31T13:00:00Z", "scores": [score("llama.cpp-q4_k_m", 0.066, fallen_back)]}
+    (tmp_path / "others.json").write_text(json.dumps(answers))
+    asked = Numbers("Q4_K", "int8, groups of 32", "Q6_K")
+    assert runs.kl_class("llama.cpp-q4_k_m", asked) == 0.066
+    assert runs.kl_class("llama.cpp-q4_k_m", Numbers("Q4_K", "int8, groups of 256", "Q6_K")) is None
+    assert runs.kl_class("llama.cpp-q4_0", asked) is None
+    assert runs.kl_class("anyone", Numbers.of(OURS)) == 0.0011, "of these very numbers"
 
 
 @pytest.mark.usefixtures("two_files")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import Text, Variant, llama_cpps, ours, tiny_text
+from benchmarks.perplexity import Text, Variant, ours, tiny_text
+from benchmarks.recipes import llama_cpps
 from millrace.compile.find import BUNDLED
 from millrace.evaluate.divergence import LogProbs, Reader
 from tests.support.gguf_files import write_gguf

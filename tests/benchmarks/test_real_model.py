@@ -5,6 +5,7 @@ Nothing here is of a size that a loaded machine changes: all figures are compute
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from benchmarks.copies import copied, in_q8_0
-from benchmarks.perplexity import HEADS, LLAMA_CPP, Cost, Text, Variant, costs, given_text, llama_cpps, ours
+from benchmarks.perplexity import HEADS, LLAMA_CPP, Cost, Text, Variant, costs, given_text, ours
+from benchmarks.recipes import llama_cpps
 from millrace import LLM, SamplingParams
 from millrace.engine.executor import IntArray
 from millrace.evaluate.divergence import Reader
@@ -43,7 +45,10 @@ def test_what_is_stored_costs_as_little_as_with_llama_cpp() -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = smollm2()
     reference, found, theirs = costs(
-        path, few(path, PROSE, 8), (Variant("fp32", "fp32"), Variant("as stored", None)), {LLAMA_CPP: path}
+        path,
+        few(path, PROSE, 8),
+        (Variant("fp32", "fp32"), Variant("as stored", None)),
+        {LLAMA_CPP: partial(llama_cpps, path)},
     )
     assert reference.mean_kl == 0 and found.mean_kl < KL and found.mean_kl < FACTOR * theirs.mean_kl, (found, theirs)
     assert abs(found.ratio - 1) < 0.01 and found.agreement > 0.9, found
@@ -80,6 +85,24 @@ QUESTIONS = (
 )  # fmt: skip
 NEW = 24
 NEAR = 0.5  # nats between two tokens that roundings of KL 0.004 may turn around
+
+
+def test_chats_are_the_same_where_nothing_is_rounded(tmp_path: Path) -> None:
+    """What the codes of the file stand for, in float32 with float32 keys and values on both sides: every token."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    import llama_cpp
+
+    from benchmarks.peers.gguf_file import quantise
+
+    path, plain = smollm2(), tmp_path / "f32.gguf"
+    quantise(path, plain, "F32")
+    length = 128
+    with (
+        ours(path, Variant("fp32", "fp32"), length) as (_, mine, _),
+        llama_cpps(plain, length, llama_cpp.GGML_TYPE_F32) as (_, theirs, _),
+    ):
+        for question, prompt in zip(QUESTIONS, prompts(path), strict=True):
+            assert greedy(mine, prompt) == greedy(theirs, prompt), question
 
 
 def test_chats_part_only_where_two_tokens_are_as_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +156,6 @@ def test_chats_cost_as_little_as_with_llama_cpp() -> None:
     with ours(path, Variant("fp32", "fp32"), 128) as (_, exact, _):
         text = Text([np.array(greedy(exact, prompt), np.int32) for prompt in prompts(path)])
     variants = (Variant("fp32", "fp32"), Variant("as stored", None), Variant("bf16", "bf16"))
-    found: list[Cost] = costs(path, text, variants, {LLAMA_CPP: path})
+    found: list[Cost] = costs(path, text, variants, {LLAMA_CPP: partial(llama_cpps, path)})
     _, stored, half, theirs = found
     assert stored.mean_kl < 2 * KL and stored.mean_kl < FACTOR * theirs.mean_kl and half.mean_kl < KL / 4, found

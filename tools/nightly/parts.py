@@ -34,7 +34,9 @@ class Part:
 
 
 FUZZ_CASES = 100_000
-# Of a served language model, from the socket to the kernels.
+# Of a language model's answers, from its file to the kernels; and served, from the socket on.
+ENGINES = ("src/millrace/checkpoint", "src/millrace/compile", "src/millrace/engine", "src/millrace/graph",
+           "src/millrace/kernels", "src/millrace/model", "native")  # fmt: skip
 SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtime", "src/millrace/serve", "native")
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
@@ -91,7 +93,8 @@ PARTS = (
     Part(
         "llama-cpp", "tokens and logits of quantised files and a real model beside llama.cpp's, exported weights",
         ("{python}", "-m", "pytest", "-m", "not timing", "--skips", "none", *BESIDE_LLAMA_CPP),
-        packages=LLAMA_CPP, environment={"CMAKE_ARGS": cmake_args(cpu_flags())}, files=BESIDE_LLAMA_CPP,
+        packages=LLAMA_CPP, environment={"CMAKE_ARGS": cmake_args(cpu_flags())},
+        files=(*BESIDE_LLAMA_CPP, *ENGINES, "benchmarks/peers", "benchmarks/recipes.py", "benchmarks/perplexity.py"),
     ),
     Part(
         "slow-tests", "tests that take minutes",
