@@ -198,12 +198,20 @@ def test_a_band_is_told_where_it_is_one(runs: str, rate: float, said: str) -> No
     assert band(asked(runs, rate=rate)) == said
 
 
-@pytest.mark.parametrize("more, why", [
-    ({"pipeline": "guard>answer"}, "several calls in a row are not simulated"), ({}, "(--no-simulate)"),
-])  # fmt: skip
-def test_why_there_is_no_p95_beside(more: dict[str, Any], why: str) -> None:
-    found = plan(**COMMON, rate=5, **more)
-    assert found.other is None and why in found.why_no_other
+def test_why_there_is_no_p95_beside() -> None:
+    found = plan(**COMMON, rate=5)
+    assert found.other is None and "(--no-simulate)" in found.why_no_other
+
+
+def test_calls_in_a_row_have_percentiles() -> None:
+    """More than one call of the same lengths waits for, and with limits on the p95 no fewer systems."""
+    one, row = (plan(**{**COMMON, "simulate": True}, rate=5, pipeline=p) for p in (None, "guard:300/10>answer"))
+    point = row.plan.point
+    assert point.source == Source.SIMULATED and point.p95 is not None and point.sampled is not None
+    assert point.sampled.p99.ttft_s >= point.p95.ttft_s > point.mean.ttft_s > 0 and row.other is not None
+    assert point.rate < one.plan.point.rate and row.operating.mean.ttft_s > one.operating.mean.ttft_s
+    strict = plan(**{**COMMON, "simulate": True}, rate=5, pipeline="guard:300/10>answer", of="p95")
+    assert strict.plan.fractional >= row.plan.fractional * 0.98
 
 
 @pytest.mark.parametrize("more, said", [
@@ -213,7 +221,6 @@ def test_why_there_is_no_p95_beside(more: dict[str, Any], why: str) -> None:
     ({"rate": 5, "isl": 9000}, "at most the context"),
     ({"rate": 5, "model": "llama-3-70b", "tp": 1, "hardware": "T4"}, "have "), ({"rate": 5, "model": None}, "no model"),
     ({"rate": 5, "of": "p95"}, "which a closed form does not know"),
-    ({"rate": 5, "of": "p95", "simulate": True, "pipeline": "guard>answer"}, "several calls in a row"),
     ({"rate": 5, "precision": "fp8", "hardware": "A100"}, "does not multiply fp8"),
 ])  # fmt: skip
 def test_what_cannot_be_answered(more: dict[str, Any], said: str) -> None:

@@ -67,6 +67,23 @@ def test_more_load_never_waits_less_for_its_end() -> None:
     assert one.at(0.96 * one.full.rate) is None, "more than 95 % of what a full instance serves"
 
 
+def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
+    """Bounds, Little's law, and waits that hold all calls: of a lone request those of the calls one by one."""
+    calls = (Lengths(600, 10), Lengths(300, 20))
+    row = Replica(computed(EIGHT, profile(H100, "fp8"), replace(calls[1], before=calls[:1]), SMALL))
+    first, second = (replica(call.n_input, call.n_output).alone.mean for call in calls)
+    alone = row.alone.mean
+    assert alone.e2e_s == pytest.approx(first.e2e_s + second.e2e_s)
+    assert alone.ttft_s == pytest.approx(first.e2e_s + second.ttft_s) and alone.itl_s == pytest.approx(second.itl_s)
+    assert row.full.rate <= row.bound(Limits()) and 300 < row.full.input_tokens < 600
+    assert 1 / row.full.rate == pytest.approx(sum(1 / replica(c.n_input, c.n_output).full.rate for c in calls), rel=0.1)
+    point = row.at(0.5 * row.full.rate)
+    assert point is not None and point.p95 is not None and point.p95.e2e_s > point.mean.e2e_s > alone.e2e_s
+    assert point.concurrency == pytest.approx(point.rate * point.mean.e2e_s)
+    assert row.alone_breaks(Limits(ttft_s=0.9 * alone.ttft_s)) == ("TTFT",) and second.ttft_s < 0.5 * alone.ttft_s
+    assert not row.alone_breaks(Limits(ttft_s=1.01 * alone.ttft_s, e2e_s=1.01 * alone.e2e_s))
+
+
 def test_littles_law_holds_in_runs_and_points() -> None:
     one = replica()
     for n in (1, 7, 16, 30):

@@ -156,7 +156,9 @@ def test_costs_in_an_answer() -> None:
     assert min(day.money.hourly) == 1 < max(day.money.hourly) == day.instances and not day.money.notes
     costs = [one.money.cheapest for one in day.alternatives if one.money]
     assert None not in costs and costs == sorted(c for c in costs if c is not None) and len(costs) == 2
+    low, high = day.money.band or (0.0, 0.0)
+    assert 0 < low < min(c for c in costs if c is not None) < high < 2 * low, "where figures are as far off as may be"
     peak = plan(**common, rate=100, hardware="L40S")
     assert peak.money is not None and "only the peak is known" in peak.money.notes[0]
     assert peak.money.bought is None and "no price of a system" in peak.money.notes[1]
-    assert peak.money.cheapest is None
+    assert peak.money.cheapest is None and peak.money.band is None

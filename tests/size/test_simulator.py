@@ -89,6 +89,36 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     assert found.in_system_s / found.seconds == pytest.approx(8, rel=0.05)
 
 
+def test_calls_in_a_row_wait_for_one_another() -> None:
+    """Alone: as long as the three are one by one, and the first token that a user sees is the last call's."""
+    calls = ((700, 10), (1, 1), (300, 40))
+
+    def run(arrival: Arrival, quick: bool = True) -> Simulated:
+        budget = TokenBudget.unhurried(512)
+        host = Simulation(limits(), seconds, budget, quick=quick, front_s=5e-3, between=lambda n: 1e-3 * n)
+        return host.run([arrival])
+
+    alone = [run(Arrival(2.0, *call)).requests[0] for call in calls]
+    for quick in (True, False):
+        found = run(Arrival(2.0, *calls[0], then=calls[1:]), quick)
+        check(found)
+        (one,) = found.requests
+        before = sum(each.e2e_s for each in alone[:2])
+        # A call that comes while the host is busy with the end of the one before waits for that, too.
+        assert before + alone[2].ttft_s <= one.ttft_s + 1e-12 <= before + alone[2].ttft_s + 3e-3
+        assert one.e2e_s - one.ttft_s == pytest.approx(alone[2].e2e_s - alone[2].ttft_s)
+        assert (one.arrival.n_input, one.arrival.came_s) == (300, 2.0) and one.arrival.at_s > 2.0
+    with pytest.raises(ConfigError, match="request 0 has 9999 tokens in"):
+        Simulation(limits(), seconds).run([Arrival(0, 5, 5, then=((9999, 1),))])
+
+
+def test_a_closed_loop_of_calls_in_a_row_keeps_its_number_in_flight() -> None:
+    arrivals = [Arrival(0, 64, 4, then=((64, 32),))] * 200
+    found = Simulation(limits(), seconds, TokenBudget.unhurried(512)).run(arrivals, closed=8)
+    check(found)
+    assert len(found.requests) == 200 and found.in_system_s / found.seconds == pytest.approx(8, rel=0.05)
+
+
 def test_equal_beginnings_are_computed_once() -> None:
     """Blocks of 512 tokens that came before cost nothing, but for what the rules of the cache leave."""
     first, second = Arrival(0, 1200, 2, (1, 2, 3)), Arrival(60, 1200, 2, (1, 2, 9))
@@ -114,7 +144,11 @@ def test_steps_taken_at_once_are_those_of_the_loop_that_serves(seed: int) -> Non
     families = [tuple(rng.integers(0, 2, 3).tolist()) for _ in range(n)]
     arrivals = [
         Arrival(
-            float(t), int(rng.integers(1, 1200 if cached else 300)), int(rng.integers(1, 60)), blocks if cached else ()
+            float(t),
+            int(rng.integers(1, 1200 if cached else 300)),
+            int(rng.integers(1, 60)),
+            blocks if cached else (),
+            tuple((int(i), int(o)) for i, o in rng.integers(1, 50, (rng.choice([0, 0, 1, 2]), 2))),
         )
         for t, blocks in zip(at_s, families, strict=True)
     ]

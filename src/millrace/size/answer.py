@@ -169,10 +169,9 @@ def _check_p95(case: Case, found: Offers) -> None:
     if h.measured is not None:
         columns = "columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms"
         raise ConfigError(f"{h.measured} has no p95, and limits are on it", columns, "ask with --of mean")
-    if not simulate or len(case.work.calls) > 1:
-        why = "several calls in a row are" if simulate else "it was asked for"
-        raise ConfigError(f"limits are on the p95, which a closed form does not know, and {why} without simulation",
-                          "limits on the mean, or one call by simulation", "ask with --of mean")  # fmt: skip
+    if not simulate:
+        raise ConfigError("limits are on the p95, which a closed form does not know, and it was asked for without "
+                          "simulation", "limits on the mean, or simulation", "ask with --of mean")  # fmt: skip
 
 
 def _operating(case: Case, found: Offers, best: Plan) -> Point:
@@ -187,7 +186,10 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     if point.sampled is not None:
         if case.traffic.recorded is not None and case.load is not None and case.load.busy is not None:
             each *= case.load.busy / case.load.peak  # its peaks are in it
-        return simulated_at(found, point, min(each, point.rate), h, case.replicas, instances, case.traffic) or point
+        return (
+            simulated_at(found, point, min(each, point.rate), h, case.replicas, instances, case.traffic, case.work)
+            or point
+        )
     alike = [p for p in found.points if p.configuration == point.configuration]
     bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
     return min(bear, key=lambda p: p.concurrency, default=point)
@@ -267,20 +269,28 @@ class _Costs:
         point, h = best.point, question.hardware
         peaks = (best.rate,) * 24 if load is None else hourly_peaks(question.load, load)
         beside = 0.0 if load is None else load.peak - best.rate  # which systems that are there bear
-        needed = Needed(
-            bought.whole, point.devices / bought.slices, point.system // bought.slices, best.systems, best.fractional,
-            engines([max(0.0, peak - beside) for peak in peaks], point.rate, h.utilisation),
-        )  # fmt: skip
         rents = self.prices.rents(bought.whole, question.money.tier)
         average = best.rate if load is None or load.average is None else load.average * best.rate / load.peak
         lengths = self.case.work.n_input, self.case.work.n_output
-        made = money(needed, self.prices, rents, average, point.rate, lengths)
+
+        def costs(systems: int, times: float) -> Money:
+            """times: as many requests as the figures say come, or as little is served of them"""
+            rate = point.rate / times
+            needed = Needed(
+                bought.whole, point.devices / bought.slices, point.system // bought.slices, systems,
+                best.fractional * times, engines([max(0.0, peak - beside) for peak in peaks], rate, h.utilisation),
+            )  # fmt: skip
+            return money(needed, self.prices, rents, average, rate, lengths)
+
+        made = costs(best.systems, 1.0)
+        ends = costs(best.low, 1 - best.error).cheapest, costs(best.high, 1 + best.error).cheapest
+        band = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
         notes = [*made.notes, *self.prices.old(rents, self.today)]
         if load is not None and load.average is None:
             notes.insert(0, "only the peak is known: costs are those of a load that is always so high")
         if h.spare:
             notes.append("systems to spare are counted where all are bought, and nowhere else")
-        return replace(made, notes=tuple(notes))
+        return replace(made, notes=tuple(notes), band=band)
 
 
 def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
@@ -301,8 +311,6 @@ def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
 def _why_no_p95(case: Case) -> str:
     if case.question.hardware.measured is not None:
         return "it was not measured (columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms)"
-    if len(case.work.calls) > 1:
-        return "several calls in a row are not simulated, and a closed form does not know it"
     why = "time was up" if case.question.search.simulate else "nothing was simulated (--no-simulate)"
     return f"{why}, and a closed form does not know it"
 

@@ -6,6 +6,7 @@ What is waited for is a property of the scheduler and of how requests come, so e
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving
 from millrace.size.simulator import Simulated, Simulation
-from millrace.size.traffic import Coming, Gaps, Traffic
+from millrace.size.traffic import Coming, Gaps, Traffic, arrival
 from millrace.size.virtual import Arrival, Seen
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
@@ -54,7 +55,7 @@ class Replica:
     def closed(self, concurrency: int) -> Point:
         """So many requests always in flight, as serving is mostly measured."""
         n = concurrency * _ROUNDS
-        found = self.run([Arrival(0, self.lengths.n_input, self.lengths.n_output)] * n, concurrency)
+        found = self.run([arrival(self.lengths, 0)] * n, concurrency)
         counted = found.requests[concurrency : n - concurrency]
         rate = concurrency / float(np.mean([one.e2e_s for one in counted]))
         return self._point(counted, n, rate, concurrency, found, f"{concurrency} always in flight")
@@ -62,7 +63,8 @@ class Replica:
     @property
     def _n_requests(self) -> int:
         """Of a point: fewer where answers are long, for each of them has many steps."""
-        return max(_TURNS * self._room, min(_LEAST, max(_FEWEST, _TOKENS // self.lengths.n_output)))
+        n_out = sum(call.n_output for call in self.lengths.calls)
+        return max(_TURNS * self._room, min(_LEAST, max(_FEWEST, _TOKENS // n_out)))
 
     @property
     def full(self) -> Point:
@@ -81,8 +83,7 @@ class Replica:
             return None
         n = self._n_requests
         times = self._gaps.times(rate, n, seed)
-        n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        found = self.run(Arrival(float(t), n_in, n_out) for t in times)
+        found = self.run(arrival(self.lengths, float(t)) for t in times)
         counted = found.requests[int(n * _TRANSIENT) :]
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
         return self._point(counted, n, rate, concurrency, found, str(self._gaps))
@@ -189,14 +190,15 @@ class Replica:
 
     def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
         """Limits that not even a request alone keeps."""
-        n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        ttft_s = self.serving.front_s + self._seconds([n_in], [0], 0, 0.0)
-        step_s = self._seconds((), (), 1, n_in)
+        waited_s = 0.0  # for the calls before
+        for call in self.lengths.calls:
+            ttft_s = waited_s + self.serving.front_s + self._seconds([call.n_input], [0], 0, 0.0)
+            step_s = self._seconds((), (), 1, call.n_input)
+            waited_s = ttft_s + (call.n_output - 1) * step_s
         asked = (
-            ("TTFT", limits.ttft_s, ttft_s),
-            ("ITL", limits.itl_s if n_out > 1 else None, step_s),
-            ("E2E", limits.e2e_s, ttft_s + (n_out - 1) * step_s),
-        )
+            ("TTFT", limits.ttft_s, ttft_s), ("ITL", limits.itl_s if call.n_output > 1 else None, step_s),
+            ("E2E", limits.e2e_s, waited_s),
+        )  # fmt: skip
         return tuple(name for name, limit, waited in asked if limit is not None and waited > limit)
 
     def bound(self, limits: Limits) -> float:
@@ -207,13 +209,27 @@ class Replica:
         """
         if self.serving.running is None:
             return math.inf
-        n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        chunk_s = self._seconds([n_in], [0], 1, 0.0) - self._seconds((), (), 1, 0.0)
-        context = n_in + n_out / 2
-        n = self.serving.running
+        n, context = self.serving.running, min(call.n_input + call.n_output / 2 for call in self.lengths.calls)
         while limits.itl_s is not None and n > 1 and self._seconds((), (), n, context) > limits.itl_s:
             n -= max(1, n // 64)
-        return 1 / (chunk_s + (n_out - 1) * self._seconds((), (), n, context) / n)
+        return 1 / sum(self._call_s(n))
+
+    def _call_s(self, n: int) -> list[float]:
+        """Of an instance's time, what each call takes at least where n answers share each step."""
+        return [
+            self._seconds([call.n_input], [0], 1, 0.0) - self._seconds((), (), 1, 0.0)
+            + (call.n_output - 1) * self._seconds((), (), n, call.n_input + call.n_output / 2) / n
+            for call in self.lengths.calls
+        ]  # fmt: skip
+
+    @cached_property
+    def _usual(self) -> tuple[float, float]:
+        """Tokens in and out of what runs at a time, on average."""
+        if not self.lengths.before:
+            return self.lengths.n_input, self.lengths.n_output
+        parts = self._call_s(self._room)
+        calls = [(part / sum(parts), call) for part, call in zip(parts, self.lengths.calls, strict=True)]
+        return sum(share * call.n_input for share, call in calls), sum(share * call.n_output for share, call in calls)
 
     def _point(
         self, counted: Sequence[Seen], n: int, rate: float, concurrency: float, found: Simulated, how: str
@@ -226,7 +242,7 @@ class Replica:
         one = self.serving
         return Point(
             model=one.model, device=one.device, precision=one.precision, tp=one.tp, pp=one.pp,
-            input_tokens=self.lengths.n_input, output_tokens=self.lengths.n_output, concurrency=concurrency, rate=rate,
+            input_tokens=self._usual[0], output_tokens=self._usual[1], concurrency=concurrency, rate=rate,
             mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
             sampled=Sampled(
                 of(lambda v: float(np.quantile(v, 0.99))), of(lambda v: _interval(v, np.mean)),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError, nearest
 from millrace.size.load import tokens
@@ -67,10 +67,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Whole tokens of a request, in and out."""
+    """Whole tokens of a request, in and out; of calls in a row those of the last. before: the calls before it"""
 
     n_input: int
     n_output: int
+    before: tuple["Lengths", ...] = ()
 
     def __post_init__(self) -> None:
         if not (1 <= self.n_input <= 1 << 24 and 1 <= self.n_output <= 1 << 24):
@@ -78,9 +79,20 @@ class Lengths:
                 f"requests of {self.n_input} tokens in and {self.n_output} out", f"1 to {1 << 24} each", "correct them"
             )
 
+    @classmethod
+    def of(cls, work: Work) -> "Lengths":
+        """raises ConfigError"""
+        *before, last = [cls(round(call.n_input), round(call.n_output)) for call in work.calls]
+        return replace(last, before=tuple(before))
+
+    @property
+    def calls(self) -> tuple["Lengths", ...]:
+        return (*self.before, replace(self, before=())) if self.before else (self,)
+
     @property
     def both(self) -> int:
-        return self.n_input + self.n_output
+        """Of the longest call."""
+        return max(self.n_input + self.n_output, *(one.both for one in self.before), 0)
 
 
 def length(text: str, name: str, words_a_token: float) -> tuple[float, str]:

@@ -27,6 +27,10 @@ def costs(found: Money) -> Table:
     if day > night:
         rows.append(("instances", f"{night} at night, {day} by day: {_ranges(found.hourly)}"))
     rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
+    if found.band is not None:
+        low, high = found.band
+        said = f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f} also"
+        rows.append(("figures", f"{said} where they are as far off as they may be, at these prices"))
     notes = [f"note: {note}" for note in found.notes]
     return Table("costs", f"Costs, {found.currency} a year", rows, notes=notes)
 

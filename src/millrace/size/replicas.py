@@ -1,4 +1,5 @@
-"""Several replicas behind a router, on one virtual time: each is the loop that serves, with a clock of its own.
+"""Several replicas behind a router, on one virtual time: each is the loop that serves, with a clock of its own. Calls
+of a request in a row stay at one.
 
 A router sees what one sees in practice: how many requests each replica has, and which beginnings it was sent.
 """
@@ -58,7 +59,7 @@ def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], rou
 
 def together(found: Sequence[Simulated]) -> Simulated:
     """All replicas as one."""
-    requests = sorted((one for each in found for one in each.requests), key=lambda one: one.arrival.at_s)
+    requests = sorted((one for each in found for one in each.requests), key=lambda one: one.arrival.came_s)
     return Simulated(
         tuple(requests), max(each.seconds for each in found), sum(each.steps for each in found),
         sum(each.preemptions for each in found), sum(each.prefix_hits for each in found),

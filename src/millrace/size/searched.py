@@ -46,12 +46,12 @@ def simulated(
     closed: with as many always in flight, instead
 
     By branch and bound: no schedule of what is left out could serve more. found: of one device; it stays as it is where
-    it was measured, where a request is several calls, and where the search's time is up before anything is found.
+    it was measured, and where the search's time is up before anything is found.
     raises ConfigError where nothing keeps the limits
     """
-    if found.basis is None or asked.measured is not None or len(work.calls) > 1:
+    if found.basis is None or asked.measured is not None:
         return found
-    tried, lengths = limits.scaled(1 / asked.factor), Lengths(round(work.n_input), round(work.n_output))
+    tried, lengths = limits.scaled(1 / asked.factor), Lengths.of(work)
     alike = {(p.precision, p.tp, p.pp): replicas.of(found, p, lengths) for p in found.points}
     bounded = [_Sought(replica.bound(tried) / (tp * pp), tp * pp, replica) for (_, tp, pp), replica in alike.items()]
     search, of = replicas.search, (found.names[0], lengths, limits)
@@ -132,7 +132,7 @@ def _not_simulated(found: Offers, limits: Limits, search: Search) -> Offers:
 
 def simulated_at(
     found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int,
-    traffic: Traffic,
+    traffic: Traffic, work: Work,
 ) -> Point | None:  # fmt: skip
     """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind, or the
     search's time is up.
@@ -141,8 +141,7 @@ def simulated_at(
     """
     if point.sampled is None:
         return None
-    lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
-    replica, factor = replicas.of(found, point, lengths), asked.factor
+    replica, factor = replicas.of(found, point, Lengths.of(work)), asked.factor
     replicas.search.begins(f"the load on {replica.name}")
     try:
         at = replica.at(rate * factor) if traffic.is_blind else replica.behind(traffic, instances, rate * factor)

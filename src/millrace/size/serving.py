@@ -49,7 +49,8 @@ def computed(
     instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None, seconds: StepTime | None = None
 ) -> Serving:  # fmt: skip
     """seconds: what its steps take, where that is not the profile's. raises ConfigError where a request does not fit"""
-    check_fits(instance, (lengths.n_input, lengths.n_output))
+    for call in lengths.calls:
+        check_fits(instance, (call.n_input, call.n_output))
     stack = stack or profile.stack
     took = seconds or step_time(instance, profile.constants, stack)
     least = took if seconds or instance.pp == 1 else least_time(instance, profile.constants, stack)
@@ -59,6 +60,7 @@ def computed(
         max_context=lengths.both, page_tokens=PAGE_TOKENS,
         n_pages=max(pages, min(n_pages, stack.sequences * pages + 1)), vocab_size=VOCAB,
     )  # fmt: skip
+    shortest = min(call.n_input for call in lengths.calls)
     budget_tokens, front_s = stack.step_tokens, stack.front_s
     whole = replace(limits, max_context=instance.model.max_context, n_pages=min(n_pages, _MOST_PAGES))
 
@@ -71,6 +73,6 @@ def computed(
     return Serving(
         model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
         pp=instance.pp, lengths=lengths, scheduler=stack.scheduler, room=max(1, min(stack.sequences, n_pages // pages)),
-        running=max(1, min(stack.sequences, limits.n_pages * PAGE_TOKENS // lengths.n_input)), front_s=front_s,
+        running=max(1, min(stack.sequences, limits.n_pages * PAGE_TOKENS // shortest)), front_s=front_s,
         seconds=least, context=whole.context_tokens, simulation=simulation, of_any=of_any,
     )  # fmt: skip

@@ -27,7 +27,10 @@ _VOCAB = 1 << 15  # ids that prompts are told apart by; equal blocks are equal t
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What happened. in_system_s: the integral of requests in the system over time (Little's law is held to it)"""
+    """What happened. requests: in the order in which they came; of calls in a row the last ones, which are answers
+
+    in_system_s: the integral of requests in the system over time (Little's law is held to it)
+    """
 
     requests: tuple[Seen, ...]
     seconds: float
@@ -38,7 +41,7 @@ class Simulated:
 
     def of(self, measure: str, after_s: float = 0.0) -> Floats:
         """ "ttft_s", "itl_s" or "e2e_s" of all that came after the transient."""
-        values: Floats = np.array([getattr(one, measure) for one in self.requests if one.arrival.at_s >= after_s])
+        values: Floats = np.array([getattr(one, measure) for one in self.requests if one.arrival.came_s >= after_s])
         known: Floats = values[~np.isnan(values)]
         return known
 
@@ -96,11 +99,12 @@ class Simulation:
         """raises ConfigError where one fits no context, or comes before the last"""
         most, before_s = self.limits.context_tokens, 0.0
         for i, one in enumerate(arrivals):
-            if one.n_input < 1 or one.n_output < 1 or one.n_input + one.n_output > most:
-                raise ConfigError(
-                    f"request {i} has {one.n_input} tokens in and {one.n_output} out", f"1 each, {most} together",
-                    "leave it out, or plan for a longer context",
-                )  # fmt: skip
+            for n_input, n_output in ((one.n_input, one.n_output), *one.then):
+                if n_input < 1 or n_output < 1 or n_input + n_output > most:
+                    raise ConfigError(
+                        f"request {i} has {n_input} tokens in and {n_output} out", f"1 each, {most} together",
+                        "leave it out, or plan for a longer context",
+                    )  # fmt: skip
             if not before_s <= one.at_s < float("inf"):
                 raise ConfigError(
                     f"request {i} comes at {one.at_s:g} s, after one at {before_s:g}", "times in order", "sort"
@@ -110,7 +114,7 @@ class Simulation:
 
 
 class Server:
-    """One replica between arrivals. seen: all requests that it was given"""
+    """One replica between arrivals. seen: all requests that it was given; of calls in a row each"""
 
     def __init__(self, simulation: Simulation) -> None:
         self.clock, self._front_s, self._loop = simulation.clock, simulation.front_s, simulation.loop()
@@ -118,6 +122,8 @@ class Server:
         self._behind = deque[tuple[float, Seen]]()  # those that the host prepares
         self._free_s, self._in_system_s, self._n_submitted = 0.0, 0.0, 0
         self.seen: list[Seen] = []
+        self._in_a_row: list[Seen] = []  # those behind which another call comes
+        self._looked_at = 0  # of those that have ended
 
     @property
     def in_flight(self) -> int:
@@ -133,6 +139,8 @@ class Server:
         self._free_s = max(self._free_s, arrival.at_s) + self._front_s
         self.seen.append(Seen(arrival))
         self._behind.append((self._free_s, self.seen[-1]))
+        if arrival.then:
+            self._in_a_row.append(self.seen[-1])
 
     def advance(self, until_s: float) -> None:
         """To that time, or to the end of the step in which it falls; inf: until all is answered."""
@@ -154,12 +162,23 @@ class Server:
                 return False
             self.clock.now_s = next_s
         self._in_system_s += n * (self.clock.now_s - now_s) - (n - self.in_flight) * self._loop.after_s
+        if self._in_a_row and self._loop.ended != self._looked_at:
+            self._go_on()
         return True
+
+    def _go_on(self) -> None:
+        """The next calls of those whose answer is there, from its end on."""
+        self._looked_at = self._loop.ended
+        ended = [one for one in self._in_a_row if not math.isnan(one.last_s)]
+        self._in_a_row = [one for one in self._in_a_row if math.isnan(one.last_s)]
+        for one in ended:
+            self.take(one.arrival.following(one.last_s))
 
     def result(self) -> Simulated:
         loop = self._loop
+        answers = sorted((one for one in self.seen if not one.arrival.then), key=lambda one: one.arrival.came_s)
         return Simulated(
-            tuple(self.seen), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, self._in_system_s
+            tuple(answers), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, self._in_system_s
         )
 
 

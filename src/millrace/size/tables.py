@@ -117,6 +117,8 @@ def _memory(answer: Answer) -> Table:
                             f"{m.free / GB:.1f} GB more would fit"),
         ("kept back", f"{m.kept_back / GB:.1f} GB, for activations, software and margin"),
         ("there are", f"{m.total / GB:.0f} GB"),
+        ("figures", "weights, keys and values are counted from the model's configuration, nothing of them is "
+                    "estimated; what is kept back is set aside, not measured"),
     ]  # fmt: skip
     of = f"{point.devices} x {point.device}; GB are 10^9 bytes"
     return Table("memory", "Memory of an instance", rows, more=of)

@@ -36,6 +36,12 @@ class Gaps:
         return "Poisson arrivals" if self.burstiness == 1 else f"gamma arrivals (burstiness {self.burstiness:g})"
 
 
+def arrival(lengths: Lengths, at_s: float, blocks: tuple[int, ...] = ()) -> Arrival:
+    """A request of these lengths, with all its calls. blocks: of the first one's prompt"""
+    first, *rest = lengths.calls
+    return Arrival(at_s, first.n_input, first.n_output, blocks, tuple((one.n_input, one.n_output) for one in rest))
+
+
 @dataclass(frozen=True, slots=True)
 class Coming:
     """left_out: of the trace, as they are longer than the context"""
@@ -74,8 +80,7 @@ class Traffic:
         begins = tuple(range(-self.shared, 0))  # and then what no other has
         own = range(len(times)) if self.shared else ()
         blocks = [(*begins, i) for i in own] or [()] * len(times)
-        n_in, n_out = lengths.n_input, lengths.n_output
-        return Coming([Arrival(t, n_in, n_out, b) for t, b in zip(times, blocks, strict=True)])
+        return Coming([arrival(lengths, t, b) for t, b in zip(times, blocks, strict=True)])
 
     def _recorded(self, recorded: Recording, context: int, rate: float, n: int) -> Coming:
         """From its beginning on, as many as are simulated, as much faster or slower as the load is."""

@@ -7,12 +7,28 @@ TOKEN = 7  # every answer is made of
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """blocks: an id for each 512 tokens of the prompt, where they are known; those that begin alike share pages"""
+    """A request, or a call of one.
+
+    blocks: an id for each 512 tokens of the prompt, where they are known; those that begin alike share pages
+    then: calls behind it, tokens in and out, each of which comes when the one before is answered
+    begun_s: of such a call, when the request came
+    """
 
     at_s: float
     n_input: int
     n_output: int
     blocks: tuple[int, ...] = ()
+    then: tuple[tuple[int, int], ...] = ()
+    begun_s: float | None = None
+
+    @property
+    def came_s(self) -> float:
+        return self.at_s if self.begun_s is None else self.begun_s
+
+    def following(self, at_s: float) -> "Arrival":
+        """The next call."""
+        (n_input, n_output), *rest = self.then
+        return Arrival(at_s, n_input, n_output, then=tuple(rest), begun_s=self.came_s)
 
 
 def at_once(_: int) -> float:
@@ -32,7 +48,8 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class Seen:
-    """One request, in seconds of the virtual clock; nan: it has not come so far."""
+    """One request, or a call of one, in seconds of the virtual clock; nan: it has not come so far. What is waited for
+    is from the beginning of its request on."""
 
     arrival: Arrival
     first_s: float = float("nan")
@@ -40,11 +57,11 @@ class Seen:
 
     @property
     def ttft_s(self) -> float:
-        return self.first_s - self.arrival.at_s
+        return self.first_s - self.arrival.came_s
 
     @property
     def e2e_s(self) -> float:
-        return self.last_s - self.arrival.at_s
+        return self.last_s - self.arrival.came_s
 
     @property
     def itl_s(self) -> float:
