@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,24 @@ from click.core import ParameterSource
 from millrace.cli.compress_advise import advise_options, advised
 from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, statistics_for
 from millrace.cli.compress_budget import budget_options, searched
+from millrace.cli.compress_engine import built, check_engine
+from millrace.cli.compress_told import WORST, about, notes, show_plan, sizes, worst
 from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
-from millrace.cli.screen import heading, note, pairs, print_json, progress, size
+from millrace.cli.screen import heading, pairs, print_json, progress
 from millrace.cli.signals import ended_in_order
-from millrace.compress.calibrated import by_statistics, needs
+from millrace.compress.calibrated import by_statistics
 from millrace.compress.collect import SAMPLES
-from millrace.compress.compress import Result, Way, by_rounding, compress
+from millrace.compress.compress import Way, by_rounding, compress
 from millrace.compress.folder import check_place
-from millrace.compress.measure import memory_bytes, why_not
+from millrace.compress.measure import why_not
 from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.evaluate.windows import LENGTH
-from millrace.report.numbers import count
 
-_WORST = 3  # layers that are named
 _MOST_SAMPLES = 4096
 EPILOG = "\n".join([
     "\b", "Examples:",
@@ -39,6 +38,7 @@ EPILOG = "\n".join([
     "  millrace compress ./llama-3.2-1b -o llama-mix --recipe mix.toml --dry-run",
     "  millrace compress ./llama-3.2-1b -o llama-1pc --max-loss 1% --target latency --samples-from text.txt",
     "  millrace compress ./llama-3.2-1b -o advice --advise --samples-from text.txt",
+    "  millrace compress ./llama-3.2-1b -o llama-int4 --recipe int4-wo --engine llama.engine",
     "  millrace serve llama-int4",
     "", "\b", "Presets:", *(f"  {recipe.name:14} {recipe.about}" for recipe in PRESETS.values()),
     "", "docs/compress.md has what a recipe file holds.",
@@ -49,10 +49,10 @@ EPILOG = "\n".join([
 _WAYS = {"--recipe": "recipe", "--measure": "again", "--max-loss": "max_loss", "--advise": "advise"}
 _TEXTS, _PROOF = ("samples_from", "samples", "statistics"), ("measure_speed", "mmlu", "questions", "evaluate")
 _TAKES = {
-    "--recipe": ("dry_run", "calibration", *_TEXTS, *_PROOF),
+    "--recipe": ("dry_run", "calibration", "engine", *_TEXTS, *_PROOF),
     "--measure": ("calibration", *_PROOF),
-    "--max-loss": ("target", "batch", "calibration", *_TEXTS),
-    "--advise": ("presets", "batch", "calibration", *_TEXTS),
+    "--max-loss": ("dry_run", "target", "batch", "calibration", "engine", *_TEXTS),
+    "--advise": ("dry_run", "presets", "batch", "calibration", *_TEXTS),
 }
 
 
@@ -77,6 +77,8 @@ _TAKES = {
 )
 @click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
               help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
+@click.option("--engine", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Build an engine of the result there, too, as `millrace build` does; must not exist.")  # fmt: skip
 @proof_options
 @budget_options
 @advise_options
@@ -94,7 +96,9 @@ def command(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) 
     way = _way(given)
     sampling = Sampling(*map(given.pop, _TEXTS))
     sampling.check_folder(output, makes=way != "--advise")
-    run[way](Asked(env, model, output, as_json, sampling), **given)
+    engine: Path | None = given.pop("engine")
+    check_engine(engine, output)
+    run[way](Asked(env, model, output, as_json, sampling, engine), **given)
 
 
 def _way(given: dict[str, Any]) -> str:
@@ -134,25 +138,28 @@ def _by_recipe(asked: Asked, /, recipe: str, dry_run: bool, **more: Any) -> None
         if job.calibrated and proof.text is not None and not dry_run:
             sampling.check_text(checkpoint, proof.text)
         if not dry_run:
-            with _way_of(job, output, sampling, report) as (way, about):
+            with _way_of(job, output, sampling, report) as (way, used):
                 made = compress(job, output, way, report)
                 seconds = time.perf_counter() - started_s
-                write_page(output, {**about, "command": command_line(model), "seconds": seconds})
+                write_page(output, {**used, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
                 found = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
-        _show_plan(job, sampling, more["evaluate"] and not why_not(checkpoint), asked.as_json)
+        show_plan(job, sampling, more["evaluate"] and not why_not(checkpoint), asked.as_json)
         return
     with said_if_ended(model, output):
         found |= proof.more(model, output, asked.env, asked.as_json)
-    said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s, **found,
-            "worst": dict(made.worst[:_WORST])}  # fmt: skip
+    seconds, engine = time.perf_counter() - started_s, built(asked)
+    said = {**about(job), "folder": str(output), "seconds": seconds, **found, "worst": dict(made.worst[:WORST])}
+    said |= {} if engine is None else {"engine": engine.summary()}
     if asked.as_json:
         print_json(said)
         return
     heading(f"{output} ({job.recipe.name}), read again and found right")
-    pairs([*_sizes(job), *rows_of(found), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
-    _notes(job)
+    pairs([*sizes(job), *rows_of(found), *worst(made), ("time", f"{seconds:.1f} s")])
+    notes(job)
+    if engine is not None:
+        engine.show()
 
 
 def _of_proof(given: dict[str, Any]) -> dict[str, Any]:
@@ -182,55 +189,3 @@ def _way_of(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple
         return
     with statistics_for(job, out, asked, report) as found:
         yield by_statistics(found), {"statistics": found.about.recorded}
-
-
-def _about(job: Job) -> dict[str, Any]:
-    return {
-        "recipe": job.recipe.name, "layers": len(job.treated), "kept": _kept(job), "weights": job.n_weights,
-        "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
-        "notes": list(job.notes),
-    }  # fmt: skip
-
-
-def _show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
-    tokens = asked.n * LENGTH
-    first = needs(job, tokens) if job.calibrated else None
-    memory = job.memory_bytes + (first.memory_bytes if first else 0)
-    measuring = memory_bytes(job.checkpoint, fp8=any(form.meets_fp8 for _, form in job.layers.values()))
-    if as_json:
-        more: dict[str, Any] = {"statistics": asdict(first)} if first else {}
-        more |= {"measuring_memory_bytes": measuring} if measures else {}
-        print_json({**_about(job), "memory_bytes": memory, "seconds": job.seconds, **more})
-        return
-    heading(f"{job.recipe.name}: nothing was written")
-    afterwards = f", to measure it {size(measuring)}" if measures else ""
-    pairs([*_sizes(job), ("memory", f"about {size(memory)}{afterwards}"), ("time", f"about {job.seconds:.0f} s")])
-    if first:
-        disk = f"{size(first.disk_bytes)} on disk, {size(first.carried_bytes)} more meanwhile"
-        said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {disk}"
-        pairs([("statistics", said)])
-    _notes(job)
-
-
-def _sizes(job: Job) -> list[tuple[str, str]]:
-    kept = f", {', '.join(_kept(job)[:4])} left as floats" if _kept(job) else ""
-    return [
-        ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{kept}"),
-        ("bits", f"{job.bits_per_weight:.3f} a weight of these, scales included"),
-        ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}"),
-    ]  # fmt: skip
-
-
-def _kept(job: Job) -> list[str]:
-    """Linear layers to which nothing is done."""
-    return [name for name in job.ignored if name not in job.sparse]
-
-
-def _notes(job: Job) -> None:
-    for text in job.notes:
-        note(f"note: {text}")
-
-
-def _worst(made: Result) -> list[tuple[str, str]]:
-    rows = [f"{name} {error:.2%}" for name, error in made.worst[:_WORST]]
-    return [("lost most", ", ".join(rows) + " of their energy")] if rows else []

@@ -13,6 +13,7 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress_asked import Asked, Sampling, opened, said_if_untold, statistics_for
+from millrace.cli.compress_told import show_advice
 from millrace.cli.eval_asked import precision_of
 from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
@@ -63,13 +64,21 @@ def advise_options(command: Command) -> Command:
     return command
 
 
-def advised(asked: Asked, /, presets: str | None, batch: int | None, calibration: str | None, **_: Any) -> None:
+def advised(
+    asked: Asked, /, presets: str | None, batch: int | None, calibration: str | None, dry_run: bool, **_: Any
+) -> None:
     """Which checkpoint to make, for what. raises ConfigError for a batch that is no large one, and unknown presets"""
     if batch is not None and not 2 <= batch <= _MOST_BATCH:
         raise ConfigError(
             f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MOST_BATCH}", "correct it"
         )
     trials = _Trials(_names(presets), batch or BATCH, asked.output, calibration, asked.sampling)
+    if dry_run:
+        with progress(asked.as_json) as report:
+            checkpoint = _readable(opened(asked.model, asked.env, report))
+        asked.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
+        show_advice(checkpoint, trials.names, asked.sampling, asked.as_json)
+        return
     with ended_in_order(), progress(asked.as_json) as report:
         rows, about = _advised(asked.model, trials, asked.env, report)
     if asked.as_json:
@@ -95,12 +104,22 @@ def _names(presets: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[Row], About]:
-    checkpoint = opened(model, env, report)
+def _calibrated(asked: _Trials) -> bool:
+    """Whether any of them needs statistics."""
+    return any(PRESETS[name].usual.calibrated for name in asked.names)
+
+
+def _readable(checkpoint: Checkpoint) -> Checkpoint:
+    """raises CheckpointError for a model that reads no text"""
     without = why_not(checkpoint)
     if without:
         raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
-    calibrated = any(PRESETS[name].usual.calibrated for name in asked.names)
+    return checkpoint
+
+
+def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[Row], About]:
+    checkpoint = _readable(opened(model, env, report))
+    calibrated = _calibrated(asked)
     asked.sampling.check("--advise", calibrated, asked.calibration)
     measured = Calibration.open(asked.calibration)
     text = windows_for(checkpoint, measured)

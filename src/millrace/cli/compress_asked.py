@@ -26,13 +26,15 @@ from millrace.evaluate.windows import LENGTH, Windows
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What every way of `millrace compress` is asked with. model: as it was typed; sampling: what statistics are of"""
+    """What every way of `millrace compress` is asked with. model: as it was typed; sampling: what statistics are of;
+    engine: the folder of one to build of what was made, or None"""
 
     env: Env
     model: str
     output: Path
     as_json: bool
     sampling: "Sampling"
+    engine: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ import click
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress_advise import BATCH
 from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, said_if_untold, statistics_for
+from millrace.cli.compress_engine import built
+from millrace.cli.compress_told import show_search
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
 from millrace.compress.budget import MaxLoss
@@ -21,7 +23,7 @@ from millrace.compress.cost import ROWS, Target
 from millrace.compress.folder import check_place
 from millrace.compress.measure import Loss, held_out_for, why_not, windows_for
 from millrace.compress.page import write_page
-from millrace.compress.plan import plan
+from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS
 from millrace.compress.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
 from millrace.errors import CheckpointError, ConfigError
@@ -52,20 +54,35 @@ def budget_options(command: Command) -> Command:
 
 
 def searched(
-    asked: Asked, /, max_loss: str, target: str | None, batch: int | None, calibration: str | None, **_: Any
+    asked: Asked,
+    /,
+    max_loss: str,
+    target: str | None,
+    batch: int | None,
+    calibration: str | None,
+    dry_run: bool,
+    **_: Any,
 ) -> None:
     """The cheapest mix within a loss. raises ConfigError for options that do not go together"""
     started_s, out = time.perf_counter(), asked.output
     given = _Given(_goal(MaxLoss.parse(max_loss), Target(target or Target.LATENCY), batch), out, calibration)
     with ended_in_order(), progress(asked.as_json) as report:
-        found = _searched(opened(asked.model, asked.env, report), given, asked.sampling, report)
+        checkpoint = opened(asked.model, asked.env, report)
+        job, texts = _ready(checkpoint, given, asked.sampling, dry_run)
+        found = None if dry_run else _searched(job, texts, given, asked.sampling, report)
+    if found is None:
+        show_search(job, given.search, asked.sampling, asked.as_json)
+        return
     seconds = time.perf_counter() - started_s
     write_page(out, {"command": command_line(asked.model), "seconds": seconds})
     said_if_untold(found.loss.source_perplexity, found.result.job.checkpoint)
+    engine = built(asked)
     if asked.as_json:
-        print_json(_as_json(found, out, seconds))
-    else:
-        _show(found, out, seconds)
+        print_json(_as_json(found, out, seconds) | ({} if engine is None else {"engine": engine.summary()}))
+        return
+    _show(found, out, seconds)
+    if engine is not None:
+        engine.show()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +102,9 @@ def _goal(bound: MaxLoss, target: Target, batch: int | None) -> Goal:
     return Goal(bound, target, rows, usable_isas()[0], usable_cores())
 
 
-def _searched(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, report: Progress) -> Found:
-    sampling.check("--max-loss", True, asked.calibration)
+def _ready(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, dry_run: bool) -> tuple[Job, Texts]:
+    """Which layers there are, and what is read. raises before anything that takes long, where it cannot be done"""
+    sampling.check("--max-loss", True, asked.calibration, dry_run)
     without = why_not(checkpoint)
     if without:
         raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
@@ -94,7 +112,12 @@ def _searched(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, report:
     check_place(asked.out, most_bytes(job) + sampling.temporary_bytes(job))
     text = Calibration.open(asked.calibration)
     texts = Texts(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))
-    sampling.check_text(checkpoint, text)
+    if not dry_run:
+        sampling.check_text(checkpoint, text)
+    return job, texts
+
+
+def _searched(job: Job, texts: Texts, asked: _Given, sampling: Sampling, report: Progress) -> Found:
     with statistics_for(job, asked.out, sampling, report) as statistics:
         kept = Shelf.beside(sampling.statistics) if sampling.statistics else None
         return search(job, asked.search, statistics, texts, asked.out, report, kept)

@@ -27,7 +27,7 @@ from millrace.compress.forms import Form, Matrix, Spec
 from millrace.compress.grid import Array, slabs
 from millrace.compress.layers import before, rounding
 from millrace.compress.loss import output_error
-from millrace.compress.plan import WEIGHT, Job, kept_dtype
+from millrace.compress.plan import WEIGHT, Job, kept_dtype, seconds_a_million
 from millrace.compress.recipe import PRESETS, Recipe, Treatment
 from millrace.compress.statistics import InputStatistics, Statistics, whole_file
 from millrace.errors import CheckpointError, ConfigError
@@ -55,6 +55,18 @@ def offered(K: int) -> list[str]:
 def _stored(K: int) -> list[str]:
     """Of those, the ones with a matrix of their own."""
     return [name for name in offered(K) if name != FLOAT and not name.endswith(_BYTES)]
+
+
+def stored_formats(job: Job) -> list[str]:
+    """That any layer is rounded to when a mix is searched."""
+    inputs = {job.checkpoint.tensors[layer + WEIGHT].shape[1] for layer in job.layers}
+    return list(dict.fromkeys(name for K in sorted(inputs, reverse=True) for name in _stored(K)))
+
+
+def rounding_seconds(job: Job) -> float:
+    """About, for a survey of all layers on two idle cores."""
+    shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
+    return sum(N * K / 1e6 * seconds_a_million(TREATMENTS[name]) for N, K in shapes for name in _stored(K))
 
 
 def form_of(name: str) -> Form | None:

@@ -109,14 +109,15 @@ class Job:
         """About, for rounding alone: statistics, where they are needed, are there."""
         sizes = (math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
         thinned = sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.sparse)
-        rounded = sum(_rate(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True))
+        rounded = sum(seconds_a_million(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True))
         return (rounded + _GPTQ_S * thinned) / 1e6
 
     def _layer(self, tensor: str) -> bool:
         return tensor.rpartition(".")[0] in self.treated
 
 
-def _rate(treatment: Treatment) -> float:
+def seconds_a_million(treatment: Treatment) -> float:
+    """Of weights, about, that it takes to round them."""
     if treatment.fp8:
         return _FP8_S + (_FP8_SEARCH_S + _GPTQ_S) * treatment.calibrated
     gptq, awq = treatment.method == "gptq", treatment.smooth == "awq"
