@@ -226,7 +226,16 @@ def _others() -> Iterator[str]:
     )
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [*_tensors(), *_children(), *_grammars(), *_calibrations(), *_mmlu(), *_versions(), *_gpu_kernels()]
+    rows += [
+        *_tensors(),
+        *_children(),
+        *_routes(),
+        *_grammars(),
+        *_calibrations(),
+        *_mmlu(),
+        *_versions(),
+        *_gpu_kernels(),
+    ]
     rows += [*_gpu()]
     yield table(header, rows)
 
@@ -309,6 +318,17 @@ def _children() -> Iterator[list[str]]:
                 figure,
                 label(r),
             ]
+
+
+def _routes() -> Iterator[list[str]]:
+    for _, r in of_kind("tensors.routes"):
+        for load in r["loads"]:
+            for name, samples in load["samples"].items():
+                rates = [load["users"] * r["new"] / s["seconds"] for s in samples]
+                cpu = statistics.median(s["server_cpu_s"] for s in samples)
+                figure = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
+                who = f"{r['model']}, {load['users']} users over {name}: tok/s"
+                yield [who, f"{figure}; {cpu:.2f} s of the server's CPU", label(r)]
 
 
 def _sampling() -> Iterator[list[str]]:

@@ -83,12 +83,14 @@ EXTRA = "peers"
 _LLAMA = ("llama_cpp", "gguf")
 # a128: int8 activations in groups of 128, as ours have them, where the engine would take others.
 # generate: with scheduling, sampling and text, as users of `LLM.generate` see it; the others are driven step by step.
+# head4: with a head of four bits, whose best are computed again in eight, as ours was before it kept the distribution.
 # head8: with a head of eight bits, as ours and OpenVINO's have it; llama.cpp's own choice is Q6_K.
 # "stored" and "file": the GGUF file that --model names, as `millrace serve` and llama.cpp run it unasked.
 CATALOGUE = {
     "millrace": Entry("millrace_engine", "stored", (), "int8"),
     "llama.cpp": Entry("llama_cpp_engine", "file", _LLAMA, "int8"),
     "millrace-w4a8": Entry("millrace_engine", "w4a8", (), "int8"),
+    "millrace-w4a8-head4": Entry("millrace_engine", "w4a8/w4a8", (), "int8"),
     "millrace-w4a8-generate": Entry("millrace_engine", "w4a8+generate", (), "int8"),
     "llama.cpp-q4_0": Entry("llama_cpp_engine", "Q4_0", _LLAMA, "int8"),
     "llama.cpp-q4_0-head8": Entry("llama_cpp_engine", "Q4_0+Q8_0", _LLAMA, "int8"),

@@ -36,20 +36,23 @@ DIFFERENCES = 3  # of two long times, of which the middle one is a sample
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "MillraceEngine":
-    """`variant`: a precision, precision@isa, or "stored": what nobody asked for; "+generate" behind it: as users of
-    `LLM.generate` see it. Groups: the model's own, else 128.
+    """`variant`: a precision, precision/its head, precision@isa, or "stored": what nobody asked for; "+generate"
+    behind it: as users of `LLM.generate` see it. Groups: the model's own, else 128.
 
     Built anew each time: an old engine is not this code.
     """
     numbers, _, generates = variant.partition("+")
-    precision, _, isa = numbers.partition("@")
-    built = folder / f"millrace-{variant}"
+    numbers, _, isa = numbers.partition("@")
+    precision, _, head = numbers.partition("/")
+    built = folder / f"millrace-{variant.replace('/', '-')}"
     shutil.rmtree(built, ignore_errors=True)
     source = _source(weights)
     asked = (
         None
         if precision == "stored"
-        else precision_map(precision, source.own_precision.group, stored_groups=source.own_precision.stored_groups)
+        else precision_map(
+            precision, source.own_precision.group, head or None, stored_groups=source.own_precision.stored_groups
+        )
     )
     options = BuildOptions(precision=asked, max_batch=MAX_USERS, tiles=TILES)
     write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))

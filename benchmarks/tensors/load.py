@@ -78,10 +78,10 @@ def grpc_load(port: int, pid: int, frame: bytes, seconds: int, folder: Path) -> 
 
 
 def _loaded(command: list[str], pid: int, counted: str) -> tuple[str, Sample]:
-    before, began_s = _cpu_s(pid), time.perf_counter()
+    before, began_s = cpu_s(pid), time.perf_counter()
     with on_core(CLIENT_CORE):
         done = subprocess.run(command, capture_output=True, text=True)
-    took_s, after = time.perf_counter() - began_s, _cpu_s(pid)
+    took_s, after = time.perf_counter() - began_s, cpu_s(pid)
     assert done.returncode == 0, done.stderr
     found = re.search(counted, done.stdout)
     assert found is not None, done.stdout
@@ -91,7 +91,7 @@ def _loaded(command: list[str], pid: int, counted: str) -> tuple[str, Sample]:
     return done.stdout, Sample(n / took_s, user_us, system_us)
 
 
-def _cpu_s(pid: int) -> tuple[float, float]:
+def cpu_s(pid: int) -> tuple[float, float]:
     """Of a process with all of its threads: user, system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) / _TICKS, int(fields[12]) / _TICKS

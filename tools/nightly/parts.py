@@ -47,6 +47,7 @@ BESIDE_TRITON = (
     "tests/nightly/test_triton_models.py",
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
+PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
 ONNX = "tests/serve/inference/test_onnxruntime.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
@@ -115,6 +116,12 @@ PARTS = (
             *BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py",
             "src/millrace/serve/kserve", "src/millrace/serve/inference", "src/millrace/serve/repository",
         ),
+    ),
+    Part(
+        "perf-analyzer", "Triton's load generator in C++ on a served repository: tensors, shared memory, sequences",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", PERF_ANALYZER),
+        packages=("tritonclient[http,grpc]==2.44.0", "nvidia-cuda-runtime-cu12==12.9.79"),
+        files=(PERF_ANALYZER, "src/millrace/serve/kserve", "src/millrace/serve/inference"),
     ),
     Part(
         "onnxruntime", "networks as ONNX in a served repository, beside NumPy and onnx's own evaluator",
