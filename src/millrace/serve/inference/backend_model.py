@@ -301,7 +301,8 @@ class BackendModel(Model):
     ) -> None:
         if request.finished:
             return
-        request.n_responses += response is not None
+        if response is not None:
+            self._responded(request)
         if final:
             now_ns = time.monotonic_ns()
             if request.batch is not None:

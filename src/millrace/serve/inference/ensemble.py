@@ -117,7 +117,8 @@ class Ensemble(Model):
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         """By its run."""
-        request.n_responses += response is not None
+        if response is not None:
+            self._responded(request)
         if final:
             del self._runs[request]
             now_ns = time.monotonic_ns()

@@ -14,6 +14,7 @@ from typing import Any
 from millrace.errors import RequestError
 from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
@@ -40,8 +41,9 @@ _CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found"
 class ModelRepository:
     """Of the event loop in which it is made."""
 
-    def __init__(self, flags: RepositoryFlags) -> None:
-        self.flags = flags
+    def __init__(self, flags: RepositoryFlags, common: Common | None = None) -> None:
+        """common: None is what is there without a flag"""
+        self.flags, self.common = flags, common or Common()
         self._entries: dict[str, Entry] = {}
         self._turns: dict[str, Turns] = {}  # of the models that are being changed
         self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
@@ -231,7 +233,7 @@ class ModelRepository:
         loop, name, config = asyncio.get_running_loop(), read.name, read.config
 
         def found(version: int) -> Loadable:
-            return Loadable(name, version, config, read.folder, read.labels, self.flags.max_model_requests)
+            return Loadable(name, version, config, read.folder, read.labels, self.flags.max_model_requests, self.common)
 
         if config.ensemble_scheduling is not None:
             return lambda version: Ensemble(found(version), self.get, loop)

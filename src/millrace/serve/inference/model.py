@@ -7,11 +7,12 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.serve.inference.check import Checker
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
@@ -30,6 +31,7 @@ class Loadable:
     folder: Path
     labels: Mapping[str, Sequence[str]]  # of an output
     max_requests: int  # that wait for answers; further ones are refused
+    common: Common = field(default_factory=Common)
 
 
 class Model(ABC):
@@ -39,8 +41,8 @@ class Model(ABC):
         """ragged: as `Checker` has it"""
         self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
         self.checker = Checker(of.config, ragged)
-        self.statistics = Statistics()
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
+        self.statistics = Statistics.of(of.config, of.common.measures, is_decoupled=self.is_decoupled)
         self.unread_bytes = 0  # of responses that wait for their readers: `responses.py` counts them
         self._loop, self._max_open = loop, of.max_requests
         self._n_open = 0  # requests that were taken and not answered to the end
@@ -160,6 +162,12 @@ class Model(ABC):
         except asyncio.CancelledError:
             self.cancel(request)
             raise
+
+    def _responded(self, request: InferRequest) -> None:
+        """With a response, which may be its first."""
+        request.n_responses += 1
+        if request.n_responses == 1 and self.statistics.first_response is not None:
+            self.statistics.first_response.add(time.monotonic_ns() - request.received_ns)
 
     def _finished(self, request: InferRequest, error: StatusError | None, now_ns: int) -> None:
         request.finished = True

@@ -1,0 +1,16 @@
+"""What all models of one repository have in common."""
+
+from dataclasses import dataclass, field
+
+from millrace.serve.inference.measures import Measures
+from millrace.serve.inference.operations import OperationFlags
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    measures: Measures = field(default_factory=Measures)
+
+    @classmethod
+    def of(cls, flags: OperationFlags) -> "Common":
+        """raises ConfigError"""
+        return cls(Measures.of(flags.metrics_config))

@@ -1,0 +1,15 @@
+"""The command line's flags of how tensor models are operated: Triton's names and forms."""
+
+from dataclasses import dataclass
+
+from millrace.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationFlags(Settings):
+    """What is measured of tensor models."""
+
+    metrics_config: tuple[str, ...] = setting(
+        (), "what /metrics tells of tensor models, for one summary_latencies=true",
+        metavar="KEY=VALUE",
+    )  # fmt: skip
