@@ -99,6 +99,8 @@ class BackendModel(Model):
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
         if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns or self._slots is not None:
             return False
+        if self.cache is not None:
+            return False
         return self._idle[0].is_quick(n_bytes)
 
     def infer_at_once(self, request: InferRequest) -> InferResponse:
@@ -127,6 +129,8 @@ class BackendModel(Model):
             self._timer.cancel()
         self._close_if_done()
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
+        if self.cache is not None:
+            self.cache.forget(self.as_loaded)
 
     def abort(self) -> None:
         self._end_all(StatusError(Code.UNAVAILABLE, "Server is stopping"))

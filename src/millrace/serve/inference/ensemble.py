@@ -43,6 +43,10 @@ class Ensemble(Model):
         self._is_closed = asyncio.Event()
         self.fit()
 
+    @property
+    def as_loaded(self) -> object:
+        return self._loading, *(self.find(step.model, step.version).as_loaded for step in self.steps)
+
     def fit(self) -> bool:
         """To its members as they are served now; whether ensembles that it is a step of see another one.
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from millrace.serve.inference.cache import ResponseCache
 from millrace.serve.inference.durations import Histogram, Recent
 from millrace.serve.inference.measures import Measures
 from millrace.serve.inference.model import Model
@@ -34,6 +35,12 @@ def _failures(model: Model) -> Iterator[_Sample]:
         yield _Sample(model.statistics.failures[reason], f',reason="{reason}"')
 
 
+def _cached(name: str, *, of: str = "us") -> _Samples:
+    """Of models whose answers are kept."""
+    told = _stage(name, of=of)
+    return lambda model: told(model) if model.cache is not None else ()
+
+
 def _closed(model: Model) -> Iterator[_Sample]:
     for closed, n in model.statistics.closed.items():
         yield _Sample(n, f',closed="{closed.value}"')
@@ -61,6 +68,8 @@ def _distribution(histogram: object, unit_ns: int) -> Iterator[_Sample]:
 
 def _summary(name: str, measures: Measures) -> _Samples:
     def samples(model: Model) -> Iterator[_Sample]:
+        if name in _CACHED and model.cache is None:
+            return
         found = model.statistics.stages[name]
         assert isinstance(found, Recent), "summaries were asked for"
         for quantile, us in found.quantiles(measures.summary_quantiles):
@@ -71,6 +80,7 @@ def _summary(name: str, measures: Measures) -> _Samples:
     return samples
 
 
+_CACHED = ("cache_hit", "cache_miss")
 _Family = tuple[str, str, str, _Samples]  # name, type, what it says, samples of a model
 _WORDS = {"success": "request", "queue": "queue", "compute_input": "compute_input", "compute_infer": "compute_infer",
           "compute_output": "compute_output"}  # fmt: skip
@@ -84,6 +94,9 @@ _COUNTS: tuple[_Family, ...] = (
      lambda m: [_Sample(m.statistics.n_inferences)]),
     ("nv_inference_exec_count", "counter", "Number of model executions performed (does not include cached requests)",
      lambda m: [_Sample(m.statistics.n_executions)]),
+    ("nv_cache_num_hits_per_model", "counter", "Number of cache hits per model", _cached("cache_hit", of="count")),
+    ("nv_cache_num_misses_per_model", "counter", "Number of cache misses per model",
+     _cached("cache_miss", of="count")),
     ("nv_inference_pending_request_count", "gauge",
      "Instantaneous number of pending requests awaiting execution per-model.", lambda m: [_Sample(m.n_pending)]),
     ("millrace_batches_closed", "counter", "Batches, by why they had no more requests", _closed),
@@ -103,6 +116,10 @@ _LATENCIES: tuple[_Family, ...] = (
     ("nv_inference_compute_output_duration_us", "counter",
      "Cumulative inference compute output duration in microseconds (does not include cached requests)",
      _stage("compute_output")),
+    ("nv_cache_hit_duration_per_model", "counter",
+     "Total cache hit duration per model, in microseconds", _cached("cache_hit")),
+    ("nv_cache_miss_duration_per_model", "counter",
+     "Total cache miss duration per model, in microseconds", _cached("cache_miss")),
 )  # fmt: skip
 _HISTOGRAMS: tuple[_Family, ...] = (
     *((family, "histogram", f"Distribution of the {_WORDS[stage]} duration in microseconds", _histogram(stage))
@@ -122,6 +139,16 @@ def metrics_text(models: Iterable[Model], measures: Measures) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def cache_text(cache: ResponseCache) -> str:
+    """Of all models together."""
+    told = (
+        ("millrace_response_cache_bytes", "Of answers that are kept", cache.n_bytes),
+        ("millrace_response_cache_size_bytes", "That they may have", cache.most_bytes),
+        ("millrace_response_cache_answers", "Answers that are kept", len(cache)),
+    )
+    return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in told)
+
+
 def _families(measures: Measures) -> Iterator[_Family]:
     yield from _COUNTS
     if measures.counter_latencies:
@@ -129,9 +156,11 @@ def _families(measures: Measures) -> Iterator[_Family]:
     if measures.histogram_latencies:
         yield from _HISTOGRAMS
     if measures.summary_latencies:
-        for stage, word in _WORDS.items():
+        names = {stage: f"nv_inference_{word}" for stage, word in _WORDS.items()} | {s: f"nv_{s}" for s in _CACHED}
+        for stage, name in names.items():
+            word = "request" if stage == "success" else stage
             what = f"Quantiles of the {word} duration in microseconds, of the last minute"
-            yield f"nv_inference_{word}_summary_us", "summary", what, _summary(stage, measures)
+            yield f"{name}_summary_us", "summary", what, _summary(stage, measures)
 
 
 def _labels(model: Model) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.serve.inference.cache import ResponseCache, key_of
 from millrace.serve.inference.check import Checker
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
@@ -40,7 +41,10 @@ class Model(ABC):
     def __init__(self, of: Loadable, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
         """ragged: as `Checker` has it"""
         self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
-        self.checker = Checker(of.config, ragged)
+        cached = bool(of.config.response_cache and of.config.response_cache.enable)
+        self.cache = of.common.cache if cached else None
+        self._loading = object()  # another one each time
+        self.checker = Checker(of.config, ragged, self.cache is not None)
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
         self.statistics = Statistics.of(of.config, of.common.measures, is_decoupled=self.is_decoupled)
         self.unread_bytes = 0  # of responses that wait for their readers: `responses.py` counts them
@@ -108,12 +112,43 @@ class Model(ABC):
             if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
                 what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
                 raise StatusError(Code.UNAVAILABLE, request.named + what)
+            if self.cache is not None and not self.is_decoupled and self._answer_again(self.cache, request):
+                return
             self._take(request, now_ns)
         except StatusError:
             self.statistics.failed(request, now_ns, "REJECTED")
             raise
         self._n_open += 1
         self._begin(request, now_ns)
+
+    @property
+    def as_loaded(self) -> object:
+        """Equal as long as the same inputs have the same answers: of an ensemble also those of its members."""
+        return self._loading
+
+    def _answer_again(self, cache: ResponseCache, request: InferRequest) -> bool:
+        """As it was answered before; False: it was not, and what is answered now is kept."""
+        receive, began_ns = request.receive, time.monotonic_ns()
+        assert receive is not None, "it was submitted"
+        key = key_of(self.as_loaded, request)
+        found = cache.look(key)
+        looked_ns = time.monotonic_ns()
+        if found is not None:
+            request.finished = True
+            self.statistics.answered_again(request, began_ns, looked_ns)
+            receive(found, None, True)
+            return True
+
+        def kept(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+            if response is not None and error is None and final:
+                now_ns = time.monotonic_ns()
+                cache.keep(key, response)
+                took_ns = looked_ns - began_ns + time.monotonic_ns() - now_ns
+                self.statistics.stages["cache_miss"].add(took_ns)
+            receive(response, error, final)
+
+        request.receive = kept
+        return False
 
     @abstractmethod
     def _take(self, request: InferRequest, now_ns: int) -> None:

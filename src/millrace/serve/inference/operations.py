@@ -13,3 +13,7 @@ class OperationFlags(Settings):
         (), "what /metrics tells of tensor models, for one summary_latencies=true",
         metavar="KEY=VALUE",
     )  # fmt: skip
+    cache_config: tuple[str, ...] = setting(
+        (), "answers that are kept, of models with response_cache { enable: true }; local,size=64M, for one",
+        metavar="NAME,KEY=VALUE",
+    )  # fmt: skip

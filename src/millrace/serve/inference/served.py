@@ -11,7 +11,7 @@ from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.metrics import metrics_text
+from millrace.serve.inference.metrics import cache_text, metrics_text
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
@@ -64,10 +64,14 @@ class RepositoryBackend(Backend):
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
-        measures = self.repository.common.measures
-        serving.metrics.add_text(
-            lambda: metrics_text(self.repository.models(), measures) + self.repository.custom.text()
-        )
+        serving.metrics.add_text(self._metrics)
+
+    def _metrics(self) -> str:
+        repository = self.repository
+        told = metrics_text(repository.models(), repository.common.measures)
+        if repository.common.cache is not None:
+            told += cache_text(repository.common.cache)
+        return told + repository.custom.text()
 
     def start(self) -> None:
         return

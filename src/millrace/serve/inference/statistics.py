@@ -42,6 +42,8 @@ class Statistics:
     @classmethod
     def of(cls, config: ModelConfig, measures: Measures, *, is_decoupled: bool) -> "Statistics":
         measured = {stage: measures.stage(family, config) for stage, family in HISTOGRAMS.items()}
+        if measures.summary_latencies:
+            measured |= {stage: measures.stage("", config) for stage in ("cache_hit", "cache_miss")}
         stages: _Stages = {stage: measured.get(stage) or Duration() for stage in STAGES}
         return cls(stages, measures.first_response(config) if is_decoupled else None)
 
@@ -52,6 +54,13 @@ class Statistics:
         self.stages["success"].add(done_ns - request.received_ns)
         self.stages["queue"].add(request.started_ns - request.queued_ns)
         _add_computing(self.stages, request, done_ns)
+
+    def answered_again(self, request: InferRequest, began_ns: int, done_ns: int) -> None:
+        """Out of the cache, for which it was looked since `began_ns`: nothing was inferred."""
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.stages["success"].add(done_ns - request.received_ns)
+        self.stages["queue"].add(0)
+        self.stages["cache_hit"].add(done_ns - began_ns)
 
     def answered_alone(self, request: InferRequest, batch: Batch, done_ns: int) -> None:
         """`executed` and `answered` of a batch of one request that was begun as it came."""

@@ -168,7 +168,7 @@ class Front:
         def read() -> Any:
             return read_infer(body, n_json, model.name, model.checker, self._shared)
 
-        n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
+        n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
         response = await model.infer(asking)
