@@ -8,6 +8,7 @@ from millrace.serve.inference.durations import Histogram, Recent
 from millrace.serve.inference.measures import Measures
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.statistics import REASONS
+from millrace.serve.inference.status import StatusError
 from millrace.serve.repository.rules import FIRST_RESPONSE, HISTOGRAMS
 
 
@@ -33,6 +34,14 @@ def _stage(name: str, *, of: str = "us") -> _Samples:
 def _failures(model: Model) -> Iterator[_Sample]:
     for reason in REASONS:
         yield _Sample(model.statistics.failures[reason], f',reason="{reason}"')
+
+
+def _ready(model: Model) -> Iterator[_Sample]:
+    try:
+        is_ready = model.is_ready and not model.troubles
+    except StatusError:  # a member of an ensemble is gone
+        is_ready = False
+    yield _Sample(int(is_ready))
 
 
 def _cached(name: str, *, of: str = "us") -> _Samples:
@@ -99,6 +108,7 @@ _COUNTS: tuple[_Family, ...] = (
      _cached("cache_miss", of="count")),
     ("nv_inference_pending_request_count", "gauge",
      "Instantaneous number of pending requests awaiting execution per-model.", lambda m: [_Sample(m.n_pending)]),
+    ("millrace_model_ready", "gauge", "1 while all of its instances are there", _ready),
     ("millrace_batches_closed", "counter", "Batches, by why they had no more requests", _closed),
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
+from millrace.serve.inference.machine_metrics import MachineMetrics
 from millrace.serve.inference.metrics import cache_text, metrics_text
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.status import Code, StatusError
@@ -64,6 +65,7 @@ class RepositoryBackend(Backend):
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
+        self._machine = MachineMetrics()
         serving.metrics.add_text(self._metrics)
 
     def _metrics(self) -> str:
@@ -71,7 +73,7 @@ class RepositoryBackend(Backend):
         told = metrics_text(repository.models(), repository.common.measures)
         if repository.common.cache is not None:
             told += cache_text(repository.common.cache)
-        return told + repository.custom.text()
+        return told + self._machine.text() + repository.custom.text()
 
     def start(self) -> None:
         return
