@@ -47,6 +47,8 @@ def test_health_and_metadata(client: Client) -> None:
             "classification", "sequence", "sequence(string_id)", "model_repository",
             "model_repository(unload_dependents)", "schedule_policy",
             "model_configuration", "binary_tensor_data", "parameters", "statistics",
+            "trace",
+            "logging",
         ],
     }  # fmt: skip
     assert plain(client.call("ModelMetadata", name="one")) == {
@@ -248,8 +250,6 @@ def test_calls_of_what_is_not_there_yet(client: Client) -> None:
     for kind in ("System", "Cuda"):
         for action in ("Status", "Register", "Unregister"):
             assert refused(f"{kind}SharedMemory{action}") == ("UNIMPLEMENTED", shared)
-    assert refused("LogSettings") == ("UNIMPLEMENTED", "logging is not supported yet")
-    assert refused("TraceSetting") == ("UNIMPLEMENTED", "trace/setting is not supported yet")
     assert refused("Nothing") == ("UNIMPLEMENTED", "Method not found!")
 
 

@@ -99,7 +99,7 @@ class BackendModel(Model):
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
         if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns or self._slots is not None:
             return False
-        if self.cache is not None:
+        if self.cache is not None or self._tracer.is_on:
             return False
         return self._idle[0].is_quick(n_bytes)
 
@@ -155,6 +155,8 @@ class BackendModel(Model):
             worker, batch = found
             for request in batch.requests:
                 request.started_ns, request.batch = now_ns, batch
+                if request.trace is not None:
+                    request.trace.batch = batch
                 request.send_by = self._answered  # in this thread, if it is computed here
                 if self._begun is not None:
                     self._begun.append(request)
@@ -306,7 +308,7 @@ class BackendModel(Model):
         if request.finished:
             return
         if response is not None:
-            self._responded(request)
+            self._responded(request, response)
         if final:
             now_ns = time.monotonic_ns()
             if request.batch is not None:

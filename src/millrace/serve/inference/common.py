@@ -5,12 +5,16 @@ from dataclasses import dataclass, field
 from millrace.serve.inference.cache import ResponseCache
 from millrace.serve.inference.measures import Measures
 from millrace.serve.inference.operations import OperationFlags
+from millrace.serve.inference.tracing import Tracer
+from millrace.serve.log_switches import LogSwitches
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
     measures: Measures = field(default_factory=Measures)
     cache: ResponseCache | None = None
+    tracer: Tracer = field(default_factory=Tracer)
+    log: LogSwitches = field(default_factory=LogSwitches)
 
     @classmethod
     def of(cls, flags: OperationFlags) -> "Common":
@@ -18,4 +22,5 @@ class Common:
         return cls(
             Measures.of(flags.metrics_config),
             ResponseCache.of(flags.cache_config),
+            Tracer.of(flags.trace_config),
         )

@@ -152,6 +152,8 @@ class ModelRepository:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*(model.retire() for model in models))
+        self.common.tracer.close()
+        self.common.log.close()
 
     def _check_mode(self) -> None:
         if self.flags.model_control_mode != "explicit":

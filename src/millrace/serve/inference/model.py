@@ -43,6 +43,7 @@ class Model(ABC):
         self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
         cached = bool(of.config.response_cache and of.config.response_cache.enable)
         self.cache = of.common.cache if cached else None
+        self._tracer = of.common.tracer
         self._loading = object()  # another one each time
         self.checker = Checker(of.config, ragged, self.cache is not None)
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
@@ -105,6 +106,8 @@ class Model(ABC):
         now_ns = time.monotonic_ns()
         request.receive = receive
         request.received_ns = request.received_ns or now_ns
+        if self._tracer.is_on:
+            self._tracer.begin(request, self.name)
         try:
             if self._is_retired and not self._n_holds:  # while the request was read, which threads do
                 what = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
@@ -115,8 +118,9 @@ class Model(ABC):
             if self.cache is not None and not self.is_decoupled and self._answer_again(self.cache, request):
                 return
             self._take(request, now_ns)
-        except StatusError:
+        except StatusError as error:
             self.statistics.failed(request, now_ns, "REJECTED")
+            self._traced(request, now_ns, error)
             raise
         self._n_open += 1
         self._begin(request, now_ns)
@@ -136,6 +140,7 @@ class Model(ABC):
         if found is not None:
             request.finished = True
             self.statistics.answered_again(request, began_ns, looked_ns)
+            self._traced(request, looked_ns)
             receive(found, None, True)
             return True
 
@@ -198,20 +203,28 @@ class Model(ABC):
             self.cancel(request)
             raise
 
-    def _responded(self, request: InferRequest) -> None:
+    def _responded(self, request: InferRequest, response: InferResponse) -> None:
         """With a response, which may be its first."""
         request.n_responses += 1
+        if request.trace is not None:
+            request.trace.responded(response)
         if request.n_responses == 1 and self.statistics.first_response is not None:
             self.statistics.first_response.add(time.monotonic_ns() - request.received_ns)
 
     def _finished(self, request: InferRequest, error: StatusError | None, now_ns: int) -> None:
         request.finished = True
         self._n_open -= 1
+        self._traced(request, now_ns, error)
         if error is None:
             self.statistics.answered(request, now_ns)
             return
         reason = "CANCELED" if request.cancelled else "BACKEND" if request.started_ns else "REJECTED"
         self.statistics.failed(request, now_ns, reason)
+
+    def _traced(self, request: InferRequest, done_ns: int, error: StatusError | None = None) -> None:
+        """It has ended."""
+        if request.trace is not None:
+            self._tracer.end(request, self.name, self.version, done_ns, error)
 
     def told(self) -> dict[str, Any]:
         return self.statistics.told(self.name, self.version)

@@ -7,10 +7,14 @@ from millrace.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class OperationFlags(Settings):
-    """What is measured of tensor models."""
+    """What is measured and traced of tensor models, and what they share."""
 
     metrics_config: tuple[str, ...] = setting(
         (), "what /metrics tells of tensor models, for one summary_latencies=true",
+        metavar="KEY=VALUE",
+    )  # fmt: skip
+    trace_config: tuple[str, ...] = setting(
+        (), "which inferences are traced, and where to: triton,file=PATH, level=TIMESTAMPS, rate=N, count=N",
         metavar="KEY=VALUE",
     )  # fmt: skip
     cache_config: tuple[str, ...] = setting(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.serve.inference.check import Given
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.model import NO_RESPONSE, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
@@ -57,6 +58,8 @@ class Call:
 
 class Repository(Protocol):
     """What models are asked of. All but `loads_behind` raises StatusError"""
+
+    common: Common
 
     def get(self, name: str, version: int | None = None) -> Model: ...
 
@@ -178,6 +181,8 @@ class Others:
         if call.waits_by is not None:
             call.waits_by[model, call.request] = call.is_sure
         self._open[call] = None
+        for outer in call.behind:
+            self._repository.common.tracer.inner(call.request, outer)
         model.submit(call.request, lambda *answer: self._answered(call, *answer))
         if self._open and self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)

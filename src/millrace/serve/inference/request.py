@@ -54,9 +54,11 @@ class InferRequest:
         self.received_ns = self.queued_ns = self.ready_ns = self.started_ns = self.deadline_ns = 0
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
+        self.is_inner = False  # a model asks it, for a request of its own
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
+        self.trace: Any = None  # `tracing.Trace` where it is traced
         self.send_by: Sender = _nobody
         self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again
         self._watchers: dict[object, Callable[[], None]] | None = None

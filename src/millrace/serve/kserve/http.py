@@ -14,7 +14,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve import asked, encoding, told
+from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
 from millrace.serve.kserve.infer_body import HEADER, read_infer
@@ -117,8 +117,10 @@ class Front:
                 return await self._of_repository(request, rest)
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
                 return self._of_shared(request, parts[0], rest)
-            case ["logging"] | ["trace", "setting"]:
-                raise asked.not_yet("/".join(parts))
+            case ["logging"]:
+                return json_reply(adjusted.log(self._repository.common.log, _change(request)))
+            case ["trace", "setting"]:
+                return json_reply(adjusted.trace(self._repository, "", _change(request)))
         raise _NoSuchPath
 
     def _of_server(self, request: Request, parts: list[str]) -> Reply:
@@ -132,6 +134,10 @@ class Front:
     async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> Reply:
         if action and action not in _OF_MODEL:
             raise _NoSuchPath
+        if action == "trace/setting":
+            if version is not None:
+                raise _NoSuchPath
+            return json_reply(adjusted.trace(self._repository, name, _change(request)))
         _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
         if action == "ready":
             return self._model_ready(name, version)
@@ -145,9 +151,7 @@ class Front:
                 return json_reply({"model_stats": told.statistics(self._repository, name, version)})
             case "":
                 return json_reply(told.metadata(model, self._repository.versions(name)))
-            case "generate" | "generate_stream":
-                return await self._generate(request, model, streamed=action == "generate_stream")
-        raise asked.not_yet(action)
+        return await self._generate(request, model, streamed=action == "generate_stream")
 
     def _model_ready(self, name: str, version: int | None) -> Reply:
         try:
@@ -275,6 +279,13 @@ def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
     return key, offset, size
+
+
+def _change(request: Request) -> dict[str, Any] | None:
+    """Of settings; None where they are only looked up. raises StatusError"""
+    if request.method not in ("GET", "POST"):
+        raise _WrongMethod
+    return asked.json_object(request.body) if request.method == "POST" else None
 
 
 def _only(method: str, request: Request) -> None:
