@@ -231,8 +231,9 @@ def test_index_and_what_is_not_there(client: Client) -> None:
     for key, value, code, says in (
         ("config", {"bytes_param": b"{}"}, "INVALID_ARGUMENT", "invalid value type for load parameter 'config', "
          "expected string_param."),
-        ("file:1/model.onnx", {"bytes_param": b""}, "UNIMPLEMENTED", "load parameter 'file:1/model.onnx' is not "
-         "supported yet"),
+        ("file:1/model.onnx", {"string_param": ""}, "INVALID_ARGUMENT", "invalid value type for load parameter "
+         "'file:1/model.onnx', expected bytes_param."),
+        ("dry_run", {"bool_param": True}, "UNIMPLEMENTED", "a dry run has no answer over gRPC: ask over HTTP"),
         ("config", {"string_param": "{"}, "INVALID_ARGUMENT", "failed to parse the request JSON buffer: Input data was "
          "truncated"),
     ):  # fmt: skip

@@ -131,6 +131,7 @@ class BackendModel(Model):
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
         if self.cache is not None:
             self.cache.forget(self.as_loaded)
+        self._unloaded()
 
     def abort(self) -> None:
         self._end_all(StatusError(Code.UNAVAILABLE, "Server is stopping"))

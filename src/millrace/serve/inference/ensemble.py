@@ -84,6 +84,7 @@ class Ensemble(Model):
         self._is_retired = True
         self._close_if_done()
         await self._is_closed.wait()
+        self._unloaded()
 
     @property
     def is_ready(self) -> bool:

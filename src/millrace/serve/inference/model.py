@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.serve.inference.brought import BroughtFolder
 from millrace.serve.inference.cache import ResponseCache, key_of
 from millrace.serve.inference.check import Checker
 from millrace.serve.inference.common import Common
@@ -44,6 +45,7 @@ class Model(ABC):
         cached = bool(of.config.response_cache and of.config.response_cache.enable)
         self.cache = of.common.cache if cached else None
         self._tracer = of.common.tracer
+        self._brought: BroughtFolder | None = None
         self._loading = object()  # another one each time
         self.checker = Checker(of.config, ragged, self.cache is not None)
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
@@ -75,6 +77,17 @@ class Model(ABC):
     def release(self) -> None:
         self._n_holds -= 1
         self._close_if_done()
+
+    def keep(self, folder: BroughtFolder) -> None:
+        """It was loaded from there, and may read it until it is unloaded."""
+        folder.hold()
+        self._brought = folder
+
+    def _unloaded(self) -> None:
+        """At the end of `retire`."""
+        if self._brought is not None:
+            self._brought.release()
+            self._brought = None
 
     @property
     def _is_over(self) -> bool:

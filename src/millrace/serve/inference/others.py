@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from millrace.serve.inference.brought import Files
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
@@ -65,7 +66,7 @@ class Repository(Protocol):
 
     def loads_behind(self, name: str) -> frozenset[str]: ...
 
-    async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None: ...
+    async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None: ...
 
     async def unload(self, name: str, *, with_members: bool = False) -> None: ...
 
@@ -99,13 +100,13 @@ class Others:
 
     # ------------------------------------------------------------------ of the event loop
 
-    async def load(self, by: str, is_loading: bool, name: str, config: Mapping[str, Any] | None) -> None:
+    async def load(self, by: str, is_loading: bool, name: str, config: Mapping[str, Any] | None, files: Files) -> None:
         """By a model; is_loading: it is being loaded itself. raises StatusError"""
         if not is_loading:
-            return await self._repository.load(name, config)
+            return await self._repository.load(name, config, files)
         waiting = self._loads.setdefault(by, [])
         waiting.append(name)
-        loading = self._loop.create_task(self._repository.load(name, config))
+        loading = self._loop.create_task(self._repository.load(name, config, files))
         try:
             while not loading.done():
                 self._check_load(by, name)  # an ensemble knows its models only once it is being loaded itself

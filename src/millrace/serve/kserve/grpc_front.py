@@ -174,7 +174,10 @@ class Front:
             return {"models": await self._repository.index(request.ready)}
         parameters = dict(plain(request.parameters))
         if name == "RepositoryModelLoad":
-            await self._repository.load(request.model_name, asked.given_config(parameters, _wrong))
+            load = asked.load_of(parameters, _wrong, bytes)
+            if load.dry_run:
+                raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
+            await self._repository.load(request.model_name, load.config, load.files)
         else:
             with_members = asked.unloads_members(parameters, _wrong)
             await self._repository.unload(request.model_name, with_members=with_members)
@@ -208,6 +211,6 @@ def _said(key: str, values: list[str]) -> list[str] | str | None:
 
 
 def _wrong(key: str, wanted: str) -> StatusError:
-    if key == "config":
+    if key == "config" or wanted == "file":
         return invalid(f"invalid value type for load parameter '{key}', expected {_EXPECTED[wanted]}.")
     return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")

@@ -248,18 +248,22 @@ class Front:
                 _only("POST", request)
                 if of_one:
                     raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
-                await self._control(_name(name), action, asked.json_object(request.body))
-                return Reply(200, b"", [(b"content-type", _JSON)])
+                body = await self._aside(lambda: asked.json_object(request.body), len(request.body))
+                return await self._control(_name(name), action, body)
         raise _NoSuchPath
 
-    async def _control(self, name: str, action: str, body: dict[str, Any]) -> None:
+    async def _control(self, name: str, action: str, body: dict[str, Any]) -> Reply:
         parameters = body.get("parameters", {})
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
-        if action == "load":
-            await self._repository.load(name, asked.given_config(parameters, _wrong))
-            return
-        await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
+        if action == "unload":
+            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
+            return Reply(200, b"", [(b"content-type", _JSON)])
+        load = asked.load_of(parameters, _wrong, str)
+        if load.dry_run:
+            return json_reply(await self._repository.would_load(name, load.config))
+        await self._repository.load(name, load.config, load.files)
+        return Reply(200, b"", [(b"content-type", _JSON)])
 
 
 _SHARED_ACTIONS = ("status", "register", "unregister")
@@ -324,5 +328,6 @@ def header_length(said: bytes | None) -> int | None:
 
 def _wrong(key: str, wanted: str) -> StatusError:
     """Of a parameter of a load or an unload, in the words of Triton's JSON."""
+    wanted = "string" if wanted == "file" else wanted
     what = f"attempt to access JSON non-{wanted} as {wanted}"
     return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {what}" if key == "unload_dependents" else what)
