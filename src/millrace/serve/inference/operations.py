@@ -13,6 +13,13 @@ class OperationFlags(Settings):
         (), "what /metrics tells of tensor models, for one summary_latencies=true",
         metavar="KEY=VALUE",
     )  # fmt: skip
+    rate_limit: str = setting(
+        "off", "let instances share the resources that their rate_limiter names", choices=("off", "execution_count")
+    )
+    rate_limit_resource: tuple[str, ...] = setting(
+        (), "with execution_count: how many there are of one; default: as the instance needs that needs most",
+        metavar="NAME:COUNT",
+    )  # fmt: skip
     trace_config: tuple[str, ...] = setting(
         (), "which inferences are traced, and where to: triton,file=PATH, level=TIMESTAMPS, rate=N, count=N",
         metavar="KEY=VALUE",
