@@ -1,6 +1,7 @@
 """The response cache: which requests are the same, what is kept, and what a model says of it."""
 
 import asyncio
+import logging
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.serve.inference.cache import _EACH_BYTES, ResponseCache, digest_of, key_of
 from millrace.serve.inference.common import Common
+from millrace.serve.inference.limiter import RateLimiter
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.request import InferRequest, InferResponse
 from tests.support.loaded import Loaded, asked
@@ -148,6 +150,23 @@ def test_it_is_told_and_small_enough(tmp_path: Path) -> None:
     assert not any("cache" in name for name, model in found if model == "plain")
     assert found["millrace_response_cache_answers", ""] == 3
     assert 0 < found["millrace_response_cache_bytes", ""] <= found["millrace_response_cache_size_bytes", ""] == 2048
+
+
+def test_what_is_not_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    group = "instance_group { count: 1 kind: KIND_CPU rate_limiter { resources { name: 'R' count: 1 } } }"
+    write_models(tmp_path, {"m": CACHED % group, "plain": identity("FP32", "1")})
+
+    async def run(common: Common) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "millrace"):
+            async with Loaded(tmp_path, common):
+                return sorted(record.getMessage() for record in caplog.records)
+
+    assert asyncio.run(run(Common())) == [
+        "m: rate_limiter is not used without --rate-limit execution_count",
+        "m: response_cache is not used without --cache-config local,size=N",
+    ]
+    assert asyncio.run(run(Common(cache=ResponseCache(1024), limiter=RateLimiter()))) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from millrace.serve.inference.measures import Measures
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.tracing import Tracer
 from millrace.serve.log_switches import LogSwitches
+from millrace.serve.repository.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,15 @@ class Common:
     tracer: Tracer = field(default_factory=Tracer)
     limiter: RateLimiter | None = None
     log: LogSwitches = field(default_factory=LogSwitches)
+
+    def unused(self, config: ModelConfig) -> list[str]:
+        """What a model's configuration says, and this server does not do."""
+        found = []
+        if config.response_cache and config.response_cache.enable and self.cache is None:
+            found.append("response_cache is not used without --cache-config local,size=N")
+        if self.limiter is None and any(g.rate_limiter and g.rate_limiter.resources for g in config.instance_group):
+            found.append("rate_limiter is not used without --rate-limit execution_count")
+        return found
 
     @classmethod
     def of(cls, flags: OperationFlags) -> "Common":

@@ -202,6 +202,8 @@ class ModelRepository:
             entry.states.update({v: (State.READY, "") for v in new})
             for model in old.values():
                 self._in_background(model.retire())
+            for what in self.common.unused(read.config) if read is not None else ():
+                log.warning("%s: %s", name, what)
             log.info("loaded %s, version %s", name, ", ".join(map(str, sorted(new))))
             self._fit_ensembles(name)
 
