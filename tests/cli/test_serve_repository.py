@@ -39,6 +39,9 @@ def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, besid
         "0",
         "--grpc-port",
         "0",
+        *("--trace-config", f"triton,file={tmp_path / 'trace.json'}", "--trace-config", "level=TIMESTAMPS"),
+        *("--trace-config", "rate=1", "--cache-config", "local,size=1M", "--rate-limit", "execution_count"),
+        *("--rate-limit-resource", "R:4", "--metrics-config", "summary_latencies=true"),
         "--json",
     ]
     with subprocess.Popen(
@@ -57,8 +60,10 @@ def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, besid
         if beside:
             asked = {"prompt": "Once", "max_tokens": 2, "seed": 1}
             assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()["usage"]["completion_tokens"] == 2
+        assert 'nv_inference_request_summary_us{model="simple"' in httpx.get(f"{url}/metrics").text
         server.terminate()
         assert server.wait(30) == 0
+    assert json.loads((tmp_path / "trace.json").read_text())[0]["model_name"] == "simple"
 
 
 def test_a_key_is_asked_for_but_for_health(root: Path, tmp_path: Path) -> None:
@@ -113,5 +118,10 @@ def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
         (["--load-model", "x"], ["there is none", "--model-repository DIR"]),
         (["--model-repository", str(root), "--load-model", "x"], ["--model-control-mode none", "explicit"]),
         (["--model-repository", str(root), "--model-control-mode", "never"], ["one of none, poll, explicit"]),
+        (["--cache-config", "local,size=1M"], ["there are none", "--model-repository DIR"]),
+        (["--model-repository", str(root), "--cache-config", "redis,host=x"], ["--cache-config", "local,size=BYTES"]),
+        (["--model-repository", str(root), "--rate-limit-resource", "R:1"], ["--rate-limit execution_count"]),
+        (["--model-repository", str(root), "--trace-config", "level=TIMESTAMPS"], ["names no file"]),
+        (["--model-repository", str(root), "--metrics-config", "summaries=1"], ["summary_latencies"]),
     ):
         millrace("serve", *arguments).assert_mistake(*fragments)

@@ -283,6 +283,3 @@ def test_what_is_refused_is_its_error(client: Any) -> None:
     for call in calls:
         with pytest.raises(InferenceServerException, match="Client shared memory is disabled"):
             call()
-    for call in (client.get_log_settings, client.get_trace_settings):
-        with pytest.raises(InferenceServerException, match="is not supported yet"):
-            call()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.serve.inference.check import Given
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
@@ -20,8 +21,8 @@ BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
 class Loaded:
     """A repository in an event loop."""
 
-    def __init__(self, root: Path, **flags: Any) -> None:
-        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),), **flags))
+    def __init__(self, root: Path, common: Common | None = None, **flags: Any) -> None:
+        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),), **flags), common)
 
     async def __aenter__(self) -> ModelRepository:
         assert await self.repository.start() == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.settings import ServerSettings
@@ -46,11 +47,11 @@ def serving(root: Path, settings: ServerSettings | None = None, wait: bool = Tru
 @contextmanager
 def in_process(
     root: Path, settings: ServerSettings | None = None, wait: bool = True, guards: GuardFlags | None = None,
-    **flags: Any,
+    operations: OperationFlags | None = None, **flags: Any,
 ) -> Iterator[Threaded]:  # fmt: skip
     model = RepositoryModel(
         name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags),
-        guards=guards or GuardFlags(),
+        guards=guards or GuardFlags(), operations=operations or OperationFlags(),
     )  # fmt: skip
     with in_thread(model, settings, start_s=30, stop_s=30, wait=wait) as served:
         yield served

@@ -44,7 +44,7 @@ BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
 BESIDE_TRITON = (
     "tests/nightly/test_tritonclient.py", "tests/nightly/test_triton_repository.py",
     "tests/nightly/test_triton_repository_grpc.py", "tests/nightly/test_triton_sequences.py",
-    "tests/nightly/test_triton_models.py",
+    "tests/nightly/test_triton_models.py", "tests/nightly/test_triton_operations.py",
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
 PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"

@@ -32,6 +32,7 @@ from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.listening import bind, check_tls, unix_socket
@@ -157,7 +158,15 @@ class ProfileFlags(Settings):
 @click.command(epilog=EPILOG)
 @click.argument("model", required=False)
 @settings_options(
-    ListenFlags, ServeFlags, QueueFlags, ProfileFlags, RepositoryFlags, GuardFlags, BuildSettings, RunSettings
+    ListenFlags,
+    ServeFlags,
+    QueueFlags,
+    ProfileFlags,
+    RepositoryFlags,
+    GuardFlags,
+    OperationFlags,
+    BuildSettings,
+    RunSettings,
 )
 @json_option
 @click.pass_obj
@@ -191,7 +200,7 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
 
 
 def _repository(given: Mapping[str, Any]) -> RepositoryModel | None:
-    return repository_model(made(RepositoryFlags, given), made(GuardFlags, given))
+    return repository_model(made(RepositoryFlags, given), made(GuardFlags, given), made(OperationFlags, given))
 
 
 def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:

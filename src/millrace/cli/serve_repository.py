@@ -3,7 +3,9 @@
 import time
 
 from millrace.errors import ConfigError
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.kserve.guarded import GuardFlags
@@ -11,13 +13,17 @@ from millrace.serve.repository.folders import Repository, read_repositories
 from millrace.serve.repository.problems import Level
 
 
-def repository_model(flags: RepositoryFlags, guards: GuardFlags) -> RepositoryModel | None:
+def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: OperationFlags) -> RepositoryModel | None:
     """None where no repository is given. raises ConfigError for one whose models cannot all be served"""
     for guard in (guards.http, guards.grpc):  # so that a mistake in them is said at once
         guard()
+    Common.of(operations)
     if not flags.model_repository:
         if guards != GuardFlags():
             what = "parts of KServe's protocols are restricted or headers forwarded, and there are no tensor models"
+            raise ConfigError(what, "--model-repository DIR", "name one, or leave these flags out")
+        if operations != OperationFlags():
+            what = "it is said how tensor models are operated, and there are none"
             raise ConfigError(what, "--model-repository DIR", "name one, or leave these flags out")
         if flags.grpc_port is not None:
             what = f"--grpc-port {flags.grpc_port} is for tensor models, and there are none"
@@ -34,7 +40,9 @@ def repository_model(flags: RepositoryFlags, guards: GuardFlags) -> RepositoryMo
     found = read_repositories(flags.roots, flags.model_config_name)  # so that a mistake is said before a port is taken
     if flags.model_control_mode == "none":
         _check(found)
-    return RepositoryModel(name="repository", created=int(time.time()), max_context=0, flags=flags, guards=guards)
+    return RepositoryModel(
+        name="repository", created=int(time.time()), max_context=0, flags=flags, guards=guards, operations=operations
+    )
 
 
 def _check(found: list[Repository]) -> None:

@@ -118,7 +118,7 @@ def test_a_configuration_may_come_with_the_load(root: Path) -> None:
         ):
             assert says in control(url, "m", "load", {"parameters": {"config": config}})[1]
         assert control(url, "m", "load", {"parameters": {"config": 1}})[0] == 500
-        assert control(url, "m", "load", {"parameters": {"file:1/model.py": ""}})[0] == 501
+        assert control(url, "m", "load", {"parameters": {"file:1/model.py": ""}})[0] == 400
         assert index(url) == before and infer(url).status_code == 200
         assert control(url, "m", "load") == (200, "")
         assert httpx.get(f"{url}/v2/models/m/config").json()["max_batch_size"] == 8, "the file's again"

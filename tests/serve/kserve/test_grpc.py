@@ -47,6 +47,8 @@ def test_health_and_metadata(client: Client) -> None:
             "classification", "sequence", "sequence(string_id)", "model_repository",
             "model_repository(unload_dependents)", "schedule_policy",
             "model_configuration", "binary_tensor_data", "parameters", "statistics",
+            "trace",
+            "logging",
         ],
     }  # fmt: skip
     assert plain(client.call("ModelMetadata", name="one")) == {
@@ -229,8 +231,9 @@ def test_index_and_what_is_not_there(client: Client) -> None:
     for key, value, code, says in (
         ("config", {"bytes_param": b"{}"}, "INVALID_ARGUMENT", "invalid value type for load parameter 'config', "
          "expected string_param."),
-        ("file:1/model.onnx", {"bytes_param": b""}, "UNIMPLEMENTED", "load parameter 'file:1/model.onnx' is not "
-         "supported yet"),
+        ("file:1/model.onnx", {"string_param": ""}, "INVALID_ARGUMENT", "invalid value type for load parameter "
+         "'file:1/model.onnx', expected bytes_param."),
+        ("dry_run", {"bool_param": True}, "UNIMPLEMENTED", "a dry run has no answer over gRPC: ask over HTTP"),
         ("config", {"string_param": "{"}, "INVALID_ARGUMENT", "failed to parse the request JSON buffer: Input data was "
          "truncated"),
     ):  # fmt: skip
@@ -248,8 +251,6 @@ def test_calls_of_what_is_not_there_yet(client: Client) -> None:
     for kind in ("System", "Cuda"):
         for action in ("Status", "Register", "Unregister"):
             assert refused(f"{kind}SharedMemory{action}") == ("UNIMPLEMENTED", shared)
-    assert refused("LogSettings") == ("UNIMPLEMENTED", "logging is not supported yet")
-    assert refused("TraceSetting") == ("UNIMPLEMENTED", "trace/setting is not supported yet")
     assert refused("Nothing") == ("UNIMPLEMENTED", "Method not found!")
 
 

@@ -42,7 +42,13 @@ class BackendModel(Model):
         # with preserve_ordering: those that were begun, in order, and what waits for those before it
         self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
         self._held: dict[InferRequest, list[_Answer]] = {}
+        self._limiter = of.common.limiter
+        if self._limiter is not None:
+            self._limiter.check(of.config.instance_group)
         self._workers = [self._worker(backend, given) for given in _instances(of, others)]
+        if self._limiter is not None:
+            for worker in self._workers:
+                self._limiter.add(worker, worker.given.group, self)
         self._idle = deque(self._workers)
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
@@ -81,10 +87,15 @@ class BackendModel(Model):
             return None
         if request.started_ns:
             workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
-        elif self._idle:
+        elif self._idle and (self._limiter is None or any(map(self._limiter.may_compute, self._idle))):
             return None
-        waits = [[w for w, is_sure in worker.given.waits.items() if is_sure or not surely] for worker in workers]
+        waits = [self._waits_of(worker, surely) for worker in workers]
         return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
+
+    def _waits_of(self, worker: Worker, surely: bool) -> Sequence[Waiting]:
+        if worker.batch is None and self._limiter is not None:
+            return self._limiter.holding(worker)
+        return [waiting for waiting, is_sure in worker.given.waits.items() if is_sure or not surely]
 
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
@@ -98,6 +109,8 @@ class BackendModel(Model):
     def answers_at_once(self, n_bytes: int) -> bool:
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
         if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns or self._slots is not None:
+            return False
+        if self.cache is not None or self._tracer.is_on or self._limiter is not None:
             return False
         return self._idle[0].is_quick(n_bytes)
 
@@ -127,6 +140,11 @@ class BackendModel(Model):
             self._timer.cancel()
         self._close_if_done()
         await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
+        if self.cache is not None:
+            self.cache.forget(self.as_loaded)
+        if self._limiter is not None:
+            self._limiter.remove(self._workers)
+        self._unloaded()
 
     def abort(self) -> None:
         self._end_all(StatusError(Code.UNAVAILABLE, "Server is stopping"))
@@ -151,11 +169,17 @@ class BackendModel(Model):
             worker, batch = found
             for request in batch.requests:
                 request.started_ns, request.batch = now_ns, batch
+                if request.trace is not None:
+                    request.trace.batch = batch
                 request.send_by = self._answered  # in this thread, if it is computed here
                 if self._begun is not None:
                     self._begun.append(request)
+            if self._limiter is not None:
+                self._limiter.begin(worker)
             if self._computes_here and worker.run_here(batch):
                 self._end(worker, batch)
+                if self._limiter is not None:
+                    self._limiter.end(worker)
                 continue
             for request in batch.requests:
                 request.send_by = self._send
@@ -179,8 +203,17 @@ class BackendModel(Model):
 
     def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
         """An idle instance, and what it is to compute now."""
-        batch = self._queue.take(now_ns) if self._idle else None
-        return (self._idle[0], batch) if batch is not None else None
+        workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._queue) > 0)
+        batch = self._queue.take(now_ns) if workers else None
+        if batch is not None:
+            return workers[0], batch
+        if self._limiter is not None:
+            self._limiter.forget(workers)
+        return None
+
+    def room(self) -> None:
+        """An instance that waited for resources may compute."""
+        self._dispatch(time.monotonic_ns())
 
     def _due_ns(self) -> int | None:
         """When it is to be looked at again, though nothing comes."""
@@ -213,6 +246,8 @@ class BackendModel(Model):
         for waiting in [waiting for waiting, is_sure in worker.given.waits.items() if not is_sure]:
             del worker.given.waits[waiting]  # it did not wait for it
         worker.busy_since_s = worker.batch = None
+        if self._limiter is not None:
+            self._limiter.end(worker)
         if worker.is_lost:
             worker.revive()
         else:
@@ -301,7 +336,8 @@ class BackendModel(Model):
     ) -> None:
         if request.finished:
             return
-        request.n_responses += response is not None
+        if response is not None:
+            self._responded(request, response)
         if final:
             now_ns = time.monotonic_ns()
             if request.batch is not None:

@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 
+from millrace.serve.inference.cache import digest_of
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.kserve.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, CutOffError, objects, split_strings
@@ -51,8 +52,12 @@ class _Input:
 class Checker:
     """Of one model; made once, for its configuration is looked at by every request."""
 
-    def __init__(self, config: ModelConfig, ragged: bool = False) -> None:
-        """ragged: its backend takes requests of different shapes in one batch, where the configuration allows it"""
+    def __init__(self, config: ModelConfig, ragged: bool = False, digests: bool = False) -> None:
+        """ragged: its backend takes requests of different shapes in one batch, where the configuration allows it
+
+        digests: requests get one of their inputs
+        """
+        self.digests = digests
         self._model, self._max_batch = config.name, config.max_batch_size
         self._inputs = {said.name: _Input(said) for said in config.input}
         self._outputs = frozenset(said.name for said in config.output)
@@ -86,6 +91,13 @@ class Checker:
             request.inputs[tensor.name] = self._array(request, said, tensor)
         if self._has_optional or self._keyed:
             request.shape_key = self._shape_key(request)
+        if self.digests:
+            request.digest = digest_of(request.inputs)
+
+    @property
+    def reads_all(self) -> bool:
+        """Of what comes in binary, too: strings one by one, or for a digest."""
+        return self.has_strings or self.digests
 
     def said(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """The datatype of an input and its dims, the batch's among them; -1: any. None: it has no such input"""

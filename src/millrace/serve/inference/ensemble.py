@@ -43,6 +43,10 @@ class Ensemble(Model):
         self._is_closed = asyncio.Event()
         self.fit()
 
+    @property
+    def as_loaded(self) -> object:
+        return self._loading, *(self.find(step.model, step.version).as_loaded for step in self.steps)
+
     def fit(self) -> bool:
         """To its members as they are served now; whether ensembles that it is a step of see another one.
 
@@ -66,6 +70,8 @@ class Ensemble(Model):
         self.config = replace(
             self._of.config, model_transaction_policy=TransactionPolicy(decoupled=True) if self.is_decoupled else said
         )
+        if self.is_decoupled and self.statistics.first_response is None:
+            self.statistics.first_response = self._of.common.measures.first_response(self.config)
         theirs = {tensor: member.labels.get(name, ()) for step, member in members.items()
                   for name, tensor in step.outputs}  # fmt: skip
         self.labels = theirs | dict(self._of.labels)
@@ -78,6 +84,7 @@ class Ensemble(Model):
         self._is_retired = True
         self._close_if_done()
         await self._is_closed.wait()
+        self._unloaded()
 
     @property
     def is_ready(self) -> bool:
@@ -113,11 +120,16 @@ class Ensemble(Model):
         if run is not None:
             run.end(StatusError(Code.CANCELLED, f"{request.named}request was cancelled"))
 
+    def trace_step(self, asking: InferRequest, request: InferRequest) -> None:
+        """What it asks for `request`, whose trace has it as a part."""
+        self._tracer.inner(asking, request)
+
     def answered(
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         """By its run."""
-        request.n_responses += response is not None
+        if response is not None:
+            self._responded(request, response)
         if final:
             del self._runs[request]
             now_ns = time.monotonic_ns()
@@ -229,6 +241,7 @@ class _Run:
         asking = InferRequest({}, tuple(name for name, _ in step.outputs), request.id)
         asking.parameters = dict(request.parameters)
         asking.correlation_id, asking.flags = request.correlation_id, request.flags
+        self._of.trace_step(asking, request)
         asking.priority, asking.timeout_us = request.priority, request.timeout_us
         given = [
             Given(name, named_type(tensor, array), array.shape, _shared(array))

@@ -4,8 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 
+from millrace.serve.inference.brought import Brought
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.model import Model
+from millrace.serve.repository.folders import Model as FoundModel
 
 
 class State(Enum):
@@ -22,9 +24,10 @@ class Entry:
     models: dict[int, Model] = field(default_factory=dict)
     states: dict[int, tuple[State, str]] = field(default_factory=dict)
     stamp: object = None  # of its files, when they were read
-    # Of an ensemble that is not loaded yet, or could not be: its members, and the configuration that a client gave.
+    read: FoundModel | None = None  # as it was found then, of those that are served
+    # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
-    given: bytes | None = None
+    given: Brought = field(default_factory=Brought)
 
     @property
     def ensembles(self) -> list[Ensemble]:

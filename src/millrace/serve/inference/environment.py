@@ -1,17 +1,21 @@
 """What a configuration that a client gives with a load may not say."""
 
-from millrace.serve.inference.status import invalid
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository.config import ModelConfig
 
+CODE = ("python",)  # backends whose files are programs
 # Triton's parameter that names an environment, and what a path in it may begin with.
 ENVIRONMENT, MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
 
 
-def check_given(given: ModelConfig, own: ModelConfig | None) -> None:
+def check_given(given: ModelConfig, own: ModelConfig | None, *, with_files: bool = False) -> None:
     """A configuration that a client gave, beside that of the model's folder: it runs no program of the client's choice.
 
-    raises StatusError
+    with_files: which the client brought, too. raises StatusError
     """
+    if with_files and given.backend in CODE:
+        what = f"files of a load are not taken for backend '{given.backend}', which would run them as programs"
+        raise StatusError(Code.UNSUPPORTED, f"{what}: put them into the repository")
     said = _interpreter(given)
     if said and not said.startswith(f"{MODEL_FOLDER}/") and (own is None or said != _interpreter(own)):
         what = f"{ENVIRONMENT} of model '{given.name}' is another one than its config.pbtxt has"

@@ -11,28 +11,30 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from functools import partial
 from typing import Any
 
-from millrace.errors import RequestError
 from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.brought import Brought, BroughtFolder, Files
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
+from millrace.serve.inference.dry_run import what_would_change
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import Entry, State, Turns
-from millrace.serve.inference.environment import check_given
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.others import Others
+from millrace.serve.inference.reading import check_name, config_text, read_now
 from millrace.serve.inference.sequence_model import SequenceModel
 from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling
-from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
-from millrace.serve.repository.stamps import stamp, stamps
+from millrace.serve.repository.stamps import stamps
 
 log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
+_NOTHING = Brought()
 _MOST_CHANGES = 16  # of one model that wait for their turn
 _CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found", Code.UNSUPPORTED: "Unsupported"}
 
@@ -40,8 +42,9 @@ _CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found"
 class ModelRepository:
     """Of the event loop in which it is made."""
 
-    def __init__(self, flags: RepositoryFlags) -> None:
-        self.flags = flags
+    def __init__(self, flags: RepositoryFlags, common: Common | None = None) -> None:
+        """common: None is what is there without a flag"""
+        self.flags, self.common = flags, common or Common()
         self._entries: dict[str, Entry] = {}
         self._turns: dict[str, Turns] = {}  # of the models that are being changed
         self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
@@ -114,12 +117,23 @@ class ModelRepository:
         self._asked.update(names)
         return [str(e) for e in await asyncio.gather(*(self._tried(name) for name in names)) if e is not None]
 
-    async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None:
-        """By a client. config: in place of its file's. raises StatusError"""
+    async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None:
+        """By a client. config: in place of its file's. files: of all its folder, as `BroughtFolder` has them.
+
+        raises StatusError
+        """
         self._check_mode()
-        given = None if config is None else text_of(config).encode("utf-8", "surrogatepass")
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
-        await asyncio.shield(self._in_background(self._load_asked(name, given)))
+        given = config_text(name, config, files)
+        await asyncio.shield(self._in_background(self._load_asked(name, given, files)))
+
+    async def would_load(self, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What `load` would change, in any mode. raises StatusError"""
+        check_name(name)
+        given = Brought(config_text(name, config, None))
+        of_files, read = await asyncio.to_thread(read_now, self.flags, name, given)
+        told = what_would_change(name, self._entries.get(name), of_files, read)
+        return told | {"ensembles": sorted(self._made_of(name))}
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
@@ -150,17 +164,25 @@ class ModelRepository:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*(model.retire() for model in models))
+        self.common.tracer.close()
+        self.common.log.close()
 
     def _check_mode(self) -> None:
         if self.flags.model_control_mode != "explicit":
             what = "explicit model load / unload is not allowed if polling is enabled"
             raise StatusError(Code.UNAVAILABLE, what)
 
-    async def _load_asked(self, name: str, given: bytes | None) -> None:
-        await self._load(name, given)
+    async def _load_asked(self, name: str, config: bytes | None, files: Files | None) -> None:
+        check_name(name)
+        folder = await asyncio.to_thread(BroughtFolder, name, files) if files else None
+        try:
+            await self._load(name, Brought(config, folder))
+        finally:
+            if folder is not None:
+                folder.release()  # its models hold it
         self._asked.add(name)
 
-    async def _tried(self, name: str, given: bytes | None = None) -> StatusError | None:
+    async def _tried(self, name: str, given: Brought = _NOTHING) -> StatusError | None:
         try:
             await self._load(name, given)
         except StatusError as error:
@@ -168,32 +190,24 @@ class ModelRepository:
             return error
         return None
 
-    async def _load(self, name: str, given: bytes | None = None) -> None:
-        try:
-            folders.check_model_name(name)
-        except RequestError as error:
-            raise StatusError(Code.INVALID_ARG, error.what) from None
+    async def _load(self, name: str, given: Brought = _NOTHING) -> None:
+        check_name(name)
         async with self._turn(name):
-            of_files, read = await asyncio.to_thread(self._read, name, given)
+            of_files, read = await asyncio.to_thread(read_now, self.flags, name, given)
             new = await self._new_models(name, read, given)
             entry = self._entries.setdefault(name, Entry())
             old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
+            entry.read = read
             entry.states = {v: (State.UNAVAILABLE, _UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
             for model in old.values():
                 self._in_background(model.retire())
+            for what in self.common.unused(read.config) if read is not None else ():
+                log.warning("%s: %s", name, what)
             log.info("loaded %s, version %s", name, ", ".join(map(str, sorted(new))))
             self._fit_ensembles(name)
 
-    def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
-        roots, which = self.flags.roots, self.flags.model_config_name
-        of_files, read = stamp(roots, name), folders.read_model(roots, name, which, given)
-        if given is not None and read is not None:
-            own = folders.read_model(roots, name, which)
-            check_given(read.config, own.config if own is not None else None)
-        return of_files, read
-
-    async def _new_models(self, name: str, read: folders.Model | None, given: bytes | None) -> dict[int, Model]:
+    async def _new_models(self, name: str, read: folders.Model | None, given: Brought) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
         if read is None or not read.is_servable:
             why = next((p for p in read.problems if p.level is Level.ERROR), None) if read else None
@@ -217,6 +231,8 @@ class ModelRepository:
             made = await self._maker(read)
             for version in read.served:
                 loading[version] = made(version)
+                if given.folder is not None:
+                    loading[version].keep(given.folder)
                 await loading[version].loaded()
         except StatusError as failed:
             await asyncio.gather(*(model.retire() for model in loading.values()))
@@ -231,7 +247,8 @@ class ModelRepository:
         loop, name, config = asyncio.get_running_loop(), read.name, read.config
 
         def found(version: int) -> Loadable:
-            return Loadable(name, version, config, read.folder, read.labels, self.flags.max_model_requests)
+            most = self.flags.max_model_requests
+            return Loadable(name, version, config, read.folder, read.labels, most, self.common)
 
         if config.ensemble_scheduling is not None:
             return lambda version: Ensemble(found(version), self.get, loop)
@@ -248,7 +265,7 @@ class ModelRepository:
 
     # ------------------------------------------------------------------ ensembles
 
-    async def _try_members(self, name: str, scheduling: EnsembleScheduling, given: bytes | None) -> None:
+    async def _try_members(self, name: str, scheduling: EnsembleScheduling, given: Brought) -> None:
         """Load those that are not there, wait for those on their way.
 
         raises StatusError where one cannot be loaded, and in a ring, before it waits
@@ -297,7 +314,7 @@ class ModelRepository:
                 if any(has_changed):  # otherwise those that are made of it see what they saw
                     self._fit_ensembles(name)
 
-    async def _tried_again(self, name: str, given: bytes | None) -> None:
+    async def _tried_again(self, name: str, given: Brought) -> None:
         await self._tried(name, given)
 
     def _note(self, name: str, versions: Sequence[int], error: StatusError) -> None:

@@ -7,11 +7,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.serve.inference.brought import BroughtFolder
+from millrace.serve.inference.cache import ResponseCache, key_of
 from millrace.serve.inference.check import Checker
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
@@ -30,6 +33,7 @@ class Loadable:
     folder: Path
     labels: Mapping[str, Sequence[str]]  # of an output
     max_requests: int  # that wait for answers; further ones are refused
+    common: Common = field(default_factory=Common)
 
 
 class Model(ABC):
@@ -38,9 +42,14 @@ class Model(ABC):
     def __init__(self, of: Loadable, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
         """ragged: as `Checker` has it"""
         self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
-        self.checker = Checker(of.config, ragged)
-        self.statistics = Statistics()
+        cached = bool(of.config.response_cache and of.config.response_cache.enable)
+        self.cache = of.common.cache if cached else None
+        self._tracer = of.common.tracer
+        self._brought: BroughtFolder | None = None
+        self._loading = object()  # another one each time
+        self.checker = Checker(of.config, ragged, self.cache is not None)
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
+        self.statistics = Statistics.of(of.config, of.common.measures, is_decoupled=self.is_decoupled)
         self.unread_bytes = 0  # of responses that wait for their readers: `responses.py` counts them
         self._loop, self._max_open = loop, of.max_requests
         self._n_open = 0  # requests that were taken and not answered to the end
@@ -68,6 +77,17 @@ class Model(ABC):
     def release(self) -> None:
         self._n_holds -= 1
         self._close_if_done()
+
+    def keep(self, folder: BroughtFolder) -> None:
+        """It was loaded from there, and may read it until it is unloaded."""
+        folder.hold()
+        self._brought = folder
+
+    def _unloaded(self) -> None:
+        """At the end of `retire`."""
+        if self._brought is not None:
+            self._brought.release()
+            self._brought = None
 
     @property
     def _is_over(self) -> bool:
@@ -99,6 +119,8 @@ class Model(ABC):
         now_ns = time.monotonic_ns()
         request.receive = receive
         request.received_ns = request.received_ns or now_ns
+        if self._tracer.is_on:
+            self._tracer.begin(request, self.name)
         try:
             if self._is_retired and not self._n_holds:  # while the request was read, which threads do
                 what = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
@@ -106,12 +128,45 @@ class Model(ABC):
             if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
                 what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
                 raise StatusError(Code.UNAVAILABLE, request.named + what)
+            if self.cache is not None and not self.is_decoupled and self._answer_again(self.cache, request):
+                return
             self._take(request, now_ns)
-        except StatusError:
+        except StatusError as error:
             self.statistics.failed(request, now_ns, "REJECTED")
+            self._traced(request, now_ns, error)
             raise
         self._n_open += 1
         self._begin(request, now_ns)
+
+    @property
+    def as_loaded(self) -> object:
+        """Equal as long as the same inputs have the same answers: of an ensemble also those of its members."""
+        return self._loading
+
+    def _answer_again(self, cache: ResponseCache, request: InferRequest) -> bool:
+        """As it was answered before; False: it was not, and what is answered now is kept."""
+        receive, began_ns = request.receive, time.monotonic_ns()
+        assert receive is not None, "it was submitted"
+        key = key_of(self.as_loaded, request)
+        found = cache.look(key)
+        looked_ns = time.monotonic_ns()
+        if found is not None:
+            request.finished = True
+            self.statistics.answered_again(request, began_ns, looked_ns)
+            self._traced(request, looked_ns)
+            receive(found, None, True)
+            return True
+
+        def kept(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+            if response is not None and error is None and final:
+                now_ns = time.monotonic_ns()
+                cache.keep(key, response)
+                took_ns = looked_ns - began_ns + time.monotonic_ns() - now_ns
+                self.statistics.stages["cache_miss"].add(took_ns)
+            receive(response, error, final)
+
+        request.receive = kept
+        return False
 
     @abstractmethod
     def _take(self, request: InferRequest, now_ns: int) -> None:
@@ -161,14 +216,28 @@ class Model(ABC):
             self.cancel(request)
             raise
 
+    def _responded(self, request: InferRequest, response: InferResponse) -> None:
+        """With a response, which may be its first."""
+        request.n_responses += 1
+        if request.trace is not None:
+            request.trace.responded(response)
+        if request.n_responses == 1 and self.statistics.first_response is not None:
+            self.statistics.first_response.add(time.monotonic_ns() - request.received_ns)
+
     def _finished(self, request: InferRequest, error: StatusError | None, now_ns: int) -> None:
         request.finished = True
         self._n_open -= 1
+        self._traced(request, now_ns, error)
         if error is None:
             self.statistics.answered(request, now_ns)
             return
         reason = "CANCELED" if request.cancelled else "BACKEND" if request.started_ns else "REJECTED"
         self.statistics.failed(request, now_ns, reason)
+
+    def _traced(self, request: InferRequest, done_ns: int, error: StatusError | None = None) -> None:
+        """It has ended."""
+        if request.trace is not None:
+            self._tracer.end(request, self.name, self.version, done_ns, error)
 
     def told(self) -> dict[str, Any]:
         return self.statistics.told(self.name, self.version)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from millrace.serve.inference.brought import Files
 from millrace.serve.inference.check import Given
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.model import NO_RESPONSE, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
@@ -58,11 +60,13 @@ class Call:
 class Repository(Protocol):
     """What models are asked of. All but `loads_behind` raises StatusError"""
 
+    common: Common
+
     def get(self, name: str, version: int | None = None) -> Model: ...
 
     def loads_behind(self, name: str) -> frozenset[str]: ...
 
-    async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None: ...
+    async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None: ...
 
     async def unload(self, name: str, *, with_members: bool = False) -> None: ...
 
@@ -96,13 +100,13 @@ class Others:
 
     # ------------------------------------------------------------------ of the event loop
 
-    async def load(self, by: str, is_loading: bool, name: str, config: Mapping[str, Any] | None) -> None:
+    async def load(self, by: str, is_loading: bool, name: str, config: Mapping[str, Any] | None, files: Files) -> None:
         """By a model; is_loading: it is being loaded itself. raises StatusError"""
         if not is_loading:
-            return await self._repository.load(name, config)
+            return await self._repository.load(name, config, files)
         waiting = self._loads.setdefault(by, [])
         waiting.append(name)
-        loading = self._loop.create_task(self._repository.load(name, config))
+        loading = self._loop.create_task(self._repository.load(name, config, files))
         try:
             while not loading.done():
                 self._check_load(by, name)  # an ensemble knows its models only once it is being loaded itself
@@ -178,6 +182,8 @@ class Others:
         if call.waits_by is not None:
             call.waits_by[model, call.request] = call.is_sure
         self._open[call] = None
+        for outer in call.behind:
+            self._repository.common.tracer.inner(call.request, outer)
         model.submit(call.request, lambda *answer: self._answered(call, *answer))
         if self._open and self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)

@@ -38,9 +38,9 @@ class InferRequest:
 
     __slots__ = (
         "_watchers", "again_by", "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id",
-        "deadline_ns", "finished", "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority",
-        "queued_ns", "ready_ns", "receive", "received_ns", "send_by", "sequence", "shape_key", "started_ns",
-        "timeout_us",
+        "deadline_ns", "digest", "finished", "flags", "id", "inputs", "is_inner", "n_responses", "outputs",
+        "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns", "send_by", "sequence", "shape_key",
+        "started_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -48,14 +48,17 @@ class InferRequest:
         self.parameters: dict[str, Parameter] = {}
         self.batch_size = self.priority = self.timeout_us = self.flags = 0
         self.correlation_id: int | str = 0
+        self.digest = b""  # of its inputs, where its model's answers are kept
         self.shape_key: object = None  # requests with equal ones may be in one batch
         # queued_ns: when it came to its scheduler; ready_ns: since when it may be in a batch
         self.received_ns = self.queued_ns = self.ready_ns = self.started_ns = self.deadline_ns = 0
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
+        self.is_inner = False  # a model asks it, for a request of its own
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
+        self.trace: Any = None  # `tracing.Trace` where it is traced
         self.send_by: Sender = _nobody
         self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again
         self._watchers: dict[object, Callable[[], None]] | None = None

@@ -83,10 +83,13 @@ class SequenceModel(BackendModel):
             self._answered(request, None, StatusError(Code.UNAVAILABLE, self._sequences.timed_out), True)
 
     def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
-        for worker in self._idle:
+        workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._sequences) > 0)
+        for worker in workers:
             batch = self._sequences.take(now_ns, self._numbers[worker])
             if batch is not None:
                 return worker, batch
+        if self._limiter is not None:
+            self._limiter.forget(workers)
         return None
 
     def _due_ns(self) -> int | None:

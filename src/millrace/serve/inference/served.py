@@ -8,9 +8,12 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.metrics import metrics_text
+from millrace.serve.inference.machine_metrics import MachineMetrics
+from millrace.serve.inference.metrics import cache_text, metrics_text
+from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.shared_memory import Regions
@@ -33,6 +36,7 @@ class _Working:
 class RepositoryModel(ServedModel):
     flags: RepositoryFlags
     guards: GuardFlags = field(default_factory=GuardFlags)
+    operations: OperationFlags = field(default_factory=OperationFlags)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,12 +60,20 @@ class RepositoryBackend(Backend):
         # and what one model does not get to other models.
         self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
-        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
+        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), Common.of(model.operations))
         self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
-        serving.metrics.add_text(lambda: metrics_text(self.repository.models()) + self.repository.custom.text())
+        self._machine = MachineMetrics()
+        serving.metrics.add_text(self._metrics)
+
+    def _metrics(self) -> str:
+        repository = self.repository
+        told = metrics_text(repository.models(), repository.common.measures)
+        if repository.common.cache is not None:
+            told += cache_text(repository.common.cache)
+        return told + self._machine.text() + repository.custom.text()
 
     def start(self) -> None:
         return

@@ -2,49 +2,50 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.serve.inference.batching import Batch, Closed
+from millrace.serve.inference.durations import Duration, Histogram
+from millrace.serve.inference.measures import Measured, Measures
 from millrace.serve.inference.request import InferRequest
-
-
-@dataclass(slots=True)
-class Duration:
-    """So many, and their nanoseconds together."""
-
-    count: int = 0
-    ns: int = 0
-
-    def add(self, ns: int) -> None:
-        self.count += 1
-        if ns > 0:
-            self.ns += ns
-
-    def told(self) -> dict[str, int]:
-        return {"count": self.count, "ns": self.ns}
-
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.rules import HISTOGRAMS
 
 STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 COMPUTE = ("compute_input", "compute_infer", "compute_output")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")  # of failures
+_Stages = dict[str, Duration | Measured]
 
 
-def _durations(names: tuple[str, ...]) -> dict[str, Duration]:
-    return {name: Duration() for name in names}
+def _durations() -> dict[str, Duration]:
+    return {name: Duration() for name in COMPUTE}
 
 
 @dataclass(slots=True)
 class Statistics:
-    """n_inferences counts the items of batches, n_executions the batches; closed: why batches had no more requests."""
+    """n_inferences counts the items of batches, n_executions the batches; closed: why batches had no more requests.
 
+    first_response: of a decoupled model, from a request's arrival to its first answer
+    """
+
+    stages: _Stages
+    first_response: Histogram | None = None
     n_inferences: int = 0
     n_executions: int = 0
     last_inference_ms: int = 0  # since 1970
-    stages: dict[str, Duration] = field(default_factory=lambda: _durations(STAGES))
     by_size: dict[int, dict[str, Duration]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     closed: Counter[Closed] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, config: ModelConfig, measures: Measures, *, is_decoupled: bool) -> "Statistics":
+        measured = {stage: measures.stage(family, config) for stage, family in HISTOGRAMS.items()}
+        if measures.summary_latencies:
+            measured |= {stage: measures.stage("", config) for stage in ("cache_hit", "cache_miss")}
+        stages: _Stages = {stage: measured.get(stage) or Duration() for stage in STAGES}
+        return cls(stages, measures.first_response(config) if is_decoupled else None)
 
     def answered(self, request: InferRequest, done_ns: int) -> None:
         """One request came to its regular end."""
@@ -53,6 +54,13 @@ class Statistics:
         self.stages["success"].add(done_ns - request.received_ns)
         self.stages["queue"].add(request.started_ns - request.queued_ns)
         _add_computing(self.stages, request, done_ns)
+
+    def answered_again(self, request: InferRequest, began_ns: int, done_ns: int) -> None:
+        """Out of the cache, for which it was looked since `began_ns`: nothing was inferred."""
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.stages["success"].add(done_ns - request.received_ns)
+        self.stages["queue"].add(0)
+        self.stages["cache_hit"].add(done_ns - began_ns)
 
     def answered_alone(self, request: InferRequest, batch: Batch, done_ns: int) -> None:
         """`executed` and `answered` of a batch of one request that was begun as it came."""
@@ -64,8 +72,8 @@ class Statistics:
         self.closed[batch.closed] += 1
         sized = self.by_size.get(n_items)
         if sized is None:
-            sized = self.by_size[n_items] = _durations(COMPUTE)
-        stages["queue"].count += 1
+            sized = self.by_size[n_items] = _durations()
+        stages["queue"].add(0)
         for stage, ns in (("compute_input", begin - request.started_ns), ("compute_infer", end - begin),
                           ("compute_output", done_ns - end)):  # fmt: skip
             stages[stage].add(ns)
@@ -82,7 +90,7 @@ class Statistics:
         self.closed[batch.closed] += 1
         sized = self.by_size.get(batch.size)
         if sized is None:
-            sized = self.by_size[batch.size] = _durations(COMPUTE)
+            sized = self.by_size[batch.size] = _durations()
         _add_computing(sized, batch.requests[0], done_ns)
 
     def told(self, name: str, version: int) -> dict[str, Any]:
@@ -104,7 +112,7 @@ class Statistics:
         }
 
 
-def _add_computing(to: dict[str, Duration], request: InferRequest, done_ns: int) -> None:
+def _add_computing(to: Mapping[str, Duration | Measured], request: InferRequest, done_ns: int) -> None:
     """Input, inference and output; a backend that does not tell them apart has only the second."""
     begin = request.computing_ns or request.started_ns
     end = request.computed_ns or done_ns

@@ -18,6 +18,7 @@ from millrace.serve.wire import CALL, header, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
+_SETTINGS = ("/v2/trace/setting", "/v2/logging")
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
@@ -111,4 +112,4 @@ def route_of(path: str) -> _Route:
     if parts[2:3] == ["models"] and len(parts) > 3 and parts[3] != "stats":
         last = parts[-1] if parts[-1] in ("infer", "ready", "config", "stats", "generate", "generate_stream") else ""
         return _Route("/v2/models/{model}" + (f"/{last}" if last else ""))
-    return _Route(path if path in ("/v2", "/v2/models/stats", *_OPEN, "/v2/repository/index") else "/v2")
+    return _Route(path if path in ("/v2", "/v2/models/stats", *_OPEN, *_SETTINGS, "/v2/repository/index") else "/v2")

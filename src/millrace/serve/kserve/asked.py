@@ -4,10 +4,13 @@ Values have a wrong type in each protocol's own words, so that whoever reads the
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from millrace.errors import nearest
+from millrace.serve.inference.brought import PREFIX
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 
@@ -17,10 +20,6 @@ NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
 # Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
 # a count), "any" (of those that are the model's own)
 Wrong = Callable[[str, str], StatusError]
-
-
-def not_yet(what: str) -> StatusError:
-    return StatusError(Code.UNSUPPORTED, f"{what} is not supported yet")
 
 
 def version_of(text: str) -> int:
@@ -67,14 +66,37 @@ def output_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def given_config(parameters: Mapping[str, Any], wrong: Wrong) -> dict[str, Any] | None:
-    """What a load brings in place of config.pbtxt. raises StatusError"""
+@dataclass(slots=True)
+class Load:
+    """config, files: as `ModelRepository.load` takes them. dry_run: nothing is loaded, and what would change is told"""
+
+    config: dict[str, Any] | None = None
+    files: dict[str, bytes | str] = field(default_factory=dict)
+    dry_run: bool = False
+
+
+def load_of(parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
+    """What a load brings. file_type: what the protocol has files as, bytes or base64 in a string. raises StatusError"""
+    found = Load()
     for key, value in parameters.items():
-        if key != "config":
-            raise not_yet(f"load parameter '{key}'")
-        if not isinstance(value, str):
-            raise wrong(key, "string")
-    return json_object(parameters["config"].encode("utf-8", "surrogatepass")) if "config" in parameters else None
+        if key.startswith(PREFIX):
+            if not isinstance(value, file_type):
+                raise wrong(key, "file")
+            found.files[key.removeprefix(PREFIX)] = value
+        elif key == "config":
+            if not isinstance(value, str):
+                raise wrong(key, "string")
+            found.config = json_object(value.encode("utf-8", "surrogatepass"))
+        elif key == "dry_run":
+            if not isinstance(value, bool):
+                raise wrong(key, "boolean")
+            found.dry_run = value
+        else:
+            known = ("config", "dry_run", f"{PREFIX}VERSION/NAME")
+            raise invalid(f"unrecognized load parameter '{key:.80}'; {nearest(key, known)}")
+    if found.dry_run and found.files:
+        raise StatusError(Code.UNSUPPORTED, "a dry run takes no files: it says what the repository's would change")
+    return found
 
 
 def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:

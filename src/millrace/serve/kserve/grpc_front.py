@@ -12,7 +12,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve import asked, told
+from millrace.serve.kserve import adjusted, asked, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
 from millrace.serve.kserve.messages import config_message, message
@@ -24,8 +24,8 @@ ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryM
 SHARED = tuple(
     f"{kind}SharedMemory{action}" for kind in ("System", "Cuda") for action in ("Status", "Register", "Unregister")
 )
-NOT_YET = {"LogSettings": "logging", "TraceSetting": "trace/setting"}  # as over HTTP
-_EXPECTED = {"string": "string_param", "boolean": "bool_param"}
+ADJUSTED = ("LogSettings", "TraceSetting")
+_EXPECTED = {"string": "string_param", "boolean": "bool_param", "file": "bytes_param"}
 _SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
 _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are called there
 
@@ -66,8 +66,8 @@ class Front:
                 return written(name, found)
         if name in SHARED:
             return written(name, self._of_shared(name, data))
-        if name in NOT_YET:
-            raise asked.not_yet(NOT_YET[name])
+        if name in ADJUSTED:
+            return written(name, self._adjusted(name, read(f"{name}Request", data)))
         request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
         return written("HealthCheck" if name == "Check" else name, self._calls[name](request))
 
@@ -137,6 +137,19 @@ class Front:
             del one["batch_closed"]  # ours, for which the protocol has no field
         return {"model_stats": found}
 
+    # ------------------------------------------------------------------ settings
+
+    def _adjusted(self, name: str, request: Any) -> Any:
+        """Looked up, and changed where there are any in the request. raises StatusError"""
+        if name == "LogSettings":
+            change = dict(plain(request.settings))
+            kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
+            logged = adjusted.log(self._repository.common.log, change)
+            return {"settings": {key: {kinds[type(value)]: value} for key, value in logged.items()}}
+        said = {key: _said(key, list(one.value)) for key, one in request.settings.items()}
+        traced = adjusted.trace(self._repository, request.model_name, said)
+        return {"settings": {k: {"value": v if isinstance(v, list) else [v]} for k, v in traced.items()}}
+
     # ------------------------------------------------------------------ shared memory
 
     def _of_shared(self, name: str, data: bytes) -> Any:
@@ -161,7 +174,10 @@ class Front:
             return {"models": await self._repository.index(request.ready)}
         parameters = dict(plain(request.parameters))
         if name == "RepositoryModelLoad":
-            await self._repository.load(request.model_name, asked.given_config(parameters, _wrong))
+            load = asked.load_of(parameters, _wrong, bytes)
+            if load.dry_run:
+                raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
+            await self._repository.load(request.model_name, load.config, load.files)
         else:
             with_members = asked.unloads_members(parameters, _wrong)
             await self._repository.unload(request.model_name, with_members=with_members)
@@ -185,7 +201,16 @@ def _version(text: str) -> int | None:
     return asked.version_of(text) if text else None
 
 
+def _said(key: str, values: list[str]) -> list[str] | str | None:
+    """A trace setting as it stands in JSON; None: cleared. raises StatusError"""
+    if key == "trace_level" or not values:
+        return values or None
+    if len(values) > 1:
+        raise invalid(f"expect only 1 value for '{key:.80}'")
+    return values[0]
+
+
 def _wrong(key: str, wanted: str) -> StatusError:
-    if key == "config":
+    if key == "config" or wanted == "file":
         return invalid(f"invalid value type for load parameter '{key}', expected {_EXPECTED[wanted]}.")
     return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")

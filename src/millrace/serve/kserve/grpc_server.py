@@ -17,7 +17,7 @@ from millrace.serve.backend import Models
 from millrace.serve.errors import BUG, HttpError, problem_of
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.grpc_front import ADMITTED, NOT_YET, OPEN, SHARED, Front
+from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Front
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
@@ -35,7 +35,7 @@ STATUS = {
 _STREAM = "ModelStreamInfer"
 _UNARY = (
     "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics",
-    "ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", *SHARED, *NOT_YET,
+    "ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", *SHARED, *ADJUSTED,
 )  # fmt: skip
 _INFER = f"{SERVICE}ModelInfer"
 _HEALTH = "/grpc.health.v1.Health/"

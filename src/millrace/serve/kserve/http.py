@@ -14,7 +14,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve import asked, encoding, told
+from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
 from millrace.serve.kserve.infer_body import HEADER, read_infer
@@ -117,8 +117,10 @@ class Front:
                 return await self._of_repository(request, rest)
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
                 return self._of_shared(request, parts[0], rest)
-            case ["logging"] | ["trace", "setting"]:
-                raise asked.not_yet("/".join(parts))
+            case ["logging"]:
+                return json_reply(adjusted.log(self._repository.common.log, _change(request)))
+            case ["trace", "setting"]:
+                return json_reply(adjusted.trace(self._repository, "", _change(request)))
         raise _NoSuchPath
 
     def _of_server(self, request: Request, parts: list[str]) -> Reply:
@@ -132,6 +134,10 @@ class Front:
     async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> Reply:
         if action and action not in _OF_MODEL:
             raise _NoSuchPath
+        if action == "trace/setting":
+            if version is not None:
+                raise _NoSuchPath
+            return json_reply(adjusted.trace(self._repository, name, _change(request)))
         _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
         if action == "ready":
             return self._model_ready(name, version)
@@ -145,9 +151,7 @@ class Front:
                 return json_reply({"model_stats": told.statistics(self._repository, name, version)})
             case "":
                 return json_reply(told.metadata(model, self._repository.versions(name)))
-            case "generate" | "generate_stream":
-                return await self._generate(request, model, streamed=action == "generate_stream")
-        raise asked.not_yet(action)
+        return await self._generate(request, model, streamed=action == "generate_stream")
 
     def _model_ready(self, name: str, version: int | None) -> Reply:
         try:
@@ -168,7 +172,7 @@ class Front:
         def read() -> Any:
             return read_infer(body, n_json, model.name, model.checker, self._shared)
 
-        n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
+        n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
         response = await model.infer(asking)
@@ -244,18 +248,22 @@ class Front:
                 _only("POST", request)
                 if of_one:
                     raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
-                await self._control(_name(name), action, asked.json_object(request.body))
-                return Reply(200, b"", [(b"content-type", _JSON)])
+                body = await self._aside(lambda: asked.json_object(request.body), len(request.body))
+                return await self._control(_name(name), action, body)
         raise _NoSuchPath
 
-    async def _control(self, name: str, action: str, body: dict[str, Any]) -> None:
+    async def _control(self, name: str, action: str, body: dict[str, Any]) -> Reply:
         parameters = body.get("parameters", {})
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
-        if action == "load":
-            await self._repository.load(name, asked.given_config(parameters, _wrong))
-            return
-        await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
+        if action == "unload":
+            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
+            return Reply(200, b"", [(b"content-type", _JSON)])
+        load = asked.load_of(parameters, _wrong, str)
+        if load.dry_run:
+            return json_reply(await self._repository.would_load(name, load.config))
+        await self._repository.load(name, load.config, load.files)
+        return Reply(200, b"", [(b"content-type", _JSON)])
 
 
 _SHARED_ACTIONS = ("status", "register", "unregister")
@@ -275,6 +283,13 @@ def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
     return key, offset, size
+
+
+def _change(request: Request) -> dict[str, Any] | None:
+    """Of settings; None where they are only looked up. raises StatusError"""
+    if request.method not in ("GET", "POST"):
+        raise _WrongMethod
+    return asked.json_object(request.body) if request.method == "POST" else None
 
 
 def _only(method: str, request: Request) -> None:
@@ -313,5 +328,6 @@ def header_length(said: bytes | None) -> int | None:
 
 def _wrong(key: str, wanted: str) -> StatusError:
     """Of a parameter of a load or an unload, in the words of Triton's JSON."""
+    wanted = "string" if wanted == "file" else wanted
     what = f"attempt to access JSON non-{wanted} as {wanted}"
     return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {what}" if key == "unload_dependents" else what)

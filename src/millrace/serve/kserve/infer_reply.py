@@ -10,9 +10,7 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve.infer_body import Wanted
-from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, Tensor, objects
-
-WIRE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+from millrace.serve.kserve.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, objects
 
 
 def told_outputs(

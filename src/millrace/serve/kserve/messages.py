@@ -77,10 +77,20 @@ SystemSharedMemoryRegisterRequest: string name 1, string key 2, uint64 offset 3,
 SystemSharedMemoryRegisterResponse:
 SystemSharedMemoryUnregisterRequest: string name 1
 SystemSharedMemoryUnregisterResponse:
+TraceSettingRequest: map:TraceSettingRequest.SettingValue settings 1, string model_name 2
+TraceSettingRequest.SettingValue: *string value 1
+TraceSettingResponse: map:TraceSettingResponse.SettingValue settings 1
+TraceSettingResponse.SettingValue: *string value 1
+LogSettingsRequest: map:LogSettingsRequest.SettingValue settings 1
+LogSettingsRequest.SettingValue: bool bool_param 1, uint32 uint32_param 2, string string_param 3
+LogSettingsResponse: map:LogSettingsResponse.SettingValue settings 1
+LogSettingsResponse.SettingValue: bool bool_param 1, uint32 uint32_param 2, string string_param 3
 HealthCheckRequest: string service 1
 HealthCheckResponse: int32 status 1
 """
-_ONE_OF = ("InferParameter", "ModelRepositoryParameter")  # of whose fields one is set
+# Of whose fields one is set.
+_ONE_OF = ("InferParameter", "ModelRepositoryParameter", "LogSettingsRequest.SettingValue",
+           "LogSettingsResponse.SettingValue")  # fmt: skip
 CONTENTS = {  # where values are that are not raw; FP16 and BF16 have no such place
     "BOOL": "bool_contents", "INT64": "int64_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
     "FP64": "fp64_contents", "BYTES": "bytes_contents", **dict.fromkeys(("INT32", "INT16", "INT8"), "int_contents"),

@@ -22,6 +22,7 @@ DTYPES: dict[str, Any] = {
     "INT64": np.dtype("<i8"), "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"),
     "BF16": ml_dtypes.bfloat16, BYTES: np.object_,
 }  # fmt: skip
+WIRE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 MOST_DIMENSIONS, MOST_ELEMENTS = 32, 1 << 32
 ONLY_BINARY = ("FP16", "BF16")  # have no form in JSON
 _FLOATS = ("FP16", "FP32", "FP64", "BF16")

@@ -12,6 +12,7 @@ VERSION = "2.73.0"
 EXTENSIONS = (
     "classification", "sequence", "sequence(string_id)", "model_repository", "model_repository(unload_dependents)",
     "schedule_policy", "model_configuration", "binary_tensor_data", "parameters", "statistics",
+    "trace", "logging",
 )  # fmt: skip
 
 

@@ -3,9 +3,12 @@
 Triton stops at the first; here all are said, each with the path of what it is about. Ensembles: `ensembles.py`.
 """
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from millrace.errors import nearest
 from millrace.serve.repository.bind import Path_
 from millrace.serve.repository.config import (
     BatchInput,
@@ -24,6 +27,15 @@ _CORRID_TYPES = tuple(DataType[f"TYPE_{t}"] for t in ("UINT64", "INT64", "UINT32
 _MOST_ELEMENTS = 1 << 64
 _MOST_INSTANCES = 1024  # each has a thread
 _NONE = "a model for the CPU"
+# Families of histograms, by the stage that each is of; `model_metrics` may give them buckets of its own.
+HISTOGRAMS = {
+    "success": "nv_inference_request_duration_histogram_us", "queue": "nv_inference_queue_duration_histogram_us",
+    "compute_input": "nv_inference_compute_input_duration_histogram_us",
+    "compute_infer": "nv_inference_compute_infer_duration_histogram_us",
+    "compute_output": "nv_inference_compute_output_duration_histogram_us",
+}  # fmt: skip
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+_FAMILIES = (*HISTOGRAMS.values(), FIRST_RESPONSE)
 _NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace")  # backends that are here, and take no such
 
 
@@ -328,14 +340,28 @@ def _instances(config: ModelConfig) -> Iterator[Broken]:
 def _metrics(config: ModelConfig) -> Iterator[Broken]:
     for i, control in enumerate(config.model_metrics.metric_control if config.model_metrics else ()):
         what = ""
+        buckets = control.histogram_options.buckets if control.histogram_options else ()
         if control.metric_identifier is None:
             what = "metric control must specify 'metric_identifier'"
         elif not control.metric_identifier.family:
             what = "metric identifier must specify non-empty 'family'"
         elif control.histogram_options is None:
             what = "metric control must specify 'histogram_options'"
-        elif not control.histogram_options.buckets:
+        elif not buckets:
             what = "histogram options must specify non-empty 'buckets'"
+        path: Path_ = ("model_metrics", "metric_control", i)
         if what:
             expected = "metric_identifier { family: ... } histogram_options { buckets: [ ... ] }"
-            yield Broken(("model_metrics", "metric_control", i), what, expected, "add it")
+            yield Broken(path, what, expected, "add it")
+            continue
+        family = control.metric_identifier.family if control.metric_identifier else ""
+        if family not in _FAMILIES:
+            what = f"metric family '{family}' is no histogram of the server's"
+            yield Broken((*path, "metric_identifier", "family"), what, nearest(family, _FAMILIES), "correct it")
+        if list(buckets) != sorted(set(buckets)) or not all(map(math.isfinite, buckets)):
+            where = (*path, "histogram_options", "buckets")
+            yield Broken(where, "histogram options must have 'buckets' in ascending order", "each once", "order them")
+    for name in config.metric_tags:
+        if not re.fullmatch("[A-Za-z0-9_]+", name):
+            mend = "letters, digits and _"
+            yield Broken(("metric_tags", name), f"metric tag '{name}' can be no label of a metric", mend, "rename it")

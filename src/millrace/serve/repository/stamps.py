@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace.serve.repository.folders import leaves, model_names
 
+_Files = frozenset[tuple[str, int, int]]
 _MOST_FILES = 10_000  # of one model
 
 
@@ -18,6 +19,12 @@ def stamps(roots: Sequence[Path]) -> dict[str, object]:
         with os.scandir(root):
             pass
     return {name: stamp(roots, name) for name in model_names(roots)}
+
+
+def changed_files(before: object, after: object) -> list[str]:
+    """Paths that are not in both of two stamps of a model, or are not the same."""
+    old, new = (_Files(found if isinstance(found, tuple) else ()) for found in (before, after))
+    return sorted({path for path, *_ in old ^ new})
 
 
 def stamp(roots: Sequence[Path], name: str) -> object:

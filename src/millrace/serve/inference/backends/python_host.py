@@ -2,11 +2,12 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from millrace.serve.inference.backend import InstanceGiven
+from millrace.serve.inference.brought import PREFIX
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.guest.errors import CODES, TritonError, TritonModelException
 from millrace.serve.inference.guest.host import Answer, Asked, Asking, Host, Incoming, Receive, Waits
@@ -94,8 +95,8 @@ class ServerHost(Host):
         name = str(told["name"])
         try:
             if what == "load":
-                config = _config(told["config"], told["files"])
-                work = self._others.load(self.model, bool(told["is_loading"]), name, config)
+                config, files = _config(told["config"]), _files(told["files"])
+                work = self._others.load(self.model, bool(told["is_loading"]), name, config, files)
                 return self._others.wait_for(work)
             if what == "unload":
                 return self._others.wait_for(self._others.unload(name, told["with_members"]))
@@ -147,10 +148,15 @@ def _given(name: str, array: Array) -> Given:
     return Given(name, named_type(name, array), array.shape, array)
 
 
-def _config(text: str, files: Sequence[str]) -> dict[str, Any] | None:
+def _files(told: Mapping[str, str]) -> dict[str, bytes | str]:
     """raises TritonModelException"""
-    if files:
-        raise TritonModelException("files of a load are not supported yet: the model is read from its folder")
+    if wrong := next((name for name in told if not name.startswith(PREFIX)), None):
+        raise TritonModelException(f"'{wrong:.80}' is no file of a load: names are like {PREFIX}1/model.onnx")
+    return {name.removeprefix(PREFIX): data for name, data in told.items()}
+
+
+def _config(text: str) -> dict[str, Any] | None:
+    """raises TritonModelException"""
     if not text:
         return None
     try:

@@ -108,8 +108,8 @@ class Host(ABC):
     def control(self, what: str, **told: Any) -> Any:
         """`load`, `unload` or `is_ready` a model, and wait until it is done. raises TritonModelException"""
 
-    def load(self, name: str, config: str, files: Sequence[str]) -> None:
-        """raises TritonModelException"""
+    def load(self, name: str, config: str, files: Mapping[str, str]) -> None:
+        """files: in base64. raises TritonModelException"""
         is_loading = not self.is_executing and not self.is_closing
         self.control("load", name=name, config=config, files=files, is_loading=is_loading)
 

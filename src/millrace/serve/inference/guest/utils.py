@@ -1,5 +1,6 @@
 """What a model.py imports as `triton_python_backend_utils`: a module of its own for each instance."""
 
+import base64
 import logging
 from collections.abc import Mapping
 from types import ModuleType
@@ -117,8 +118,9 @@ def utils_of(host: Host | None) -> ModuleType:
     made = ModuleType(NAMES[0], "What a model of Triton's Python backend imports.")
 
     def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-        """raises TritonModelException"""
-        here(host, "a model").load(model_name, config, sorted(files or ()))
+        """files: by names like file:1/model.onnx. raises TritonModelException"""
+        told = {str(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
+        here(host, "a model").load(model_name, config, told)
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
         """raises TritonModelException"""

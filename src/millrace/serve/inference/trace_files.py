@@ -1,0 +1,72 @@
+"""Files of traces: JSON that can be read at any time, and that ends at a number of bytes."""
+
+import logging
+from pathlib import Path
+
+MOST_BYTES = 1 << 30  # of all files of one server
+_BUFFERED = 64  # traces that wait to be written where one file takes all
+_BUFFERED_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+
+class TraceFiles:
+    """Of one server. A file that cannot be written, or too many bytes, end tracing and not the server."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, _TraceFile] = {}
+        self._n_bytes, self.is_full = 0, False
+
+    def add(self, path: str, frequency: int, records: list[bytes]) -> None:
+        """One trace. frequency: so many make a file of their own, PATH.0, PATH.1, ...; 0: all are in one"""
+        if self.is_full:
+            return
+        file = self._files.setdefault(path, _TraceFile(path))
+        file.records += records
+        file.n_traces += 1
+        file.n_buffered_bytes += sum(map(len, records))
+        if file.n_traces >= (frequency or _BUFFERED) or file.n_buffered_bytes > _BUFFERED_BYTES:
+            self._write(file, is_own=frequency > 0)
+
+    def write(self) -> None:
+        """What is not written yet."""
+        for file in self._files.values():
+            self._write(file, is_own=file.n_files > 0)
+
+    def _write(self, file: "_TraceFile", *, is_own: bool) -> None:
+        if not file.records or self.is_full:
+            return
+        try:
+            self._n_bytes += file.write(is_own)
+        except OSError as error:
+            self._end(f"{file.path} cannot be written ({error.strerror})")
+        if self._n_bytes > MOST_BYTES:
+            self._end(f"the files have {MOST_BYTES} bytes")
+
+    def _end(self, why: str) -> None:
+        self.is_full = True
+        log.warning("nothing more is traced: %s", why)
+
+
+class _TraceFile:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.records: list[bytes] = []
+        self.n_traces = self.n_buffered_bytes = 0
+        self.n_files = 0  # that have some of them
+        self._is_begun = False  # the one that has all
+
+    def write(self, is_own: bool) -> int:
+        """So many bytes. raises OSError"""
+        data = b",\n".join(self.records)
+        self.records, self.n_traces, self.n_buffered_bytes = [], 0, 0
+        if is_own:
+            Path(f"{self.path}.{self.n_files}").write_bytes(b"[%b]" % data)
+            self.n_files += 1
+        elif self._is_begun:
+            with Path(self.path).open("r+b") as opened:
+                opened.seek(-1, 2)  # onto the bracket that ends it
+                opened.write(b",\n%b]" % data)
+        else:
+            Path(self.path).write_bytes(b"[%b]" % data)
+            self._is_begun = True
+        return len(data)
