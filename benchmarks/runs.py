@@ -169,9 +169,13 @@ def kl_of(model: str, described: Result) -> float | None:
 
 def kl_class(engine: str, numbers: Numbers) -> float | None:
     """Of an engine that was timed, on the real model: of these very numbers, else of the peer that makes its weights
-    in the same way (`benchmarks.recipes`; where rows do not divide into its blocks, of those that it falls back to)."""
+    in the same way (`benchmarks.recipes`; where rows do not divide into its blocks, of those that it falls back to; where
+    it chose other activations for other work, the largest that is known)."""
     found = accuracy().get(REAL, {}).get(numbers)
-    return made_alike().get((engine, numbers.activations)) if found is None else found
+    if found is not None:
+        return found
+    known = (made_alike().get((engine, one)) for one in numbers.activations.split(" or "))
+    return max((kl for kl in known if kl is not None), default=None)
 
 
 @cache

@@ -147,6 +147,7 @@ def test_a_peer_has_the_price_of_weights_that_are_made_alike(tmp_path: Path) -> 
     asked = Numbers("Q4_K", "int8, groups of 32", "Q6_K")
     assert runs.kl_class("llama.cpp-q4_k_m", asked) == 0.066
     assert runs.kl_class("llama.cpp-q4_k_m", Numbers("Q4_K", "int8, groups of 256", "Q6_K")) is None
+    assert runs.kl_class("llama.cpp-q4_k_m", Numbers("Q4_K", "bf16 or int8, groups of 32", "Q6_K")) == 0.066
     assert runs.kl_class("llama.cpp-q4_0", asked) is None
     assert runs.kl_class("anyone", Numbers.of(OURS)) == 0.0011, "of these very numbers"
 
