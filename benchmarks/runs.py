@@ -169,8 +169,8 @@ def kl_of(model: str, described: Result) -> float | None:
 
 def kl_class(engine: str, numbers: Numbers) -> float | None:
     """Of an engine that was timed, on the real model: of these very numbers, else of the peer that makes its weights
-    in the same way (`benchmarks.recipes`; where rows do not divide into its blocks, of those that it falls back to; where
-    it chose other activations for other work, the largest that is known)."""
+    in the same way (`benchmarks.recipes`; where rows do not divide into its blocks, of those that it falls back to;
+    where it chose other activations for other work, the largest that is known)."""
     found = accuracy().get(REAL, {}).get(numbers)
     if found is not None:
         return found
