@@ -94,7 +94,9 @@ class Call:
 
     def __exit__(self, *_: object) -> None:
         self.answers_later = True  # what is cancelled may be computed for a while
-        if self.ended is not None and self._request.trace is not None:
+        if self._request.trace is None:
+            self._request.came = None  # which would hold each other
+        elif self.ended is not None:
             if len(self.times) == 3:
                 self.times.append(time.monotonic_ns())
             self._tracer.write(self._request, *self.ended)
@@ -208,6 +210,7 @@ class Tracer:
         trace, request.trace = request.trace, None
         assert isinstance(trace, Trace), "it is traced"
         records = [msgspec.json.encode(one) for one in _records(trace, request, model, version, done_ns, error)]
+        request.came = None
         self._files.add(trace.sampler.file, trace.sampler.frequency, records)
 
     def came(self, request: InferRequest, prefix: str, began_ns: int) -> None:
