@@ -187,6 +187,8 @@ MISFITS = [
      "2 which has no loaded version: Request for unknown model: 'm' version 2 is not found"),
     (through("one", "one").replace("8", "0"), "ensemble 'e' has 2 decoupled models, one, one; at most one "
      "is supported"),
+    (through("one").replace("8", "0") + "response_cache { enable: true }", "Response Cache does not currently support "
+     "model e with 'decoupled' transaction policy. Please disable the response cache."),
 ]  # fmt: skip
 
 

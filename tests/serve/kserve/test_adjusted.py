@@ -11,7 +11,7 @@ import pytest
 
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.log_switches import LogSwitches
-from tests.support.kserve_grpc import Client, connected, refusal
+from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, in_process, write_models
 from tests.support.server import Threaded
 
@@ -121,6 +121,38 @@ def test_what_is_traced_is_in_the_file_once_settings_change(server: Threaded, fi
     assert http(server, "trace/setting", {"trace_level": ["OFF"]})[0] == 200
     ids = [record["request_id"] for record in json.loads(file.read_text()) if "request_id" in record]
     assert ids[-3:] == ["r0", "r1", "r2"]
+
+
+FRONT = {
+    "http": ["HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END"],
+    "grpc": ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"],
+}
+
+
+@pytest.mark.parametrize("protocol", FRONT)
+def test_a_trace_has_the_protocols_times(server: Threaded, client: Client, file: Path, protocol: str) -> None:
+    if protocol == "http":
+        tensors = [{"name": f"INPUT{i}", "shape": [1, 16], "datatype": "INT32", "data": [1] * 16} for i in range(2)]
+        assert httpx.post(f"{server.url}/v2/models/simple/infer", json={"inputs": tensors}).status_code == 200
+    else:
+        inputs = [one("INT32", [1, 16], f"INPUT{i}") for i in range(2)]
+        client.infer("simple", inputs, [bytes(64)] * 2)
+    assert http(server, "trace/setting", {"trace_level": ["OFF"]})[0] == 200
+    times = {t["name"]: t["ns"] for t in json.loads(file.read_text())[-1]["timestamps"]}
+    first, read, begun, sent = (times[name] for name in FRONT[protocol])
+    assert first <= read <= times["REQUEST_START"] <= times["REQUEST_END"] <= begun <= sent
+    assert sent - first < 5e9
+
+
+def test_what_a_stream_answers_is_traced_too(server: Threaded, client: Client, file: Path) -> None:
+    inputs = [one("INT32", [1, 16], f"INPUT{i}") for i in range(2)]
+    (answer,) = client.stream(iter([request("simple", inputs, [bytes(64)] * 2, id="streamed")]))
+    assert answer.infer_response.id == "streamed"
+    assert http(server, "trace/setting", {"trace_level": ["OFF"]})[0] == 200
+    *_, head, last = json.loads(file.read_text())
+    assert head["request_id"] == "streamed"
+    names = [t["name"] for t in last["timestamps"]]
+    assert names[0] == "REQUEST_START" and names[-2:] == FRONT["grpc"][:2]
 
 
 def test_extensions_are_told(server: Threaded) -> None:

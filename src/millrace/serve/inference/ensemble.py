@@ -15,7 +15,7 @@ from millrace.serve.inference.check import Given
 from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
-from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.steps import Flow, check_steps, find_members, steps_of
 from millrace.serve.kserve.infer_reply import named_type
 from millrace.serve.kserve.tensors import Array
@@ -65,8 +65,11 @@ class Ensemble(Model):
         if self.n_steps > _MOST_STEPS:
             what = f"{what} {self.n_steps} steps, with those of its ensembles, at most {_MOST_STEPS} are supported"
             raise StatusError(Code.UNSUPPORTED, what)
-        said = self._of.config.model_transaction_policy
+        said, cached = self._of.config.model_transaction_policy, self._of.config.response_cache
         self.is_decoupled = any(m.is_decoupled for m in members.values()) or bool(said and said.decoupled)
+        if self.is_decoupled and cached is not None and cached.enable:
+            what = f"Response Cache does not currently support model {self.name} with 'decoupled' transaction policy"
+            raise invalid(f"{what}. Please disable the response cache.")
         self.config = replace(
             self._of.config, model_transaction_policy=TransactionPolicy(decoupled=True) if self.is_decoupled else said
         )

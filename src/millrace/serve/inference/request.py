@@ -37,10 +37,10 @@ class InferRequest:
     """
 
     __slots__ = (
-        "_watchers", "again_by", "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id",
-        "deadline_ns", "digest", "finished", "flags", "id", "inputs", "is_inner", "n_responses", "outputs",
-        "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns", "send_by", "sequence", "shape_key",
-        "started_ns", "timeout_us", "trace",
+        "_watchers", "again_by", "batch", "batch_size", "came", "cancelled", "computed_ns", "computing_ns",
+        "correlation_id", "deadline_ns", "digest", "finished", "flags", "id", "inputs", "is_inner", "n_responses",
+        "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns", "send_by", "sequence",
+        "shape_key", "started_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -58,6 +58,7 @@ class InferRequest:
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
+        self.came: Any = None  # `tracing.Call` that it came by, where anything is traced
         self.trace: Any = None  # `tracing.Trace` where it is traced
         self.send_by: Sender = _nobody
         self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again

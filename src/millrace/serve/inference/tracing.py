@@ -4,6 +4,7 @@ Settings of a model stand before the server's, these before those of the command
 """
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,42 @@ class Trace:
     def responded(self, response: InferResponse) -> None:
         if "TENSORS" in self.sampler.level and len(self.outputs) < _MOST_VALUES:
             self.outputs += response.outputs.items()
+
+
+class Call:
+    """Around what a protocol does for one request: when it came, and when its answer was written."""
+
+    __slots__ = ("_request", "_tracer", "answers_later", "ended", "prefix", "times")
+
+    def __init__(self, tracer: "Tracer", request: InferRequest, prefix: str, began_ns: int) -> None:
+        """Its reading has ended. prefix: HTTP or GRPC"""
+        self._tracer, self._request, self.prefix = tracer, request, prefix
+        self.times = [began_ns, time.monotonic_ns()]
+        self.ended: tuple[str, int, int, StatusError | None] | None = None  # of its model; the trace waits for `exit`
+        self.answers_later = False  # by a stream, whose end nobody waits for
+
+    def __enter__(self) -> "Call":
+        if self._tracer.is_on:
+            self._request.came = self
+        return self
+
+    def answered(self) -> None:
+        """By its model; it is written now."""
+        self.times.append(time.monotonic_ns())
+
+    def __exit__(self, *_: object) -> None:
+        self.answers_later = True  # what is cancelled may be computed for a while
+        if self._request.trace is None:
+            self._request.came = None  # which would hold each other
+        elif self.ended is not None:
+            if len(self.times) == 3:
+                self.times.append(time.monotonic_ns())
+            self._tracer.write(self._request, *self.ended)
+
+    def told(self) -> list[tuple[str, int]]:
+        waits = "RECV" if self.prefix == "HTTP" else "WAITREAD"
+        names = f"{waits}_START", f"{waits}_END", "SEND_START", "SEND_END"
+        return [(f"{self.prefix}_{name}", ns) for name, ns in zip(names, self.times, strict=False)]
 
 
 class Tracer:
@@ -163,10 +200,24 @@ class Tracer:
             request.trace = Trace(next(self._ids), outer.trace.sampler, outer.trace.id)
 
     def end(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
+        call = request.came
+        if isinstance(call, Call) and not call.answers_later:
+            call.ended = model, version, done_ns, error
+        else:
+            self.write(request, model, version, done_ns, error)
+
+    def write(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
         trace, request.trace = request.trace, None
         assert isinstance(trace, Trace), "it is traced"
         records = [msgspec.json.encode(one) for one in _records(trace, request, model, version, done_ns, error)]
+        request.came = None
         self._files.add(trace.sampler.file, trace.sampler.frequency, records)
+
+    def came(self, request: InferRequest, prefix: str, began_ns: int) -> None:
+        """By a stream, or by what is answered like one."""
+        if self.is_on:
+            request.came = Call(self, request, prefix, began_ns)
+            request.came.answers_later = True
 
     def close(self) -> None:
         self._files.write()
@@ -211,7 +262,9 @@ def _records(
             ("COMPUTE_OUTPUT_START", request.computed_ns), ("COMPUTE_END", request.started_ns and done_ns),
             ("INFER_RESPONSE_COMPLETE", 0 if error else done_ns), ("REQUEST_END", done_ns),
         )  # fmt: skip
-        found.append({"id": trace.id, "timestamps": [{"name": name, "ns": ns} for name, ns in told if ns]})
+        around = request.came.told() if isinstance(request.came, Call) else []
+        times = [{"name": name, "ns": ns} for name, ns in (*told, *around) if ns]
+        found.append({"id": trace.id, "timestamps": times})
     if "TENSORS" in trace.sampler.level:
         found += [_tensor(trace.id, "TENSOR_QUEUE_INPUT", *one) for one in request.inputs.items()]
         found += [_tensor(trace.id, "TENSOR_BACKEND_OUTPUT", *one) for one in trace.outputs]

@@ -1,5 +1,6 @@
 """KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
 
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,7 +73,7 @@ class KServe:
         await send({"type": "http.response.body", "body": reply.body})
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
-        call = scope[CALL]
+        call, came_ns = scope[CALL], time.monotonic_ns()
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
                 body = await read_body(scope, receive, self._bodies, incoming, any_type=True)
@@ -85,7 +86,9 @@ class KServe:
                 )
                 return error_reply(400, what.message)
             call.body_bytes = len(body)
-            request = Request(scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming))
+            request = Request(
+                scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming), came_ns
+            )
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))

@@ -3,6 +3,7 @@
 Codes and words of errors are Triton's. `grpc_server.py` joins it to gRPC, `grpc_stream.py` has the stream.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tracing import Call
 from millrace.serve.kserve import adjusted, asked, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
@@ -85,10 +87,12 @@ class Front:
         self, request: Any, model: Model, n_bytes: int, shown: Mapping[str, str]
     ) -> tuple[InferRequest, Wanted]:
         """n_bytes: the request's; shown: of its metadata, what models see. raises StatusError, BusyError"""
+        began_ns = time.monotonic_ns()
         found: tuple[InferRequest, Wanted] = await self._aside(
             lambda: read_infer(request, model, self._shared), n_bytes
         )
         found[0].parameters.update(shown)
+        self._repository.common.tracer.came(found[0], "GRPC", began_ns)
         return found
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
@@ -98,6 +102,7 @@ class Front:
         return data
 
     async def _infer(self, data: bytes, shown: Mapping[str, str]) -> bytes:
+        came_ns = time.monotonic_ns()
         request = await self.decoded(data)
         model = self.model(request)
         if model.is_decoupled:
@@ -105,10 +110,12 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
         asking, wanted = await self.checked(request, model, len(data), shown)
-        response = await model.infer(asking)
-        return await self.packed(
-            response, lambda: response_message(model, asking, response, wanted).SerializeToString()
-        )
+        with Call(self._repository.common.tracer, asking, "GRPC", came_ns) as call:
+            response = await model.infer(asking)
+            call.answered()
+            return await self.packed(
+                response, lambda: response_message(model, asking, response, wanted).SerializeToString()
+            )
 
     # ------------------------------------------------------------------ what is told
 

@@ -14,6 +14,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tracing import Call
 from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
@@ -43,6 +44,7 @@ class Request:
     headers: Mapping[bytes, bytes]
     body: bytes
     grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
+    came_ns: int = 0  # time.monotonic_ns(), before its body
 
 
 @dataclass(slots=True)
@@ -175,9 +177,11 @@ class Front:
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
-        response = await model.infer(asking)
-        n_bytes = held_bytes(response.outputs.values())
-        answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
+        with Call(self._repository.common.tracer, asking, "HTTP", request.came_ns) as call:
+            response = await model.infer(asking)
+            call.answered()
+            n_bytes = held_bytes(response.outputs.values())
+            answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
         found = infer_headers(n_head)
         accepted = headers.get(b"accept-encoding")
         if accepted and (coding := encoding.chosen(accepted.decode("latin-1"))) != "identity":
@@ -190,6 +194,7 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(asked, request)
+        self._repository.common.tracer.came(asked, "HTTP", request.came_ns)
         if not streamed:
             return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
         events = Events(model, asked, self._aside)
