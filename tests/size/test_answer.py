@@ -203,17 +203,6 @@ def test_why_there_is_no_p95_beside() -> None:
     assert found.other is None and "(--no-simulate)" in found.why_no_other
 
 
-def test_calls_in_a_row_have_percentiles() -> None:
-    """More than one call of the same lengths waits for, and with limits on the p95 no fewer systems."""
-    one, row = (plan(**{**COMMON, "simulate": True}, rate=5, pipeline=p) for p in (None, "guard:300/10>answer"))
-    point = row.plan.point
-    assert point.source == Source.SIMULATED and point.p95 is not None and point.sampled is not None
-    assert point.sampled.p99.ttft_s >= point.p95.ttft_s > point.mean.ttft_s > 0 and row.other is not None
-    assert point.rate < one.plan.point.rate and row.operating.mean.ttft_s > one.operating.mean.ttft_s
-    strict = plan(**{**COMMON, "simulate": True}, rate=5, pipeline="guard:300/10>answer", of="p95")
-    assert strict.plan.fractional >= row.plan.fractional * 0.98
-
-
 @pytest.mark.parametrize("more, said", [
     ({"systems": "1", "spare": 1}, "more than those"),
     ({"rate": 5, "hardware": "H1000"}, 'did you mean "h100"'), ({"rate": 5, "model": "llama-3-9b"}, "llama-3-8b"),

@@ -80,6 +80,9 @@ def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
     point = row.at(0.5 * row.full.rate)
     assert point is not None and point.p95 is not None and point.p95.e2e_s > point.mean.e2e_s > alone.e2e_s
     assert point.concurrency == pytest.approx(point.rate * point.mean.e2e_s)
+    behind = row.behind(Traffic("least-loaded"), 3, 0.5 * row.full.rate)
+    assert behind is not None and behind.mean.e2e_s > alone.e2e_s
+    assert behind.sampled is not None and "3 instances" in behind.sampled.how
     assert row.alone_breaks(Limits(ttft_s=0.9 * alone.ttft_s)) == ("TTFT",) and second.ttft_s < 0.5 * alone.ttft_s
     assert not row.alone_breaks(Limits(ttft_s=1.01 * alone.ttft_s, e2e_s=1.01 * alone.e2e_s))
 

@@ -26,7 +26,6 @@ ASKED = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "rate": 4.0, "ttft_ms":
     ({"arrivals": "gamma", "simulate": False}, "--arrivals gamma with --no-simulate"),
     ({"search_s": 9.0, "simulate": False}, "--search-s with --no-simulate"),
     ({"routing": "least-loaded", "measured": "none.csv"}, "--routing least-loaded with --measured"),
-    ({"routing": "least-loaded", "pipeline": "guard>rag"}, "--routing least-loaded with --pipeline"),
     ({"routing": "least-loaded", "arrivals": "closed"}, "--routing least-loaded with --arrivals closed"),
     ({"of": "p95", "simulate": False}, "limits are on the p95, which a closed form does not know"),
 ])  # fmt: skip

@@ -105,8 +105,11 @@ def test_pages_bind_where_they_are_few(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_calls_in_a_row_and_systems_that_are_there(tmp_path: Path) -> None:
-    row = planned(tmp_path, pipeline="guard:60/4>rag:128/32", ttft_ms=5000).plan.point
-    assert row.source == Source.SIMULATED and row.p95 is not None
+    found = planned(tmp_path, pipeline="guard:60/4>rag:128/32", ttft_ms=5000)
+    row = found.plan.point
+    assert row.source == Source.SIMULATED and row.p95 is not None and row.sampled is not None
+    assert row.sampled.p99.ttft_s >= row.p95.ttft_s > row.mean.ttft_s and found.other is not None
+    assert row.rate < planned(tmp_path, ttft_ms=5000).plan.point.rate
     assert row.mean.ttft_s > planned(tmp_path).plan.latency_optimal.mean.ttft_s
     there = planned(tmp_path, rate=None, systems="3")
     assert there.follows.rate == pytest.approx(3 * there.plan.point.rate)

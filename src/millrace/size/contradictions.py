@@ -94,12 +94,8 @@ def _check_hardware(asked: HardwareSettings) -> None:
 def _check_search(question: Question) -> None:
     """What simulations alone make use of, where there are none."""
     search, limits, hardware = question.search, question.limits, question.hardware
-    pipeline = question.request.pipeline
     routed = None if search.routing == "blind" else f"--routing {search.routing}"
-    without = {
-        "--no-simulate": not search.simulate, "--measured": hardware.measured is not None,
-        "--pipeline": pipeline is not None and ">" in pipeline,
-    }  # fmt: skip
+    without = {"--no-simulate": not search.simulate, "--measured": hardware.measured is not None}
     needing = {
         routed: routed is not None, "--arrivals gamma": limits.arrivals == "gamma",
         "--search-s": search.search_s != SEARCH_S,
