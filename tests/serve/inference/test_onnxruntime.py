@@ -193,7 +193,7 @@ def test_settings_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     write(tmp_path, "dense", dense(), DENSE + parameters + "optimization { graph { level: 2 } }")
     read = folders.read_model([tmp_path], "dense", "", None)
     assert read is not None
-    options = backend._options(read.config, 2)
+    options = backend._options(read.config, 1)
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.execution_mode.name == "ORT_PARALLEL" and not options.enable_cpu_mem_arena
     assert options.graph_optimization_level.name == "ORT_DISABLE_ALL"
