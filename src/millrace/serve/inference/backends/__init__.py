@@ -9,6 +9,7 @@ from millrace.serve.inference.backends.identity import IdentityBackend
 from millrace.serve.inference.backends.millrace import EngineBackend
 from millrace.serve.inference.backends.onnxruntime import OnnxRuntimeBackend
 from millrace.serve.inference.backends.python import PythonBackend
+from millrace.serve.inference.backends.pytorch import PytorchBackend
 from millrace.serve.inference.backends.repeat import RepeatBackend
 from millrace.serve.inference.status import Code, StatusError
 
@@ -19,6 +20,7 @@ BACKENDS: dict[str, type[ModelBackend]] = {
     "millrace": EngineBackend,
     "onnxruntime": OnnxRuntimeBackend,
     "python": PythonBackend,
+    "pytorch": PytorchBackend,
     "repeat": RepeatBackend,
 }
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from millrace.errors import nearest
 from millrace.machine.cpu import memory, usable_cores
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.ragged import Ragged, with_batch_inputs
 from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.tensors import Array, objects
 from millrace.serve.repository.config import DynamicBatching, ModelConfig, ModelInput, ModelOutput, Reshape
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.kinds import DataType
@@ -152,6 +155,39 @@ def _unread(config: ModelConfig, key: str, text: str, expected: str) -> StatusEr
     return invalid(f"failed to parse parameter '{key}' of model '{config.name}': '{text:.40}', {expected} is expected")
 
 
+# ---------------------------------------------------------------------- arrays
+
+
+def texts(name: str, array: Array) -> Array:
+    """BYTES as frameworks have them: an array of `str`. raises StatusError"""
+    try:
+        flat = [value.decode() for value in array.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise invalid(f"input '{name}' holds bytes that are no UTF-8: {error}") from None
+    found = np.empty(len(flat), np.object_)
+    found[:] = flat
+    return found.reshape(array.shape)
+
+
+def encoded(array: Array) -> Array:
+    """An array of texts as BYTES; any other as it is."""
+    if array.dtype.kind not in "OUS":
+        return array
+    values = (v if isinstance(v, bytes) else str(v).encode() for v in array.reshape(-1).tolist())
+    return objects(list(values)).reshape(array.shape)
+
+
+def told_column(config: ModelConfig, said: ModelOutput, told: Told) -> Told:
+    """One number for each item, where the configuration has it as a column: `column` makes it one."""
+    is_column = said.dims == (1,) and not said.reshape and told.dims == (-1,) and config.max_batch_size > 0
+    return replace(told, dims=(-1, 1)) if is_column else told
+
+
+def column(array: Array, config: ModelConfig, said: ModelOutput) -> Array:
+    is_column = said.dims == (1,) and not said.reshape and array.ndim == 1 and config.max_batch_size > 0
+    return array.reshape(-1, 1) if is_column else array
+
+
 # ---------------------------------------------------------------------- the file and the configuration
 
 
@@ -194,8 +230,12 @@ def _said(nothing: T, tensor: Told, has_batches: bool) -> T:
     return replace(nothing, name=tensor.name, data_type=DataType[f"TYPE_{tensor.kind}"], dims=dims or (1,))
 
 
-def check(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told], ragged: Ragged) -> None:
-    """config: with all inputs and outputs of the network. raises StatusError where it is not this file's"""
+def check(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told], ragged: Ragged | None = None) -> None:
+    """config: with all inputs and outputs of the network. ragged: of a backend that takes such batches
+
+    raises StatusError where the configuration is not this file's
+    """
+    ragged = ragged or Ragged(replace(config, input=(), batch_input=(), batch_output=()))
     sides = ((config.input, inputs, "input"), (config.output, outputs, "output"))
     for said, there, side in sides:
         known = {tensor.name: tensor for tensor in there}

@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from millrace.machine.cpu import usable_cores
 from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.backends.networks import (
@@ -18,6 +16,7 @@ from millrace.serve.inference.backends.networks import (
     Told,
     check,
     check_size,
+    encoded,
     failing,
     flag,
     missing,
@@ -26,12 +25,13 @@ from millrace.serve.inference.backends.networks import (
     number,
     refuse_accelerators,
     set_parameters,
+    texts,
     with_told,
 )
 from millrace.serve.inference.ragged import with_batch_inputs
 from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.kserve.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.kinds import DataType
 
@@ -71,10 +71,10 @@ class _Network(Batched):
         self._strings = {i.name for i in config.input if i.data_type is DataType.TYPE_STRING}
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        fed = {name: _decoded(name, array) if name in self._strings else array for name, array in inputs.items()}
+        fed = {name: texts(name, array) if name in self._strings else array for name, array in inputs.items()}
         with failing(_WHO):
             found = self._session.run(self._outputs, fed)
-        return {name: _encoded(array) for name, array in zip(self._outputs, found, strict=True)}
+        return {name: encoded(array) for name, array in zip(self._outputs, found, strict=True)}
 
     def close(self) -> None:
         del self._session
@@ -131,20 +131,3 @@ def _options(config: ModelConfig, threads: int) -> Any:
     }
     set_parameters(config, settings, {"session.": options.add_session_config_entry})
     return options
-
-
-def _decoded(name: str, array: Array) -> Array:
-    """BYTES as ONNX has them: texts. raises StatusError"""
-    try:
-        flat: Sequence[str] = [value.decode() for value in array.reshape(-1)]
-    except UnicodeDecodeError as error:
-        raise invalid(f"input '{name}' holds bytes that are no UTF-8: {error}") from None
-    found = np.empty(len(flat), np.object_)
-    found[:] = flat
-    return found.reshape(array.shape)
-
-
-def _encoded(array: Array) -> Array:
-    if array.dtype.kind not in "OU":
-        return array
-    return objects([str(value).encode() for value in array.reshape(-1)]).reshape(array.shape)
