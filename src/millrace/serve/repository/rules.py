@@ -24,7 +24,8 @@ _CORRID_TYPES = tuple(DataType[f"TYPE_{t}"] for t in ("UINT64", "INT64", "UINT32
 _MOST_ELEMENTS = 1 << 64
 _MOST_INSTANCES = 1024  # each has a thread
 _NONE = "a model for the CPU"
-_NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace")  # backends that are here, and take no such
+# Backends that are here, and take no such.
+_NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace", "sklearn", "xgboost", "fil")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,22 @@ from millrace.serve.inference.backends.onnxruntime import OnnxRuntimeBackend
 from millrace.serve.inference.backends.python import PythonBackend
 from millrace.serve.inference.backends.pytorch import PytorchBackend
 from millrace.serve.inference.backends.repeat import RepeatBackend
+from millrace.serve.inference.backends.sklearn import SklearnBackend
+from millrace.serve.inference.backends.xgboost import XgboostBackend
 from millrace.serve.inference.status import Code, StatusError
 
 GROUP = "millrace.backends"  # of third parties' entry points
 BACKENDS: dict[str, type[ModelBackend]] = {
     "add_sub": AddSubBackend,
+    "fil": XgboostBackend,
     "identity": IdentityBackend,
     "millrace": EngineBackend,
     "onnxruntime": OnnxRuntimeBackend,
     "python": PythonBackend,
     "pytorch": PytorchBackend,
     "repeat": RepeatBackend,
+    "sklearn": SklearnBackend,
+    "xgboost": XgboostBackend,
 }
 
 
