@@ -1,13 +1,14 @@
 """What backends of networks share, without their packages: files, threads, parameters, completion, comparison."""
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from millrace.machine.cpu import usable_cores
-from millrace.serve.inference.backends import networks
+from millrace.serve.inference.backends import backend_named, networks
 from millrace.serve.inference.backends.networks import Told, check, with_told
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.status import StatusError, invalid
@@ -15,6 +16,7 @@ from millrace.serve.repository.bind import read_config
 from millrace.serve.repository.completion import completed
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.config_json import config_json
+from tests.support.loaded import refused
 
 ROWS = Told("x", "FP32", (-1, 4)), Told("y", "FP32", (-1, 2))
 SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
@@ -141,3 +143,39 @@ def test_whatever_a_framework_raises_is_an_answer() -> None:
         raise KeyError
     with pytest.raises(StatusError, match=r"^ours$"), networks.failing("some framework"):
         raise invalid("ours")
+
+
+@pytest.mark.parametrize(
+    ("backend", "package", "file"),
+    [
+        ("onnxruntime", "onnxruntime", "model.onnx"), ("sklearn", "sklearn", "model.skops"),
+        ("sklearn", "skops.io", "model.skops"), ("xgboost", "xgboost", "xgboost.json"),
+        ("fil", "xgboost", "xgboost.ubj"), ("openvino", "openvino", "model.xml"),
+        ("tensorflow", "tensorflow", "model.savedmodel"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, package: str, file: str
+) -> None:
+    (tmp_path / "net" / "1").mkdir(parents=True)
+    (tmp_path / "net" / "1" / file).write_bytes(b"")
+    (tmp_path / "net" / "config.pbtxt").write_text(f'backend: "{backend}"')
+    module = type(backend_named(backend)).__module__
+    for name in ("_runtime", "_io", "_xgboost", "_openvino", "_tensorflow"):
+        clear = getattr(getattr(sys.modules[module], name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    (failed,) = refused(tmp_path)
+    assert f"backend '{module.rpartition('.')[2]}' needs a package that cannot be imported: " in failed
+    assert f"pip install 'millrace[{module.rpartition('.')[2]}]'" in failed
+
+
+def test_backends_that_are_not_run_here_say_what_is(tmp_path: Path) -> None:
+    for name, config in {"llm": 'backend: "vllm"', "graph": 'platform: "tensorflow_graphdef"'}.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / "model.graphdef").write_bytes(b"")
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    failed = refused(tmp_path)
+    assert "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own" in failed[1]
+    assert "platform 'tensorflow_graphdef' of model 'graph' is not supported: a graph says nothing of its" in failed[0]
