@@ -1,5 +1,6 @@
 """The pages of docs/extending, run as they say: the files are taken out of the page, and nothing is added to them."""
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -7,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,7 @@ from millrace.model.module import Module, Signature, Weights, trace_model
 from millrace.model.tensor import Tensor
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import last_logits
+from tests.support.loaded import Loaded, infer, refused
 from tests.support.networks import Arrays, network
 from tests.support.server import in_thread
 from tests.support.tolerance import assert_no_worse
@@ -115,6 +118,37 @@ def test_a_family(tmp_path: Path) -> None:
     answer = llm.generate("the", SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0].outputs[0]
     llm.close()
     assert len(answer.token_ids) == 4
+
+
+def test_a_tensor_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by its entry point, as pip writes it of the page's pyproject.toml."""
+    files = write("tensor-backend", tmp_path)
+    assert files == ["pyproject.toml", "linear_backend.py", "models/score/config.pbtxt"]
+    points = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["entry-points"]
+    installed = tmp_path / "millrace_linear-0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: millrace-linear\nVersion: 0.1\n")
+    (installed / "entry_points.txt").write_text(
+        "\n".join(f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in of.items()) for group, of in points.items())
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    w = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
+    for name, array in (("score", w), ("broken", w[0])):
+        (tmp_path / "models" / name / "1").mkdir(parents=True)
+        np.savez(tmp_path / "models" / name / "1" / "model.npz", w=array)
+    (tmp_path / "models/broken/config.pbtxt").write_text('backend: "linear"')
+    (failed,) = refused(tmp_path / "models")
+    assert "load failed for model 'broken'" in failed and "linear error: not enough values to unpack" in failed
+    shutil.rmtree(tmp_path / "models/broken")
+
+    async def run() -> None:
+        async with Loaded(tmp_path / "models") as repository:
+            x = np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32)
+            assert repository.get("score").config.max_batch_size == 4
+            np.testing.assert_allclose((await infer(repository, "score", x=x))["y"], x @ w, rtol=1e-6)
+
+    asyncio.run(run())
+    sys.modules.pop("linear_backend")
 
 
 class Scores(Module):

@@ -13,6 +13,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
+from millrace.serve.kserve.tensors import Array
 from tests.support.repository import identity
 
 BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
@@ -30,6 +31,26 @@ class Loaded:
 
     async def __aexit__(self, *_: object) -> None:
         await self.repository.close(5.0)
+
+
+def refused(root: Path) -> list[str]:
+    """Why its models are not served."""
+
+    async def run() -> list[str]:
+        repository = ModelRepository(RepositoryFlags(model_repository=(str(root),)))
+        failed = list(await repository.start())
+        await repository.close(1)
+        return failed
+
+    return asyncio.run(run())
+
+
+async def infer(repository: ModelRepository, name: str, /, **inputs: Array) -> dict[str, Array]:
+    """What the model answers to inputs of the types that it declares."""
+    model, request = repository.get(name), InferRequest({})
+    kinds = {i.name: i.data_type.name.removeprefix("TYPE_").replace("STRING", "BYTES") for i in model.config.input}
+    model.checker.take(request, [Given(key, kinds[key], x.shape, x) for key, x in inputs.items()])
+    return dict((await model.infer(request)).outputs)
 
 
 def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:

@@ -48,7 +48,6 @@ BESIDE_TRITON = (
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
 PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
-ONNX = "tests/serve/inference/test_onnxruntime.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
@@ -73,6 +72,15 @@ def _client(name: str) -> Part:
     return Part(
         f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients", "src/millrace/serve")
     )
+
+
+def _backend(name: str, about: str, *packages: str) -> Part:
+    """Of a model repository, whose tests skip where its package is not there."""
+    test = f"tests/serve/inference/test_{name}.py"
+    return Part(
+        name, f"a served repository's {about}", ("{python}", "-m", "pytest", "--skips", "none", test),
+        packages=packages, files=(test, "src/millrace/serve/inference"),
+    )  # fmt: skip
 
 
 def _holding(text: str, folder: str = "tests") -> tuple[str, ...]:
@@ -123,11 +131,12 @@ PARTS = (
         packages=("tritonclient[http,grpc]==2.44.0", "nvidia-cuda-runtime-cu12==12.9.79"),
         files=(PERF_ANALYZER, "src/millrace/serve/kserve", "src/millrace/serve/inference"),
     ),
-    Part(
-        "onnxruntime", "networks as ONNX in a served repository, beside NumPy and onnx's own evaluator",
-        ("{python}", "-m", "pytest", "--skips", "none", ONNX), packages=("onnxruntime==1.31.1", "onnx==1.23.2"),
-        files=(ONNX, "src/millrace/serve/inference"),
-    ),
+    _backend("onnxruntime", "networks as ONNX, beside NumPy and onnx's own evaluator", "onnxruntime==1.31.1",
+             "onnx==1.23.2"),
+    _backend("sklearn", "estimators of skops, beside scikit-learn itself", "scikit-learn==1.9.1", "skops==0.16.0"),
+    _backend("xgboost", "trees, beside XGBoost's own answers", "xgboost-cpu==3.2.0"),
+    _backend("openvino", "networks as IR and ONNX, beside NumPy", "openvino==2026.4.1", "onnx==1.23.2"),
+    _backend("tensorflow", "SavedModels, beside the functions they were saved from", "tensorflow-cpu==2.21.0"),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",
         ("{python}", "-m", "tools.beside_aiperf"), files=("tools/beside_aiperf", "src/millrace/bench"),

@@ -6,6 +6,7 @@ from millrace.serve.repository.config import ModelConfig
 CODE = ("python",)  # backends whose files are programs
 # Triton's parameter that names an environment, and what a path in it may begin with.
 ENVIRONMENT, MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
+TRUSTED = "trusted_types"  # of the backend `sklearn`: what its files may be made of, beside what skops trusts
 
 
 def check_given(given: ModelConfig, own: ModelConfig | None, *, with_files: bool = False) -> None:
@@ -16,12 +17,17 @@ def check_given(given: ModelConfig, own: ModelConfig | None, *, with_files: bool
     if with_files and given.backend in CODE:
         what = f"files of a load are not taken for backend '{given.backend}', which would run them as programs"
         raise StatusError(Code.UNSUPPORTED, f"{what}: put them into the repository")
-    said = _interpreter(given)
-    if said and not said.startswith(f"{MODEL_FOLDER}/") and (own is None or said != _interpreter(own)):
+    said = _said(given, ENVIRONMENT)
+    if said and not said.startswith(f"{MODEL_FOLDER}/") and (own is None or said != _said(own, ENVIRONMENT)):
         what = f"{ENVIRONMENT} of model '{given.name}' is another one than its config.pbtxt has"
         raise invalid(f"{what}: a load may name environments in the model's folder alone ({MODEL_FOLDER}/...)")
+    trusts = _said(given, TRUSTED) if given.backend == "sklearn" else ""
+    if trusts and (own is None or trusts != _said(own, TRUSTED)):
+        raise invalid(
+            f"{TRUSTED} of model '{given.name}' are others than its config.pbtxt has, which alone may say them"
+        )
 
 
-def _interpreter(config: ModelConfig) -> str:
-    parameter = config.parameters.get(ENVIRONMENT)
+def _said(config: ModelConfig, key: str) -> str:
+    parameter = config.parameters.get(key)
     return parameter.string_value if parameter is not None else ""

@@ -32,12 +32,19 @@ KINDS = (
     Kind("tensorrt", "tensorrt_plan", "model.plan"),
     Kind("onnxruntime", "onnxruntime_onnx", "model.onnx"),
     Kind("openvino", "", "model.xml"),
+    Kind("openvino", "", "model.onnx"),  # where it is named
     Kind("pytorch", "pytorch_libtorch", "model.pt"),
     Kind("pytorch", "torch_aoti", "model.pt2"),
     Kind("python", "", "model.py"),
+    Kind("xgboost", "", "xgboost.json"),
+    Kind("xgboost", "", "xgboost.ubj"),
+    Kind("fil", "", "xgboost.json"),  # of Triton's, whose models of XGBoost are served
+    Kind("fil", "", "xgboost.ubj"),
+    Kind("sklearn", "", "model.skops"),
 )
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
 GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
+VLLM = "vllm"
 
 
 def completed(config: ModelConfig, name: str, files: Collection[str]) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -122,4 +129,10 @@ def broken_backend(config: ModelConfig) -> Broken | None:
         return Broken(("platform",), what, expected, "remove platform: backend says enough")
     if config.backend in GPU_ONLY:
         return Broken(at, f"backend {config.backend} needs a GPU", "a backend for the CPU", "export the model to ONNX")
+    if config.backend == VLLM:
+        what = "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own"
+        mend = (
+            'say backend: "millrace", which serves a checkpoint under the same names (text_input, text_output, stream)'
+        )
+        return Broken(at, what, "a backend for the CPU", mend)
     return None

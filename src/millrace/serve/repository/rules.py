@@ -36,7 +36,8 @@ HISTOGRAMS = {
 }  # fmt: skip
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _FAMILIES = (*HISTOGRAMS.values(), FIRST_RESPONSE)
-_NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace")  # backends that are here, and take no such
+# Backends that are here, and take no such.
+_NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace", "sklearn", "xgboost", "fil")
 
 
 @dataclass(frozen=True, slots=True)

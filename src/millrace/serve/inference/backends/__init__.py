@@ -8,18 +8,29 @@ from millrace.serve.inference.backends.add_sub import AddSubBackend
 from millrace.serve.inference.backends.identity import IdentityBackend
 from millrace.serve.inference.backends.millrace import EngineBackend
 from millrace.serve.inference.backends.onnxruntime import OnnxRuntimeBackend
+from millrace.serve.inference.backends.openvino import OpenvinoBackend
 from millrace.serve.inference.backends.python import PythonBackend
+from millrace.serve.inference.backends.pytorch import PytorchBackend
 from millrace.serve.inference.backends.repeat import RepeatBackend
+from millrace.serve.inference.backends.sklearn import SklearnBackend
+from millrace.serve.inference.backends.tensorflow import TensorflowBackend
+from millrace.serve.inference.backends.xgboost import XgboostBackend
 from millrace.serve.inference.status import Code, StatusError
 
 GROUP = "millrace.backends"  # of third parties' entry points
 BACKENDS: dict[str, type[ModelBackend]] = {
     "add_sub": AddSubBackend,
+    "fil": XgboostBackend,
     "identity": IdentityBackend,
     "millrace": EngineBackend,
     "onnxruntime": OnnxRuntimeBackend,
+    "openvino": OpenvinoBackend,
     "python": PythonBackend,
+    "pytorch": PytorchBackend,
     "repeat": RepeatBackend,
+    "sklearn": SklearnBackend,
+    "tensorflow": TensorflowBackend,
+    "xgboost": XgboostBackend,
 }
 
 
