@@ -25,6 +25,7 @@ KNOWN = {
     "playwright is not installed": "`make nightly`, part playground",
     "tritonclient is not installed": "`make nightly`, part tritonclient",
     "onnxruntime is not installed": "`make nightly`, part onnxruntime",
+    "rapidocr-onnxruntime is not installed": "`make nightly`, part ocr",
     "no IPv6 here": "machines with IPv6",
     "no font here": "machines with a font, like fonts-dejavu-core",
     "AVX2 is x86-64's": "x86-64",

@@ -46,6 +46,7 @@ BESIDE_TRITON = (
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
 ONNX = "tests/serve/inference/test_onnxruntime.py"
+OCR = "tests/nightly/test_ocr.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
@@ -117,6 +118,12 @@ PARTS = (
         "onnxruntime", "networks as ONNX in a served repository, beside NumPy and onnx's own evaluator",
         ("{python}", "-m", "pytest", "--skips", "none", ONNX), packages=("onnxruntime==1.31.1", "onnx==1.23.2"),
         files=(ONNX, "src/millrace/serve/inference"),
+    ),
+    Part(
+        "ocr", "examples/ocr, an ensemble and a model that asks models, reads pages as rapidocr does",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", OCR),
+        packages=("onnxruntime==1.31.1", "rapidocr-onnxruntime==1.4.4", "pillow==13.0.0"),
+        files=(OCR, "examples/ocr", "src/millrace/serve/inference"),
     ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",
