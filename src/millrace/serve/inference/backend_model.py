@@ -83,8 +83,7 @@ class BackendModel(Model):
             workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
         elif self._idle:
             return None
-        waits = [[w for w, is_sure in worker.given.waits.items() if is_sure or not surely] for worker in workers]
-        return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
+        return all_wait_for(workers, surely)
 
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
@@ -347,6 +346,12 @@ class BackendModel(Model):
     def _close_if_done(self) -> None:
         if self._is_over and not self._n_busy:
             self._close()
+
+
+def all_wait_for(workers: Sequence[Worker], surely: bool) -> list[Waiting] | None:
+    """What these wait for; None where one of them waits for nothing."""
+    waits = [[w for w, is_sure in worker.given.waits.items() if is_sure or not surely] for worker in workers]
+    return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
 
 
 def _instances(of: Loadable, others: Others) -> list[InstanceGiven]:
