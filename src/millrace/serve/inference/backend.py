@@ -80,6 +80,10 @@ class Instance(ABC):
         """
         return
 
+    def says_ready(self) -> Callable[[], bool] | None:
+        """What asks it whether it is ready, from any thread and at any time, and may raise; None: it always is."""
+        return None
+
     def close(self) -> None:
         """After its last request."""
         return

@@ -233,14 +233,18 @@ class BackendModel(Model):
 
     def lost(self, worker: Worker, why: str) -> None:
         log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
-        worker.is_lost = True
+        worker.is_lost, worker.unready = True, ""
         if worker in self._idle:
             self._idle.remove(worker)
             worker.revive()
 
+    def said(self, worker: Worker, why: str) -> None:
+        log.info("%s version %d: %s: %s", self.name, self.version, worker.name, why or "it is ready again")
+        worker.unready = why
+
     def revived(self, worker: Worker) -> None:
         log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
-        worker.is_lost = False
+        worker.is_lost, worker.unready = False, ""
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
 
@@ -254,12 +258,13 @@ class BackendModel(Model):
 
     @property
     def is_ready(self) -> bool:
-        return not all(worker.is_lost for worker in self._workers)
+        return not all(worker.is_lost or worker.unready for worker in self._workers)
 
     @property
     def troubles(self) -> str:
         lost = [worker.name for worker in self._workers if worker.is_lost]
-        return self._broken or (f"{', '.join(lost)} is being made anew" if lost else "")
+        unready = [f"{worker.name}: {worker.unready}" for worker in self._workers if worker.unready]
+        return self._broken or "; ".join([f"{', '.join(lost)} is being made anew"] * bool(lost) + unready)
 
     def _end(self, worker: Worker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())
