@@ -47,6 +47,7 @@ BESIDE_TRITON = (
 )  # fmt: skip
 ONNX = "tests/serve/inference/test_onnxruntime.py"
 OCR = "tests/nightly/test_ocr.py"
+ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
@@ -96,7 +97,8 @@ PARTS = (
     ),
     Part(
         "slow-tests", "tests that take minutes",
-        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}"),
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}",
+         f"--ignore={ANSWERS}"),
         files=(*_marked("nightly"), "docs/extending", *SERVER),
     ),
     Part(
@@ -124,6 +126,11 @@ PARTS = (
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", OCR),
         packages=("onnxruntime==1.31.1", "rapidocr-onnxruntime==1.4.4", "pillow==13.0.0"),
         files=(OCR, "examples/ocr", "src/millrace/serve/inference"),
+    ),
+    Part(
+        "answers", "examples/answers on all-MiniLM-L6-v2 and SmolLM2: guarded, found, answered and streamed",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", ANSWERS),
+        files=(ANSWERS, "examples/answers", "src/millrace/serve/inference"),
     ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",
