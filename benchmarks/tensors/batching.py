@@ -5,8 +5,8 @@
 
 In process, and in turn: ONNX Runtime's own session given one line at a time, and 16 in one array; and the model of
 `examples/ocr` in a repository, asked for one line by one client, and by 16, each of whom asks again once it is
-answered. Lines are FP32[3, 48, 192]; the session has all cores, the model's instances share them. All answers are compared before anything is timed.
-Writes results/batching-TIME-COMMIT.json.
+answered. Lines are FP32[3, 48, 192]; the session has all cores, the model's instances share them. All answers are
+compared before anything is timed. Writes results/batching-TIME-COMMIT.json.
 """
 
 import argparse
@@ -137,10 +137,12 @@ def median(samples: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def goals(samples: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Of what a batch of 16 gains beyond a line at a time, in each round."""
-    gained = [(s["ours_16"] - s["runtime_1"]) / (s["runtime_16"] - s["runtime_1"]) for s in samples]
+    """Ours in the median beside the runtime's best rounds: two threads that wait for each other lose more to whatever
+    else runs on the machine than two that do not, which would count for us."""
+    alone, together = (max(sample[name] for sample in samples) for name in ("runtime_1", "runtime_16"))
+    gained = (median(samples, "ours_16") - alone) / (together - alone)
     what = f"of what ONNX Runtime gains from batches of {CLIENTS}, {CLIENTS} clients through dynamic batching"
-    return [judged(what, statistics.median(gained), 0.9, 0.9)]
+    return [judged(what, gained, 0.9, 0.9)]
 
 
 def summary(result: dict[str, Any]) -> str:
