@@ -226,17 +226,8 @@ def _others() -> Iterator[str]:
     )
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [
-        *_tensors(),
-        *_children(),
-        *_routes(),
-        *_grammars(),
-        *_calibrations(),
-        *_mmlu(),
-        *_versions(),
-        *_gpu_kernels(),
-    ]
-    rows += [*_gpu()]
+    rows += [*_tensors(), *_children(), *_batching(), *_routes(), *_grammars(), *_calibrations(), *_mmlu()]
+    rows += [*_versions(), *_gpu_kernels(), *_gpu()]
     yield table(header, rows)
 
 
@@ -308,7 +299,7 @@ def _tensors() -> Iterator[list[str]]:
 
 
 def _children() -> Iterator[list[str]]:
-    for _, r in of_kind("child"):
+    for _, r in of_kind("tensors.child"):
         for n_bytes in sorted({sample["n_bytes"] for sample in r["samples"]}):
             times = [sample["child_us"] for sample in r["samples"] if sample["n_bytes"] == n_bytes]
             here = statistics.median(sample["here_us"] for sample in r["samples"] if sample["n_bytes"] == n_bytes)
@@ -329,6 +320,19 @@ def _routes() -> Iterator[list[str]]:
                 figure = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
                 who = f"{r['model']}, {load['users']} users over {name}: tok/s"
                 yield [who, f"{figure}; {cpu:.2f} s of the server's CPU", label(r)]
+
+
+def _batching() -> Iterator[list[str]]:
+    names = {"runtime_1": "ONNX Runtime, a line at a time", "runtime_16": "ONNX Runtime, 16 lines in one array",
+             "ours_1": "a repository, 1 client", "ours_16": "a repository, 16 clients"}  # fmt: skip
+    for _, r in of_kind("tensors.batching"):
+        for way, who in names.items():
+            rates = [sample[way] for sample in r["samples"]]
+            quiet = statistics.median(rates[i] for i in r["quiet_rounds"])
+            spread = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
+            yield [f"{r['model']}, {who}: lines/s", f"{quiet:,.0f} in quiet rounds, {spread} in all", label(r)]
+        sizes = sorted(r["batch_sizes"].items(), key=lambda one: -one[1])[:3]
+        yield [f"{r['model']}, 16 clients: batches by size", ", ".join(f"{n} of {s}" for s, n in sizes), label(r)]
 
 
 def _sampling() -> Iterator[list[str]]:

@@ -29,6 +29,7 @@ KNOWN = {
     "scikit-learn and skops are not installed": "`make nightly`, part sklearn",
     "tensorflow is not installed": "`make nightly`, part tensorflow",
     "xgboost is not installed": "`make nightly`, part xgboost",
+    "rapidocr-onnxruntime is not installed": "`make nightly`, part ocr",
     "no IPv6 here": "machines with IPv6",
     "no font here": "machines with a font, like fonts-dejavu-core",
     "AVX2 is x86-64's": "x86-64",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from millrace.errors import ConfigError
 
+# Of OpenMP (PyTorch's threads, too), MKL and OpenBLAS (NumPy's), each of which takes all cores by itself.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -30,6 +32,11 @@ def read_env(variables: Mapping[str, str] | None = None) -> Env:
         hf_offline=_flag(v, "HF_HUB_OFFLINE"),
         plain_terminal=is_plain_terminal(v),
     )
+
+
+def for_process(threads: int) -> dict[str, str]:
+    """This process's variables, for one that shares the cores with others: so many threads, unless somebody said it."""
+    return {**dict.fromkeys(_THREADS, str(threads)), **os.environ}
 
 
 def is_plain_terminal(variables: Mapping[str, str] | None = None) -> bool:

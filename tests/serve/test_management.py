@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
 from millrace.serve.app import PROTOCOLS
+from millrace.serve.key_file import read_keys
 from millrace.serve.protocol import other_names
-from millrace.serve.routes import read_keys
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextBackend
@@ -287,7 +287,7 @@ def test_keys_protect_what_costs_and_leave_probes_open() -> None:
 def test_keys_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\none\n\n  two  \n")
-    assert read_keys(path) == ("one", "two")
+    assert [key.secret for key in read_keys(path)] == [b"one", b"two"]
     for mark, coding in (("\ufeff", "utf-8"), ("\ufeff", "utf-16-le"), ("", "utf-16")):  # as Windows saves
         path.write_text(f"{mark}one\n", encoding=coding)
         with pytest.raises(ConfigError, match="begins with a byte order mark"):

@@ -47,11 +47,11 @@ def serving(root: Path, settings: ServerSettings | None = None, wait: bool = Tru
 @contextmanager
 def in_process(
     root: Path, settings: ServerSettings | None = None, wait: bool = True, guards: GuardFlags | None = None,
-    operations: OperationFlags | None = None, **flags: Any,
+    operations: OperationFlags | None = None, start_s: float = 30, **flags: Any,
 ) -> Iterator[Threaded]:  # fmt: skip
     model = RepositoryModel(
         name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags),
         guards=guards or GuardFlags(), operations=operations or OperationFlags(),
     )  # fmt: skip
-    with in_thread(model, settings, start_s=30, stop_s=30, wait=wait) as served:
+    with in_thread(model, settings, start_s=start_s, stop_s=30, wait=wait) as served:
         yield served

@@ -48,6 +48,8 @@ BESIDE_TRITON = (
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
 PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
+OCR = "tests/nightly/test_ocr.py"
+ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
@@ -107,7 +109,8 @@ PARTS = (
     ),
     Part(
         "slow-tests", "tests that take minutes",
-        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}"),
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}",
+         f"--ignore={ANSWERS}"),
         files=(*_marked("nightly"), "docs/extending", *SERVER),
     ),
     Part(
@@ -137,6 +140,17 @@ PARTS = (
     _backend("xgboost", "trees, beside XGBoost's own answers", "xgboost-cpu==3.2.0"),
     _backend("openvino", "networks as IR and ONNX, beside NumPy", "openvino==2026.4.1", "onnx==1.23.2"),
     _backend("tensorflow", "SavedModels, beside the functions they were saved from", "tensorflow-cpu==2.21.0"),
+    Part(
+        "ocr", "examples/ocr, an ensemble and a model that asks models, reads pages as rapidocr does",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", OCR),
+        packages=("onnxruntime==1.31.1", "rapidocr-onnxruntime==1.4.4", "pillow==13.0.0"),
+        files=(OCR, "examples/ocr", "src/millrace/serve/inference"),
+    ),
+    Part(
+        "answers", "examples/answers on all-MiniLM-L6-v2 and SmolLM2: guarded, found, answered and streamed",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", ANSWERS),
+        files=(ANSWERS, "examples/answers", "src/millrace/serve/inference"),
+    ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",
         ("{python}", "-m", "tools.beside_aiperf"), files=("tools/beside_aiperf", "src/millrace/bench"),

@@ -34,10 +34,10 @@ from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.key_file import KeyFile
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.listening import bind, check_tls, unix_socket
 from millrace.serve.record import RecordedEngine, Recorder
-from millrace.serve.routes import read_keys
 from millrace.serve.server import Announce, serve
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import DecodeClock, TextModel
@@ -75,7 +75,9 @@ class ServeFlags(Settings):
 
     served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
     api_key_file: str | None = setting(
-        None, "file with API keys, one a line; default: everybody may ask", metavar="FILE"
+        None,
+        "file with API keys, one a line, and limits; read again when it changes; default: everybody may ask",
+        metavar="FILE",
     )
     cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
     max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
@@ -116,7 +118,7 @@ class ServeFlags(Settings):
             ssl_certfile=listen.ssl_certfile,
             ssl_keyfile=listen.ssl_keyfile,
             metrics_port=listen.metrics_port,
-            api_keys=read_keys(Path(self.api_key_file)) if self.api_key_file else (),
+            key_file=KeyFile.read(Path(self.api_key_file)) if self.api_key_file else None,
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
             max_body_bytes=self.max_body_bytes,

@@ -21,7 +21,7 @@ from millrace.serve.metrics_door import MetricsDoor
 from millrace.serve.ollama.endpoints import OLLAMA
 from millrace.serve.openai.endpoints import OPENAI
 from millrace.serve.openapi import About, document
-from millrace.serve.routes import Edge, Endpoint, Handler, Keys, Protocol
+from millrace.serve.routes import Edge, Endpoint, Handler, Protocol
 from millrace.serve.settings import ServerSettings
 from millrace.serve.wire import Bodies
 
@@ -40,7 +40,7 @@ _PAGE_POLICY = (
 def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASGIApp:
     """The ASGI application. It does not start the engines: `server.py` does."""
     settings = models.serving.settings
-    keys, bodies = Keys(settings.api_keys), _bodies(settings)
+    keys, bodies = models.keys, _bodies(settings)
     endpoints = [endpoint for protocol in protocols for endpoint in protocol.endpoints]
     routes = [
         Handler(endpoint, protocol, models, keys, bodies, endpoints).route()
@@ -78,7 +78,7 @@ def create_doors(models: Models) -> list[Door]:
         return doors
     from millrace.serve.kserve.grpc_server import GrpcServer  # an extra
 
-    return [*doors, *(GrpcServer(models, r, Keys(settings.api_keys)) for r in repositories)]
+    return [*doors, *(GrpcServer(models, r, models.keys) for r in repositories)]
 
 
 def create_shortcut(models: Models) -> Callable[[], Shortcut] | None:
@@ -86,7 +86,7 @@ def create_shortcut(models: Models) -> Callable[[], Shortcut] | None:
     for repository in models.of_kind(RepositoryBackend):
         if not repository.http_guard.leaves_inference_alone:  # headers may say something else the next time
             return None
-        return Quick(repository, Keys(models.serving.settings.api_keys), models.serving).connection
+        return Quick(repository, models.keys, models.serving).connection
     return None
 
 
@@ -110,7 +110,7 @@ def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]
     takers = {e.path: models.of_kind(e.backend or Backend) for e in endpoints}
     names = {path: able[0].model.name for path, able in takers.items() if able}
     defaults = {name: value for backend in models.backends for name, value in backend.defaults.items()}
-    about = About(names, defaults, bool(models.serving.settings.api_keys))
+    about = About(names, defaults, not models.keys.are_open)
     schema = msgspec.json.encode(document([e.operation for e in endpoints if e.path in names], about))
     return [
         Route("/openapi.json", Response(schema, media_type="application/json"), methods=["GET"]),

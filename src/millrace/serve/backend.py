@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from millrace.errors import ConfigError
 from millrace.serve.errors import HttpError
 from millrace.serve.health import Heartbeat, Pulse
+from millrace.serve.keys import Keys
 from millrace.serve.metrics import ModelMetrics
 from millrace.serve.serving import Serving
 
@@ -104,7 +105,8 @@ class Models:
         for name, n in Counter(name for model in models for name in model.names).items():
             if n > 1:
                 raise ConfigError(f'{n} models are called "{name}"', "names of their own", "rename all but one")
-        self.serving = serving
+        self.serving, self.keys = serving, Keys(serving.settings.api_keys, serving.settings.key_file)
+        serving.metrics.add(self.keys.collect)
         self.backends = [model.backend(serving) for model in models]
         self.heartbeat = Heartbeat([backend.pulse for backend in self.backends], serving.settings.stall_timeout_s)
         self._by_name = {name: backend for backend in self.backends for name in backend.model.names}

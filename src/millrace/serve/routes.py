@@ -1,23 +1,20 @@
 """A protocol is a table of endpoints with its own way to write errors; it knows no engine.
 
 An endpoint that a client posts to names the kind of Backend that it takes; its handler gets the one that the request
-names: `async def handler(backend, call, request)`. Keys say who may ask; they are compared in constant time, and with
-every key, so that the time tells nothing. A second protocol is a second table, given to the server beside those of
-`openai/endpoints.py`. A request is a `Body` with the field `model`, by which the server finds the Backend.
+names: `async def handler(backend, call, request)`. Keys (`keys.py`) say who may ask, and how much. A second protocol is
+a second table, given to the server beside those of `openai/endpoints.py`. A request is a `Body` with the field `model`,
+by which the server finds the Backend.
 
 `Edge` is the layer around all of them: it gives every request an id, lets its protocol write every error, and has the
 line written in the log.
 """
 
-import codecs
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -25,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import MillraceError
 from millrace.serve.backend import Backend, Models
 from millrace.serve.errors import (
     BUG,
@@ -38,70 +35,11 @@ from millrace.serve.errors import (
     problem_of,
 )
 from millrace.serve.fields import decode, take_ignored
+from millrace.serve.keys import Keys
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body
 from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body, unless_gone
-from millrace.settings import read_given
-
-_BEARER = b"bearer "
-_MAX_BYTES = 1 << 20
-
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines and lines that begin with # are skipped. raises ConfigError"""
-    try:
-        data = read_given(path, _MAX_BYTES)
-        if data.startswith(
-            (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        ):  # it would be part of the first key
-            raise ConfigError(
-                f"{path} begins with a byte order mark", "UTF-8 without one", 'save it as "UTF-8", not "UTF-8 with BOM"'
-            )
-        if len(data) > _MAX_BYTES:
-            raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes", "one key a line", "name another file")
-        lines = data.decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys of {path}: {error}", "a text file", "name another file") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-    if not keys:
-        raise ConfigError(f"{path} holds no API key", "one key a line", "add a key, or start without the file")
-    return keys
-
-
-class Keys:
-    """`Authorization: Bearer <key>`, or `x-api-key: <key>`, for the routes that are protected."""
-
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._keys = [key.encode() for key in keys]
-
-    @property
-    def are_open(self) -> bool:
-        """Nobody needs one."""
-        return not self._keys
-
-    def check(self, scope: Scope) -> str:
-        """`tenant`, by the headers of a request."""
-        return self.tenant(header(scope, b"authorization"), header(scope, b"x-api-key")) if self._keys else ""
-
-    def tenant(self, authorization: bytes | None, other: bytes | None) -> str:
-        """Whose key it is, "" where there are not several. raises HttpError with 401"""
-        if not self._keys:
-            return ""
-        given = authorization or b""
-        token = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else b""
-        if not token and other is not None:  # Anthropic's clients
-            given = token = other.strip()
-        found = [hmac.compare_digest(token, key) for key in self._keys]  # a list: all of them, always
-        if not any(found):
-            what = "the API key is wrong" if given else "the API key is missing"
-            error = HttpError(
-                401, "invalid_api_key", what, "Authorization: Bearer <key>", "send a key that the server was given"
-            )
-            error.headers["www-authenticate"] = "Bearer"
-            raise error
-        return f"key {found.index(True)}" if len(self._keys) > 1 else ""
-
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
 Posted = Callable[[Any, Call, Any], Awaitable[ASGIApp]]
@@ -170,7 +108,7 @@ class Handler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.endpoint.operation.protected:
-            scope[CALL].tenant = self.keys.check(scope)
+            self.keys.admit(scope)
         if self.endpoint.asked is not None:
             await self.endpoint.asked(self.models, scope)(scope, receive, send)
         else:
@@ -251,6 +189,8 @@ class Edge:
             call.log.ignored = ",".join(call.ignored) or None
             call.log.total_ms = (time.perf_counter() - call.arrived_s) * 1e3
             log_request(call.log)
+            if call.ended is not None:
+                call.ended((call.log.prompt_tokens or 0) + (call.log.generated_tokens or 0))
             self._models.serving.load.n -= 1
             path = getattr(scope.get("route"), "path", "other")
             self._models.serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from millrace.errors import ConfigError
+from millrace.serve.key_file import KeyFile
 
 MIB = 2**20
 
@@ -22,6 +23,7 @@ class ServerSettings:
     ssl_keyfile: str | None = None  # PEM; None: in ssl_certfile
     metrics_port: int | None = None  # where nothing but /metrics is; None: nowhere else
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may ask
+    key_file: KeyFile | None = None  # more of them, with limits; read anew when it changes
     cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may
     log_format: Literal["text", "json"] = "text"
     max_body_bytes: int = 8 * MIB

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -215,6 +215,7 @@ class Call:
     names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
     model: str = ""  # the name that it asked for, or that of the model which answers
     tenant: str = ""  # whose key it came with, where there are several
+    ended: Callable[[int], None] | None = None  # who grants a key's limits is told how many tokens it took
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from millrace.serve.repository.completion import completed
 from tests.serve.inference.test_batching import Model as Batcher
 
 START, END = 1, 2
+LOST = "instance m_., which had the sequence, ended, and what it knew of it is lost"
 NO_START = "must specify the START flag on the first request of the sequence"
 
 
@@ -60,6 +61,8 @@ class Model:
         self.sequences: list[Seq] = []  # in order of their first requests
         self.batchers = [Batcher(rules.batches or BatchRules()) for _ in range(n_instances)]
         self.ready_since: dict[InferRequest, int] = {}
+        self.gone: set[int] = set()  # instances
+        self.lost_at: dict[int | str, int] = {}  # sequences that they had
 
     def newest(self, id_: int | str) -> Seq | None:
         return next((s for s in reversed(self.sequences) if s.id == id_), None)
@@ -71,6 +74,7 @@ class Model:
     def put(self, r: InferRequest, now: int) -> None:
         sequence = self.newest(r.correlation_id)
         if r.flags & START:
+            self.lost_at.pop(r.correlation_id, None)
             if sequence is not None:
                 sequence.closed = True
             sequence = Seq(r.correlation_id)
@@ -85,7 +89,8 @@ class Model:
     def settle(self, now: int) -> None:
         self.sequences = [s for s in self.sequences if not s.is_over]
         taken = {s.place for s in self.sequences}
-        every = [(slot, i) for slot in range(self.rules.n_slots) for i in range(self.n_instances)]
+        there = [i for i in range(self.n_instances) if i not in self.gone]
+        every = [(slot, i) for slot in range(self.rules.n_slots) for i in there]
         free = [place for place in every if place not in taken]
         for i, s in enumerate(self.sequences):
             if s.place is None and free and not any(t.id == s.id for t in self.sequences[:i]):
@@ -113,7 +118,24 @@ class Model:
                 s.busy = None
         self.settle(now)
 
+    def lose(self, instance: int, now: int) -> list[InferRequest]:
+        self.gone.add(instance)
+        ended = [s for s in self.sequences if s.place is not None and s.place[1] == instance]
+        refused = [r for s in ended for r in s.waiting]
+        for s in ended:
+            if not s.closed:
+                self.lost_at[s.id] = now
+            s.waiting, s.closed = [], True
+        self.batchers[instance].gone(refused)
+        self.settle(now)
+        return refused
+
+    def find(self, instance: int, now: int) -> None:
+        self.gone.discard(instance)
+        self.settle(now)
+
     def expire(self, now: int) -> list[InferRequest]:
+        self.lost_at = {id_: at for id_, at in self.lost_at.items() if now - at < self.rules.idle_ns}
         for s in self.sequences:
             s.closed = s.closed or (s.idle_since is not None and now - s.idle_since >= self.rules.idle_ns)
         self.settle(now)
@@ -197,6 +219,7 @@ STEPS = st.lists(
         st.tuples(st.just("take")),
         st.tuples(st.just("done"), st.integers(0, 3)),
         st.tuples(st.just("cancel"), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["lose", "find"]), st.integers(0, 1)),
     ),
     max_size=50,
 )  # fmt: skip
@@ -215,7 +238,8 @@ class Both:
     def put(self, made: InferRequest) -> None:
         self.everybody.append(made)
         if self.model.refuses(made):
-            with pytest.raises(StatusError, match=NO_START):
+            words = LOST if made.correlation_id in self.model.lost_at else NO_START
+            with pytest.raises(StatusError, match=words):
                 self.queue.put(made, self.now)
         else:
             self.queue.put(made, self.now)
@@ -259,6 +283,10 @@ class Both:
             self.take()
         elif what == "done":
             self.done(*how)
+        elif what == "lose":
+            self.lose(*how)
+        elif what == "find":
+            self.find(*how)
         elif self.everybody:
             self.cancel(*how)
         assert len(self.queue) == sum(len(s.waiting) for s in self.model.sequences)
@@ -266,6 +294,8 @@ class Both:
 
     def end(self) -> None:
         """All that was taken is computed, and nobody waits for more."""
+        for instance in range(self.n_instances):
+            self.find(instance)
         self.queue.finish(self.now)
         for s in self.model.sequences:
             s.closed = True
@@ -275,6 +305,16 @@ class Both:
             self.take()
             self.done(0)
         assert not self.running and len(self.queue) == self.queue.n_sequences == 0 and self.queue.due_ns() is None
+
+    def lose(self, which: int) -> None:
+        """Until it is there again it is given nothing; what it computes ends now or later."""
+        which %= self.n_instances
+        refused = self.queue.lost(which, f"m_{which}", self.now)
+        assert set(refused) == set(self.model.lose(which, self.now)) and len(refused) == len(set(refused))
+
+    def find(self, which: int) -> None:
+        self.queue.found(which % self.n_instances, self.now)
+        self.model.find(which % self.n_instances, self.now)
 
     def cancel(self, which: int) -> None:
         gone = self.everybody[-1 - which % len(self.everybody)]  # that waits, or did
@@ -305,11 +345,18 @@ def test_and_long_schedules_too(seed: int) -> None:
     load = ["put"] * (1 + seed // 2)  # from idle to full
     for _ in range(800):
         what = rng.choice(
-            [*load, "wait", "take", "take", "take", "done", "done", "done", rng.choice(["cancel", "take"])]
+            [
+                *load,
+                "wait",
+                *["take"] * 3,
+                *["done"] * 3,
+                rng.choice(["cancel", "take", "take", "lose", "find", "find"]),
+            ]
         )
         how: dict[str, tuple[object, ...]] = {
             "put": (rng.randint(1, 6), rng.choice([0, 0, START, END]), rng.choice("aaab"), rng.choice([0, 0, 3])),
             "wait": (rng.choice([1_000, 2_000, 3_000]),), "done": (rng.randint(0, 3),), "cancel": (rng.randint(0, 9),),
+            "lose": (rng.randint(0, 1),), "find": (rng.randint(0, 1),),
         }  # fmt: skip
         both.step(what, *how.get(what, ()))
     both.end()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.serve.inference.model import Waiting
+from millrace.serve.inference.model import Loadable, Waiting
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -35,6 +35,15 @@ class InstanceGiven:
     group: InstanceGroup
     others: Others
     waits: dict[Waiting, bool] = field(default_factory=dict)
+
+    @classmethod
+    def all_of(cls, of: Loadable, others: Others) -> list["InstanceGiven"]:
+        """As its groups have them."""
+        return [
+            cls(f"{group.name}_{i}", of.config, of.version, of.folder, group, others)
+            for group in of.config.instance_group
+            for i in range(group.count)
+        ]
 
     @property
     def file(self) -> Path:
@@ -79,6 +88,10 @@ class Instance(ABC):
         What it was executing ends with an error after that.
         """
         return
+
+    def says_ready(self) -> Callable[[], bool] | None:
+        """What asks it whether it is ready, from any thread and at any time, and may raise; None: it always is."""
+        return None
 
     def close(self) -> None:
         """After its last request."""

@@ -45,7 +45,7 @@ class BackendModel(Model):
         self._limiter = of.common.limiter
         if self._limiter is not None:
             self._limiter.check(of.config.instance_group)
-        self._workers = [self._worker(backend, given) for given in _instances(of, others)]
+        self._workers = [self._worker(backend, given) for given in InstanceGiven.all_of(of, others)]
         if self._limiter is not None:
             for worker in self._workers:
                 self._limiter.add(worker, worker.given.group, self)
@@ -89,6 +89,10 @@ class BackendModel(Model):
             workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
         elif self._idle and (self._limiter is None or any(map(self._limiter.may_compute, self._idle))):
             return None
+        return self._all_wait_for(workers, surely)
+
+    def _all_wait_for(self, workers: Sequence[Worker], surely: bool) -> list[Waiting] | None:
+        """What these wait for; None where one of them waits for nothing."""
         waits = [self._waits_of(worker, surely) for worker in workers]
         return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
 
@@ -269,14 +273,18 @@ class BackendModel(Model):
 
     def lost(self, worker: Worker, why: str) -> None:
         log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
-        worker.is_lost = True
+        worker.is_lost, worker.unready = True, ""
         if worker in self._idle:
             self._idle.remove(worker)
             worker.revive()
 
+    def said(self, worker: Worker, why: str) -> None:
+        log.info("%s version %d: %s: %s", self.name, self.version, worker.name, why or "it is ready again")
+        worker.unready = why
+
     def revived(self, worker: Worker) -> None:
         log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
-        worker.is_lost = False
+        worker.is_lost, worker.unready = False, ""
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
 
@@ -290,12 +298,13 @@ class BackendModel(Model):
 
     @property
     def is_ready(self) -> bool:
-        return not all(worker.is_lost for worker in self._workers)
+        return not all(worker.is_lost or worker.unready for worker in self._workers)
 
     @property
     def troubles(self) -> str:
         lost = [worker.name for worker in self._workers if worker.is_lost]
-        return self._broken or (f"{', '.join(lost)} is being made anew" if lost else "")
+        unready = [f"{worker.name}: {worker.unready}" for worker in self._workers if worker.unready]
+        return self._broken or "; ".join([f"{', '.join(lost)} is being made anew"] * bool(lost) + unready)
 
     def _end(self, worker: Worker, batch: Batch) -> None:
         self._count(batch, time.monotonic_ns())
@@ -383,11 +392,3 @@ class BackendModel(Model):
     def _close_if_done(self) -> None:
         if self._is_over and not self._n_busy:
             self._close()
-
-
-def _instances(of: Loadable, others: Others) -> list[InstanceGiven]:
-    return [
-        InstanceGiven(f"{group.name}_{i}", of.config, of.version, of.folder, group, others)
-        for group in of.config.instance_group
-        for i in range(group.count)
-    ]

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from millrace.serve.inference.backend import Instance, InstanceGiven, InstanceGoneError
 from millrace.serve.inference.batching import Batch
 from millrace.serve.inference.guest.runner import said
+from millrace.serve.inference.readiness import Watch
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
 
@@ -91,6 +92,9 @@ class Owner(Protocol):
     def lost(self, worker: "Worker", why: str) -> None:
         """Its instance is gone, and whatever it computes ends with an error."""
 
+    def said(self, worker: "Worker", why: str) -> None:
+        """Its instance says that it is not ready, and why; "": that it is."""
+
     def revived(self, worker: "Worker") -> None:
         """It has an instance again."""
 
@@ -108,9 +112,11 @@ class Worker:
         self.given, self.name, self._make, self._outbox, self._owner = given, given.name, make, outbox, owner
         self.batch: Batch | None = None  # that it computes
         self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
+        self.unready = ""  # as its owner knows: why its instance says that it is not ready
         self.answers_later, self._quick_bytes = False, 0
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
+        self._watch: Watch | None = None
         self._lost_because = ""  # of the instance that it has
         self._n_lost = 0  # in a row, without a batch between them
         self.ready: Future[None] = Future()  # loaded; or what loading raised
@@ -167,6 +173,8 @@ class Worker:
         while instance is not None:
             is_lost = self._serve(instance)
             self._instance = None
+            if self._watch is not None:
+                self._watch.stop()
             try:
                 instance.close()
             except BaseException:
@@ -181,6 +189,9 @@ class Worker:
         self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
         self._instance = instance
         instance.when_lost(self._is_lost)
+        asks = instance.says_ready()
+        if asks is not None:
+            self._watch = Watch(self.name, asks, partial(self._outbox.post, self._owner.said, self))
         return instance
 
     def _serve(self, instance: Instance) -> bool:

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from millrace.serve.inference.backend import ModelBackend
 from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.batching import Batch
 from millrace.serve.inference.controls import Controls
 from millrace.serve.inference.instances import Worker
-from millrace.serve.inference.model import Loadable
+from millrace.serve.inference.model import Loadable, Waiting
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
@@ -67,10 +68,35 @@ class SequenceModel(BackendModel):
 
     def untouched(self, worker: Worker, batch: Batch) -> None:
         """Its sequences were the instance's, and what that knew of them is gone with it."""
+        self._lose(worker)
         for request in batch.requests:
-            gone = StatusError(Code.UNAVAILABLE, f"{request.named}{worker.name} ended in the middle of its sequence")
-            self._answered(request, None, gone, True)
+            self._answer_lost(worker, request)
         self._free(worker)
+
+    def lost(self, worker: Worker, why: str) -> None:
+        """Sequences would go on without what the instance knew of them: they end."""
+        self._lose(worker)
+        super().lost(worker, why)
+
+    def revived(self, worker: Worker) -> None:
+        self._sequences.found(self._numbers[worker], time.monotonic_ns())
+        super().revived(worker)
+
+    def _lose(self, worker: Worker) -> None:
+        for request in self._sequences.lost(self._numbers[worker], worker.name, time.monotonic_ns()):
+            self._answer_lost(worker, request)
+
+    def _answer_lost(self, worker: Worker, request: InferRequest) -> None:
+        gone = self._sequences.was_lost(request.correlation_id, worker.name)
+        self._answered(request, None, StatusError(gone.code, request.named + gone.message), True)
+
+    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
+        """As of any model; and of a sequence for what computes the request before it, or for a slot."""
+        if request.started_ns:
+            return super().waits_for(request, surely)
+        holders = self._sequences.holders(request)
+        workers = [self._workers[i] for i in holders or ()]
+        return None if any(worker.is_lost for worker in workers) else self._all_wait_for(workers, surely)
 
     # ------------------------------------------------------------------ batches
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from millrace.serve.inference.batching import NEVER, Batch, BatchQueue, BatchRules, Closed
 from millrace.serve.inference.request import END, START, InferRequest
-from millrace.serve.inference.status import invalid
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,8 @@ class SequenceQueue:
         self._wait_until_ns = [NEVER] * n_instances
         self._next_deadline_ns = NEVER
         self._n_waiting = 0
+        self._gone: dict[int, list[tuple[int, int]]] = {}  # instances that are, and their places that are free
+        self._lost: OrderedDict[Id, tuple[str, int]] = OrderedDict()  # sequences that were there: where, and when
 
     def __len__(self) -> int:
         return self._n_waiting
@@ -139,9 +141,12 @@ class SequenceQueue:
         line = self._by_id.get(id_)
         last = line[-1] if line else None
         if request.flags & START:
+            self._lost.pop(id_, None)
             sequence = Sequence(id_)
             self._by_id.setdefault(id_, deque()).append(sequence)
             self._backlog[sequence] = None
+        elif (last is None or last.is_closed) and id_ in self._lost:
+            raise self.was_lost(id_, self._lost[id_][0])
         elif last is None or last.is_closed:
             what = "must specify the START flag on the first request of the sequence"
             raise invalid(f"inference request for sequence {id_} to model '{model}' {what}")
@@ -197,6 +202,8 @@ class SequenceQueue:
         while self._idle and now_ns - (sequence := next(iter(self._idle))).idle_ns >= self._rules.idle_ns:
             sequence.is_closed = True
             self._end_if_over(sequence)
+        while self._lost and now_ns - next(iter(self._lost.values()))[1] >= self._rules.idle_ns:
+            self._lost.popitem(last=False)
         self._fill(now_ns)
         if now_ns < self._next_deadline_ns:
             return []
@@ -209,6 +216,50 @@ class SequenceQueue:
             self._end_if_over(sequence)
         self._next_deadline_ns = min((s.deadline_ns for s in self._backlog), default=NEVER)
         return refused
+
+    def was_lost(self, id_: Id, instance: str) -> StatusError:
+        what = f"inference request for sequence {id_} to model '{self._rules.model}'"
+        why = f"instance {instance}, which had the sequence, ended, and what it knew of it is lost"
+        return StatusError(Code.UNAVAILABLE, f"{what}: {why}; begin it again with the START flag")
+
+    def lost(self, instance: int, name: str, now_ns: int) -> list[InferRequest]:
+        """An instance, by its number, knows nothing any more: its sequences are over; their requests that wait.
+
+        Until `found` it is given no other. Whatever comes of these within the idle time is refused, but for a START.
+        """
+        self._gone.setdefault(instance, [])
+        gone: list[InferRequest] = []
+        for sequence in list(self._slots[instance].values()):
+            self._unoffer(sequence)
+            gone += sequence.waiting
+            sequence.waiting.clear()
+            if not sequence.is_closed:
+                self._lost[sequence.id] = name, now_ns
+                self._lost.move_to_end(sequence.id)
+            sequence.is_closed = True
+            self._end_if_over(sequence)
+        self._n_waiting -= len(gone)
+        self._fill(now_ns)
+        return gone
+
+    def found(self, instance: int, now_ns: int) -> None:
+        """It is there again."""
+        for place in self._gone.pop(instance, ()):
+            heapq.heappush(self._free, place)
+        self._fill(now_ns)
+
+    def holders(self, request: InferRequest) -> set[int] | None:
+        """Instances one of which must be done with what it computes before anything happens to a request that waits.
+
+        None: something may happen sooner, by a client who ends a sequence, or by one that is idle for too long
+        """
+        sequence = self._by_id[request.sequence.id][0]  # those of an id come one after the other
+        holding = [sequence] if sequence.place is not None else [s for slots in self._slots for s in slots.values()]
+        if request.sequence is sequence and sequence.place is not None:
+            return {sequence.place[1]}
+        if not holding or any(one.busy is None for one in holding):
+            return None
+        return {one.place[1] for one in holding if one.place is not None}
 
     def finish(self, now_ns: int) -> None:
         """No request comes any more: what waits is computed, and nothing waits for more of a sequence."""
@@ -295,7 +346,7 @@ class SequenceQueue:
 
     def _fill(self, now_ns: int) -> None:
         """Give free slots to those that wait for one, the first of their id, in their order."""
-        while self._backlog and (self._free or self._n_used < self._n_places):
+        while self._backlog and self._has_place():
             sequence = next((s for s in self._backlog if self._by_id[s.id][0] is s), None)
             if sequence is None:
                 return
@@ -303,6 +354,20 @@ class SequenceQueue:
             sequence.place = slot, instance = self._free_place()
             self._slots[instance][slot] = sequence
             self._offer(sequence, now_ns)
+
+    def _has_place(self) -> bool:
+        """Whether one is free, of an instance that is there; those of others are put aside on the way to it."""
+        if len(self._gone) == len(self._slots):
+            return False
+        while self._free and (gone := self._gone.get(self._free[0][1])) is not None:
+            gone.append(heapq.heappop(self._free))
+        while not self._free and self._n_used < self._n_places:
+            slot, instance = divmod(self._n_used, len(self._slots))
+            if instance not in self._gone:
+                break
+            self._gone[instance].append((slot, instance))
+            self._n_used += 1
+        return bool(self._free) or self._n_used < self._n_places
 
     def _free_place(self) -> tuple[int, int]:
         """The lowest slot, of the instances in turn."""

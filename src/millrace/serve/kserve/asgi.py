@@ -11,10 +11,11 @@ from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
+from millrace.serve.keys import Keys
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.guarded import group_of_path, named
 from millrace.serve.kserve.http import STATUS, Front, Reply, Request, error_reply
-from millrace.serve.routes import Keys, Protocol
+from millrace.serve.routes import Protocol
 from millrace.serve.wire import CALL, header, read_body, unless_gone
 
 BELOW = "/v2"
@@ -57,7 +58,7 @@ class KServe:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
         if path not in _OPEN:
-            scope[CALL].tenant = self._keys.check(scope)
+            self._keys.admit(scope)
         scope["route"] = route_of(path)
         restricting = self._guard.missing(group_of_path(path), named(scope["headers"])) if self._guard.rules else None
         if restricting is not None:

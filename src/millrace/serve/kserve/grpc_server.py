@@ -17,12 +17,12 @@ from millrace.serve.backend import Models
 from millrace.serve.errors import BUG, HttpError, problem_of
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.keys import LIMITED, Grant, Keys
 from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Front
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
-from millrace.serve.routes import Keys
 from millrace.serve.serving import number_of_connections
 from millrace.serve.wire import RequestLog, id_of, log_request
 
@@ -184,10 +184,11 @@ class GrpcServer:
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
+        grant: Grant | None = None
         self._serving.load.n += 1
         try:
             if name not in OPEN:
-                self._keys.tenant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
+                grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
             if (header := self._guard.missing(group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
                 raise StatusError(Code.UNAVAILABLE, what)
@@ -202,6 +203,8 @@ class GrpcServer:
             code, details = grpc.StatusCode.INTERNAL, BUG.message
         finally:
             self._serving.load.n -= 1
+            if grant is not None:
+                grant.end()
             entry.status, entry.error = code.value[0], details or None
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)
@@ -212,6 +215,8 @@ class GrpcServer:
         problem = problem_of(error, accepting=self._heartbeat.accepting)
         if isinstance(error, HttpError) and error.status == 401:
             return grpc.StatusCode.UNAUTHENTICATED, problem.message
+        if isinstance(error, HttpError) and error.code == LIMITED:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, problem.message
         busy = problem.status in (429, 503)
         return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
 

@@ -21,13 +21,13 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
+from millrace.serve.keys import Keys
 from millrace.serve.kserve import encoding
 from millrace.serve.kserve.asgi import BELOW, route_of
 from millrace.serve.kserve.http import addressed, error_of, header_length, infer_headers
 from millrace.serve.kserve.infer_body import HEADER, Wanted, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.tensors import Array
-from millrace.serve.routes import Keys
 from millrace.serve.serving import Serving
 from millrace.serve.wire import FREE_BYTES, id_of
 
@@ -139,16 +139,19 @@ class QuickConnection:
         """The whole response to `packet`; None: it must go the usual way. dates: headers that every response has"""
         for known in self._known:
             if len(packet) == known.n_bytes and packet.startswith(known.head):
-                model = self._ready(known)
-                return self._answer(known, model, packet, dates) if model is not None else None
+                model = ready(self._of.backend, known.name, known.version, known.model, known.n_bytes)
+                return self._granted(known, model, packet, dates) if model is not None else None
         return None
 
-    def _ready(self, known: _Known) -> Model | None:
+    def _granted(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes | None:
         try:
-            self._of.keys.tenant(known.headers.get(b"authorization"), known.headers.get(b"x-api-key"))
+            grant = self._of.keys.grant(known.headers.get(b"authorization"), known.headers.get(b"x-api-key"))
         except HttpError:
-            return None
-        return ready(self._of.backend, known.name, known.version, known.model, known.n_bytes)
+            return None  # which is refused the usual way
+        try:
+            return self._answer(known, model, packet, dates)
+        finally:
+            grant.end()
 
     def _answer(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes:
         began_s = time.perf_counter()

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.env import for_process
 from millrace.serve.inference.backends.python_host import LOG
 from millrace.serve.inference.environment import ENVIRONMENT, MODEL_FOLDER
 from millrace.serve.inference.guest import start
@@ -65,8 +66,8 @@ def python_of(config: ModelConfig, folder: Path) -> Python | None:
 class Child:
     """A process with a socket to it; what it writes goes to the log, line by line."""
 
-    def __init__(self, python: Python, name: str) -> None:
-        """raises StatusError"""
+    def __init__(self, python: Python, name: str, threads: int = 1) -> None:
+        """threads: that its numbers may be computed with. raises StatusError"""
         self.name, self._why = name, ""
         self._lines: deque[str] = deque(maxlen=3)  # its last ones, which may say why it ended
         ours, theirs = socket.socketpair()
@@ -77,7 +78,7 @@ class Child:
                 # A session of its own: what interrupts the server from a terminal is not for it.
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(),), start_new_session=True,
+                    pass_fds=(theirs.fileno(),), start_new_session=True, env=for_process(threads),
                 )  # fmt: skip
         except OSError as error:
             ours.close()

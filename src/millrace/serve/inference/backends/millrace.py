@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.compile.find import find_engine
+from millrace.compile.find import find_engine, model_folder
 from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
-from millrace.errors import BusyError, MillraceError, RequestError, nearest
+from millrace.errors import MillraceError, nearest
 from millrace.runtime.generate import prompt_tokens
-from millrace.runtime.open import Opened, RunSettings, open_any
+from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any
 from millrace.runtime.params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Request
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
+from millrace.serve.inference.backends import encoder
+from millrace.serve.inference.backends.encoder import Encoder
+from millrace.serve.inference.backends.texts import begin_each, texts_of
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve.tensors import Array, objects
@@ -55,11 +58,29 @@ _OUTPUTS = {OUT: "STRING", "cum_log_probs": "FP32", "output_log_probs": "FP32", 
 
 
 class EngineBackend(ModelBackend):
-    def instance(self, given: InstanceGiven) -> "_LanguageModel":
-        return _LanguageModel(given)
+    """Of language models, and of encoders of texts (`encoder.py`): which of them it is, the files say."""
+
+    def instance(self, given: InstanceGiven) -> Instance:
+        config = given.config
+        if sum(group.count for group in config.instance_group) != 1:
+            raise invalid(
+                f"model '{config.name}' must have one instance: it computes the requests of all clients together"
+            )
+        if not _is_encoder(config, given.folder):
+            for name in (o.name for o in config.output):
+                if name not in _OUTPUTS:
+                    raise invalid(f"unexpected inference output '{name}', allowed outputs are: {', '.join(_OUTPUTS)}")
+        try:
+            opened = _opened(given)
+            return _LanguageModel(given, opened) if isinstance(opened, Opened) else Encoder(given, opened)
+        except MillraceError as error:
+            raise _as_status(error) from error
 
     def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        """Every input that it takes, all optional but the text; streams, unless the policy says otherwise."""
+        """Of an encoder texts and vectors. Of a language model every input that it takes, all optional but the text;
+        it streams, unless the policy says otherwise. raises StatusError"""
+        if _is_encoder(config, folder):
+            return encoder.completed(config)
         if config.model_transaction_policy is None:
             policy = replace(empty(TransactionPolicy), decoupled=True)
             config = replace(config, model_transaction_policy=policy)
@@ -83,41 +104,21 @@ def _tensor(nothing: Any, name: str, kind: str, several: bool = False) -> Any:
 class _LanguageModel(Instance):
     answers_later = True
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceGiven, opened: Opened) -> None:
+        """Closes `opened`, in the end."""
         config = given.config
-        if sum(group.count for group in config.instance_group) != 1:
-            raise invalid(
-                f"model '{config.name}' must have one instance: it computes the requests of all clients together"
-            )
         self._streams = bool(config.model_transaction_policy and config.model_transaction_policy.decoupled)
-        self._outputs = [o.name for o in config.output]
-        for name in self._outputs:
-            if name not in _OUTPUTS:
-                raise invalid(f"unexpected inference output '{name}', allowed outputs are: {', '.join(_OUTPUTS)}")
+        self._outputs, self._opened = [o.name for o in config.output], opened
         self._running: dict[InferRequest, Request] = {}
-        try:
-            self._opened = _opened(given)
-        except MillraceError as error:
-            raise StatusError(
-                Code.INTERNAL, f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
-            ) from error
         self._loop = self._opened.loop()
         self._loop.start()
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
-        for request in requests:
-            try:
-                self._begin(request)
-            except StatusError as error:
-                request.fail(error)
-            except RequestError as error:
-                request.fail(invalid(f"{request.named}{error.what}; expected: {error.expected}"))
-            except BusyError as error:
-                request.fail(StatusError(Code.UNAVAILABLE, f"{request.named}{error.what}"))
+        begin_each(requests, self._begin)
 
     def _begin(self, request: InferRequest) -> None:
         """raises StatusError, RequestError, BusyError"""
-        text = _texts(request, TEXT)
+        text = texts_of(request, TEXT)
         if len(text) != 1:
             raise invalid(f"{request.named}{TEXT} has {len(text)} texts, and one a request is expected")
         params, streams = sampling(request)
@@ -204,9 +205,9 @@ def sampling(request: InferRequest) -> tuple[SamplingParams, bool]:
         elif name not in _ONLY and name not in _OTHERS:
             known = [*_SAMPLING, *_ONLY, *_OTHERS]
             raise invalid(f"{request.named}unexpected parameter '{name}': {nearest(name, known)}")
-    if any(_texts(request, "bad_words")):
+    if any(texts_of(request, "bad_words")):
         raise StatusError(Code.UNSUPPORTED, f"{request.named}bad_words is not supported")
-    if stop := [text for text in _texts(request, "stop_words") if text]:
+    if stop := [text for text in texts_of(request, "stop_words") if text]:
         params["stop"] = stop
     if (end_id := said.get("end_id")) is not None and end_id >= 0:
         params["stop_token_ids"] = [end_id]
@@ -222,33 +223,41 @@ def _scalar(request: InferRequest, name: str, array: Array) -> Any:
     return array.reshape(-1)[0].item()
 
 
-def _texts(request: InferRequest, name: str) -> list[str]:
-    """raises StatusError"""
-    array = request.inputs.get(name)
-    try:
-        return [] if array is None else [value.decode() for value in array.reshape(-1)]
-    except UnicodeDecodeError as error:
-        raise invalid(f"{request.named}{name} holds bytes that are no UTF-8: {error}") from None
-
-
 # ---------------------------------------------------------------------- which engine
 
 
-def _opened(given: InstanceGiven) -> Opened:
+def _opened(given: InstanceGiven) -> Opened | OpenedEncoder:
     """raises StatusError, MillraceError"""
-    parameters = {key: p.string_value for key, p in given.config.parameters.items()}
-    place = parameters.pop("model", None)
-    if place is not None and ("/" in place or place in ("", ".", "..")):
-        raise invalid(f"parameter 'model' is '{place:.60}': the name of a bundled or built model is expected")
+    named = _named(given.config)
+    parameters = {key: p.string_value for key, p in given.config.parameters.items() if key != "model"}
     build, run = _settings(given.config.name, parameters)
-    name, engine = find_engine(
-        place or str(_place(given.folder / str(given.version))), build, read_env(), pricing=pricing
-    )
-    opened = open_any(name, engine, run)
-    if not isinstance(opened, Opened):
-        opened.close()
-        raise StatusError(Code.UNSUPPORTED, f"model '{given.config.name}' is an encoder: serve it as MODEL")
-    return opened
+    place = named or str(_place(given.folder / str(given.version)))
+    name, engine = find_engine(place, build, read_env(), pricing=pricing)
+    return open_any(name, engine, run)
+
+
+def _named(config: ModelConfig) -> str:
+    """The bundled or built model that its parameter names; "": none. raises StatusError"""
+    said = config.parameters.get("model")
+    place = said.string_value if said is not None else ""
+    if said is not None and ("/" in place or place in ("", ".", "..")):
+        raise invalid(f"parameter 'model' is '{place:.60}': the name of a bundled or built model is expected")
+    return place
+
+
+def _is_encoder(config: ModelConfig, folder: Path) -> bool:
+    """By the files of its highest version; what is wrong with them is said where they are opened."""
+    try:
+        if named := _named(config):
+            return encoder.is_encoder(model_folder(named, read_env())[1])
+        versions = [p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit()]
+        return encoder.is_encoder(_place(max(versions, key=lambda p: int(p.name))))
+    except (StatusError, MillraceError):
+        return False
+
+
+def _as_status(error: MillraceError) -> StatusError:
+    return StatusError(Code.INTERNAL, f"{error.what}; expected: {error.expected}; to mend: {error.mend}")
 
 
 def _place(folder: Path) -> Path:

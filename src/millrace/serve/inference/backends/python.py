@@ -5,7 +5,7 @@ its folders are on the path; what it imports of them is its own, so that two mod
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
@@ -37,6 +37,9 @@ class _PythonModel(Instance):
             self._model.execute([HereRequest(request) for request in requests])
         except GuestError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
+
+    def says_ready(self) -> Callable[[], bool] | None:
+        return self._model.is_ready if self._model.has_say else None
 
     def close(self) -> None:
         try:

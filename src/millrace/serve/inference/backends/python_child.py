@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.machine.cpu import usable_cores
 from millrace.serve.inference.backend import Instance, InstanceGiven, InstanceGoneError
 from millrace.serve.inference.backends.interpreter import Child, Python
 from millrace.serve.inference.backends.python_host import HereAsking, ServerHost, status_of
@@ -59,10 +60,13 @@ class ChildModel(Instance):
         # The batch that it executes, and what is told when it is done.
         self._done: tuple[Callable[[StatusError | None], None], Sequence[InferRequest]] | None = None
         self._loaded: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[str | bool] = queue.SimpleQueue()  # what it says of itself, or why it does not
+        self._has_say = False
         self._closed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock, self._lost = threading.Lock(), ""
         self._tell: Callable[[str], None] | None = None
-        self._child = Child(python, given.name)
+        n_instances = sum(group.count for group in given.config.instance_group)
+        self._child = Child(python, given.name, max(1, usable_cores() // max(1, n_instances)))
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Sequence[Named]] | None] = queue.SimpleQueue()
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"millrace-{given.name}", daemon=True).start()
@@ -148,7 +152,18 @@ class ChildModel(Instance):
         if lost:
             tell(lost)
 
+    def says_ready(self) -> Callable[[], bool] | None:
+        return self._is_ready if self._has_say else None
+
     # ------------------------------------------------------------------ of its own threads
+
+    def _is_ready(self) -> bool:
+        """Asked once at a time. raises StatusError"""
+        self._post({"t": "is_ready"})
+        answer = self._lost or self._ready.get()  # whoever notes that it is lost answers after that
+        if isinstance(answer, str):
+            raise StatusError(Code.INTERNAL, answer)
+        return answer
 
     def _post(self, header: dict[str, Any], tensors: Sequence[Named] = ()) -> None:
         """From threads that may not wait for it."""
@@ -194,7 +209,7 @@ class ChildModel(Instance):
         self._requests.clear()
         self._numbers.clear()
         self._is_done(StatusError(Code.INTERNAL, failed))
-        for waiting in (self._loaded, self._closed):
+        for waiting in (self._loaded, self._closed, self._ready):
             waiting.put(failed)
 
     def _on_answered(self, header: dict[str, Any], tensors: list[Named]) -> None:
@@ -231,8 +246,11 @@ class ChildModel(Instance):
         done(failed)
 
     def _on_loaded(self, header: dict[str, Any], tensors: list[Named]) -> None:
-        self._host.is_executing = True
+        self._host.is_executing, self._has_say = True, header["has_say"]
         self._loaded.put(None)
+
+    def _on_ready(self, header: dict[str, Any], tensors: list[Named]) -> None:
+        self._ready.put(header["ready"] if header["failed"] is None else header["failed"])
 
     def _on_failed(self, header: dict[str, Any], tensors: list[Named]) -> None:
         self._loaded.put(header["failed"])

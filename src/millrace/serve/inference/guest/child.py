@@ -157,6 +157,8 @@ class _Child:
                     host.answered(header, tensors)
                 elif kind == "result":
                     host.result(header)
+                elif kind == "is_ready":
+                    threading.Thread(target=self._ready, name="millrace-ready", daemon=True).start()
                 elif kind == "cancel" and (request := host.requests.get(header["r"])) is not None:
                     request.cancelled = True
                 del frame, header, tensors
@@ -173,7 +175,17 @@ class _Child:
         except GuestError as error:
             self._frames.send({"t": "failed", "failed": str(error)})
         else:
-            self._frames.send({"t": "loaded"})
+            self._frames.send({"t": "loaded", "has_say": self._model.has_say})
+
+    def _ready(self) -> None:
+        """Beside whatever it executes."""
+        assert self._model is not None, "it was loaded"
+        failed, is_ready = None, False
+        try:
+            is_ready = self._model.is_ready()
+        except GuestError as error:
+            failed = str(error)
+        self._frames.send({"t": "ready", "ready": is_ready, "failed": failed})
 
     def _complete(self, header: dict[str, Any], tensors: list[Named]) -> None:
         file = Path(header["file"])

@@ -154,6 +154,19 @@ class GuestModel:
                     f"'{type(answer).__name__}'."
                 )
 
+    @property
+    def has_say(self) -> bool:
+        """Whether it says itself if it is ready."""
+        return hasattr(self._model, "is_ready")
+
+    def is_ready(self) -> bool:
+        """From any thread. raises GuestError"""
+        try:
+            answer = self._model.is_ready()
+            return bool(asyncio.run(answer) if inspect.iscoroutine(answer) else answer)
+        except BaseException as error:  # sys.exit, too
+            raise GuestError(told(error, self._said.file)) from error
+
     def close(self) -> None:
         self._host.is_executing, self._host.is_closing = False, True
         try:

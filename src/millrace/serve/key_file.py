@@ -1,0 +1,99 @@
+"""A file of API keys: a key a line, and behind it its name and its limits.
+
+sk-2f8c...   name=web  requests_per_minute=60  tokens_per_minute=20000  concurrent=4
+"""
+
+import codecs
+import re
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.errors import ConfigError, nearest
+from millrace.settings import read_given
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
+_MAX_BYTES, _MOST = 1 << 20, 10**9
+_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """name: "" where the file gives it none. limits: of LIMITS, those that it has"""
+
+    secret: bytes = field(repr=False)
+    name: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """The keys of a file, one a line; empty lines and lines that begin with # are skipped. raises ConfigError"""
+    try:
+        data = read_given(path, _MAX_BYTES)
+        if data.startswith(
+            (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        ):  # it would be part of the first key
+            raise ConfigError(
+                f"{path} begins with a byte order mark", "UTF-8 without one", 'save it as "UTF-8", not "UTF-8 with BOM"'
+            )
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes", "one key a line", "name another file")
+        lines = data.decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys of {path}: {error}", "a text file", "name another file") from None
+    keys = [
+        _key(f"line {i} of {path}", *line.split())
+        for i, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
+    ]  # fmt: skip
+    if not keys:
+        raise ConfigError(f"{path} holds no API key", "one key a line", "add a key, or start without the file")
+    names = Counter(key.name for key in keys if key.name)
+    twice = [name for name, n in names.items() if n > 1]
+    if twice:
+        raise ConfigError(f"{path} has the name {twice[0]} twice", "a name of its own for each key", "rename one")
+    return tuple(keys)
+
+
+def _key(where: str, secret: str, *words: str) -> Key:
+    """No error says the key. raises ConfigError"""
+    name, limits = "", dict[str, int]()
+    for word in words:
+        what, _, value = word.partition("=")
+        if what == "name" and _NAME.fullmatch(value):
+            name = value
+        elif what in LIMITS and value.isascii() and value.isdigit() and 0 < int(value) <= _MOST:
+            limits[what] = int(value)
+        elif what in ("name", *LIMITS):
+            expected = "letters, digits, _, . or -" if what == "name" else f"a number from 1 to {_MOST}"
+            raise ConfigError(f"{where}: {what} is '{value:.40}'", expected, "correct it")
+        else:
+            raise ConfigError(
+                f"{where} has something behind its key that is no setting", nearest(what, ("name", *LIMITS)),
+                "a key has no spaces; write settings as name=web requests_per_minute=60",
+            )  # fmt: skip
+    return Key(secret.encode(), name, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """As it was read; it may change. stamp: another one then; empty for what is no file, and can be read once only"""
+
+    path: Path
+    keys: tuple[Key, ...] = field(repr=False)
+    stamp: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> "KeyFile":
+        """raises ConfigError"""
+        stamp = stamp_of(path)  # before it is read: what changes meanwhile is seen later
+        return cls(path, read_keys(path), stamp)
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (-1,)
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if stat.S_ISREG(found.st_mode) else ()

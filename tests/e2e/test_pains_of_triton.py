@@ -1,0 +1,357 @@
+"""What Triton's users suffer from, one test each, with the number that ../shared/anchors/server.md gives it.
+
+Each is short and real; what it is about is tested more widely where it lives.
+Histograms of phases (9) are not here yet.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from millrace.compile.find import BUNDLED
+from millrace.machine.cpu import usable_cores
+from millrace.runtime.llm import LLM
+from millrace.runtime.params import SamplingParams
+from millrace.serve.inference import instances
+from millrace.serve.key_file import KeyFile
+from millrace.serve.settings import ServerSettings
+from tests.e2e.live import Live
+from tests.support.kserve import binary, infer, parts
+from tests.support.python_models import ANY, HEAD, SAY, write
+from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, serving, write_models
+
+OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
+FLOATS = ANY.replace("STRING", "FP32")
+SAME = HEAD + """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests]
+"""  # fmt: skip
+
+
+def words(url: str, model: str, *values: str) -> httpx.Response:
+    return infer(url, model, {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [len(values)], "data": values}]})
+
+
+def floats(url: str, model: str, array: Any) -> Any:
+    """As binary, there and back."""
+    raw = array.astype(np.float32).tobytes()
+    one = {"name": "IN", "datatype": "FP32", "shape": list(array.shape), "parameters": {"binary_data_size": len(raw)}}
+    body, headers = binary([one], raw, outputs=[{"name": "OUT", "parameters": {"binary_data": True}}])
+    return np.frombuffer(parts(infer(url, model, body, headers))[1], np.float32)
+
+
+def becomes(is_so: Callable[[], bool], within_s: float = 15) -> None:
+    until_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def children() -> set[psutil.Process]:
+    """Processes of models."""
+    found = set()
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it is gone meanwhile
+            if any("guest" in word for word in process.cmdline()):
+                found.add(process)
+    return found
+
+
+@pytest.fixture
+def child_free() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() <= before, "a process of a model was left behind"
+
+
+def test_01_ten_gigabytes_of_image() -> None:
+    """What `pip install millrace` brings, all together: no CUDA, no PyTorch, no container."""
+    left, seen = ["millrace"], set[str]()
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for told in importlib.metadata.requires(name) or ():
+            needed, _, condition = told.partition(";")
+            if "extra" not in condition:
+                found = re.split(r"[^\w.-]", needed.strip())[0].lower()
+                if list(importlib.metadata.distributions(name=found)):  # others are of other platforms
+                    left.append(found)
+    assert {"numpy", "uvicorn"} <= seen and not seen & {"torch", "triton", "transformers", "tritonclient"}
+    assert not any("cuda" in name or "nvidia" in name for name in seen)
+    sizes = [
+        Path(str(file.locate())).stat().st_size for name in seen - {"millrace"}
+        for file in importlib.metadata.files(name) or () if Path(str(file.locate())).is_file()
+    ]  # fmt: skip
+    assert sum(sizes) < 300 * 2**20, f"{sum(sizes) / 2**20:.0f} MiB"
+
+
+def test_02_the_python_backend_wants_dev_shm(tmp_path: Path, child_free: None) -> None:
+    """4 MiB there and back through shared memory without a name, so that /dev/shm may have any size."""
+    write(tmp_path, "m", SAME, FLOATS % OWN)
+    before, array = sorted(Path("/dev/shm").iterdir()), np.arange(1 << 20)
+    with serving(tmp_path) as url:
+        assert np.array_equal(floats(url, "m", array), array)
+        (child,) = children()
+        maps = Path(f"/proc/{child.pid}/maps").read_text()
+        assert "memfd:millrace" in maps and "/dev/shm" not in maps and sorted(Path("/dev/shm").iterdir()) == before
+
+
+def test_03_shared_memory_grows_when_a_model_raises(tmp_path: Path, child_free: None) -> None:
+    write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        raise ValueError('no')\n", FLOATS % OWN)
+    with serving(tmp_path) as url:
+        array, raw = np.zeros(1 << 18, np.float32), {"name": "IN", "datatype": "FP32", "shape": [1 << 18]}
+        body, headers = binary([{**raw, "parameters": {"binary_data_size": array.nbytes}}], array.tobytes())
+
+        def mapped() -> int:
+            (child,) = children()
+            (whole,) = [m.size for m in child.memory_maps() if "memfd:millrace" in m.path] or [0]
+            return int(whole)
+
+        sizes = []
+        for _ in range(150):
+            assert "ValueError: no" in infer(url, "m", body, headers).json()["error"]
+            sizes.append(mapped())
+        assert 0 < max(sizes[10:]) == max(sizes[:10]) <= 64 << 20, "of 150 MiB"
+
+
+def test_04_a_dead_stub_and_health_stays_200(tmp_path: Path, child_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "RESTARTS_S", (0.3,))
+    write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        return [said('x')]\n" + SAY, ANY % OWN)
+    with serving(tmp_path) as url:
+
+        def ready() -> int:
+            return httpx.get(f"{url}/v2/health/ready").status_code
+
+        assert words(url, "m", "a").status_code == ready() == 200
+        (child,) = children()
+        os.kill(child.pid, signal.SIGKILL)
+        becomes(lambda: ready() == 400)
+        becomes(lambda: ready() == 200)
+        assert words(url, "m", "a").status_code == 200 and child not in children()
+
+
+def test_05_unloading_gives_no_memory_back(tmp_path: Path, child_free: None) -> None:
+    """100 MiB that a model has are the system's again once it is unloaded: its process is gone."""
+    code = "    def initialize(self, args):\n        self.weights = np.ones(100 << 20, np.uint8)\n"
+    write(
+        tmp_path, "m", HEAD + code + "    def execute(self, requests):\n        return [said('x')]\n" + SAY, ANY % OWN
+    )
+
+    def held() -> int:
+        return sum(p.memory_info().rss for p in (psutil.Process(), *children()))
+
+    with serving(tmp_path, model_control_mode="explicit") as url:
+        before = held()
+        assert httpx.post(f"{url}/v2/repository/models/m/load", timeout=20).status_code == 200
+        assert held() - before > 100 << 20
+        assert httpx.post(f"{url}/v2/repository/models/m/unload").status_code == 200
+        becomes(lambda: not children())
+        assert held() - before < 20 << 20
+
+
+def test_06_dependencies_of_another_environment(tmp_path: Path, child_free: None) -> None:
+    """A model with a package that the server does not have, of a version of its own, in an environment beside it."""
+    code = "    def execute(self, requests):\n        import millwright\n        return [said(millwright.VERSION)]\n"
+    where = 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env" } }'
+    write(tmp_path, "m", HEAD + code + SAY, ANY % where)
+    site = tmp_path / "m" / "env" / "site"
+    site.mkdir(parents=True)
+    (site / "millwright.py").write_text("VERSION = '7.1'\n")
+    python = tmp_path / "m" / "env" / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with serving(tmp_path) as url:
+        assert words(url, "m", "a").json()["outputs"][0]["data"] == ["7.1"]
+    with pytest.raises(ImportError):
+        importlib.import_module("millwright")
+
+
+def test_07_whoever_disconnects_cancels_nothing(tmp_path: Path) -> None:
+    code = """
+    def initialize(self, args):
+        self.seen = args["model_repository"] + "/seen"
+
+    def execute(self, requests):
+        import pathlib, time
+        for _ in range(1000):
+            if requests[0].is_cancelled():
+                pathlib.Path(self.seen).touch()
+                break
+            time.sleep(0.01)
+        return [said("x")]
+"""
+    write(tmp_path, "m", HEAD + code + SAY, ANY % "")
+    with serving(tmp_path) as url:
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps({"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": ["a"]}]})
+        with socket.create_connection((host, int(port))) as client:
+            head = f"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.sendall((head + body).encode())
+            time.sleep(0.2)
+        becomes((tmp_path / "m" / "seen").exists, 3)
+
+
+def test_08_no_stream_over_http(tmp_path: Path) -> None:
+    """A decoupled model's responses while they come, each as it is there."""
+    with serving(write_models(tmp_path, {"repeat": REPEAT})) as url:
+        body, came_s = {"IN": [1, 2, 3], "DELAY": [0, 150, 150], "WAIT": 0}, []
+        with httpx.stream("POST", f"{url}/v2/models/repeat/generate_stream", json=body) as reply:
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            events = []
+            for line in reply.iter_lines():
+                if line:
+                    events.append(json.loads(line.removeprefix("data: "))["OUT"])
+                    came_s.append(time.monotonic())
+        assert events == [1, 2, 3] and came_s[2] - came_s[0] > 0.2
+
+
+def test_10_why_is_it_not_batching(tmp_path: Path) -> None:
+    """Of each batch its size, and why no more were in it: in the statistics, and as metrics."""
+    more = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 30000 }"
+    models = {"m": identity("FP32", "1", more, "").replace('"identity"', '"identity" parameters { key: '
+              '"execute_delay_ms" value { string_value: "20" } }')}  # fmt: skip
+    with serving(write_models(tmp_path, models)) as url:
+        one = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: infer(url, "m", {"inputs": [one]}), range(8)))
+        infer(url, "m", {"inputs": [one]})
+        (told,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+        assert told["batch_closed"]["full"] >= 1 and told["batch_closed"]["delay"] >= 1, told["batch_closed"]
+        assert {b["batch_size"] for b in told["batch_stats"]} >= {1, 4}
+        metrics = httpx.get(f"{url}/metrics").text
+        assert re.search(r'millrace_batches_closed\{model="m",version="1",closed="full"\} [1-9]', metrics)
+
+
+def test_11_shapes_and_typing_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error has its line, its column and the right word; a shape the whole one that is expected."""
+    from click.testing import CliRunner
+
+    from millrace.cli.main import cli
+
+    write_models(tmp_path, {"m": ADD_SUB.replace("max_batch_size: 8", "\nmax_batchsize: 8")})
+    told = CliRunner().invoke(cli, ["lint", str(tmp_path)]).output
+    assert re.search(r"m/config.pbtxt:2:1: error: .max_batchsize. is no field", told), told
+    assert 'did you mean "max_batch_size"?' in told
+    right = ADD_SUB.replace("max_batch_size: 8", "max_batch_size: 16")
+    with serving(write_models(tmp_path / "right", {"m": right})) as url:
+        inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [16], "data": [0] * 16} for i in (0, 1)]
+        error = infer(url, "m", {"inputs": inputs}).json()["error"]
+        assert "unexpected shape for input 'INPUT0' for model 'm'. Expected [-1,16], got [16]." in error
+        assert "a batch dimension to be prepended" in error
+
+
+def test_12_what_is_quick_is_slow_through_the_server(tmp_path: Path) -> None:
+    """Beside a socket over a network: one of this machine alone, which a client reaches by its path."""
+    path = tmp_path / "socket"
+    write_models(tmp_path / "models", {"m": ADD_SUB})
+    client = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost")
+    with serving(tmp_path / "models", ServerSettings(uds=str(path))), client:
+        raw = np.arange(32, dtype=np.int32).tobytes()
+        inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16],
+                   "parameters": {"binary_data_size": 64}} for i in (0, 1)]  # fmt: skip
+        body, headers = binary(inputs, raw, parameters={"binary_data_output": True})
+        took_s = []
+        for _ in range(200):
+            began_s = time.perf_counter()
+            _, found = parts(client.post("/v2/models/m/infer", content=body, headers=headers))
+            took_s.append(time.perf_counter() - began_s)
+        assert np.frombuffer(found[:64], np.int32).tolist() == [16 + 2 * i for i in range(16)]
+        assert sorted(took_s)[100] < 0.03, "with the client's own time, of a model of microseconds"
+
+
+def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:
+    """While one that takes a second has more than it can do, hundreds of requests to another are answered."""
+    slow = identity("FP32", "1", 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }')
+    with serving(write_models(tmp_path, {"slow": slow, "quick": ADD_SUB})) as url, ThreadPoolExecutor(8) as threads:
+        one = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
+        busy = [threads.submit(httpx.post, f"{url}/v2/models/slow/infer", json={"inputs": [one]}) for _ in range(2)]
+        inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16], "data": [i] * 16} for i in (0, 1)]
+        with httpx.Client() as client:
+            for _ in range(100):
+                assert client.post(f"{url}/v2/models/quick/infer", json={"inputs": inputs}).status_code == 200
+        assert not busy[1].done(), "the slow one was asked all the time"
+        assert [one.result().status_code for one in busy] == [200, 200]
+
+
+def test_14_the_openai_front_end_does_not_batch(tiny: Live) -> None:
+    """Eight streams share the steps of one engine: far fewer than they have tokens."""
+    before, n_tokens, n_clients = tiny.stats(), 24, 8
+
+    def stream(_: int) -> int:
+        with tiny.client() as client:
+            asked: dict[str, Any] = {"prompt": "Once", "max_tokens": n_tokens, "extra_body": {"ignore_eos": True}}
+            return sum(1 for _ in client.completions.create(model="served", stream=True, **asked))
+
+    with ThreadPoolExecutor(n_clients) as threads:
+        assert all(n > 2 for n in threads.map(stream, range(n_clients)))
+    after = tiny.stats()
+    assert after.steps_total - before.steps_total < n_clients * n_tokens / 2
+
+
+def test_15_every_instance_takes_all_cores(tmp_path: Path, child_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of a model has its share of threads, unless whoever started the server said how many."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    tell = "    def execute(self, requests):\n        import os\n" + (
+        f"        return [said(' '.join(os.environ[name] for name in {names}))]\n"
+    )
+    for count in (1, 2 * usable_cores()):
+        group = f"instance_group {{ kind: KIND_CPU count: {count} }}"
+        write(tmp_path, f"m{count}", HEAD + tell + SAY, ANY % (OWN + group))
+    with serving(tmp_path) as url:
+        share = {count: max(1, usable_cores() // count) for count in (1, 2 * usable_cores())}
+        for count, n in share.items():
+            assert words(url, f"m{count}", "a").json()["outputs"][0]["data"] == [f"{n} {n} 7"]
+
+
+def test_16_keys_are_fixed_at_the_start(tmp_path: Path) -> None:
+    """A key that is added answers while the server runs, one that is taken out does not; each has its limits."""
+    path = tmp_path / "keys"
+    path.write_text("first\n")
+    root = write_models(tmp_path / "models", {"m": ADD_SUB})
+    with in_process(root, ServerSettings(port=0, key_file=KeyFile.read(path))) as served:
+
+        def status(key: str) -> int:
+            return httpx.get(f"{served.url}/v2/models/m", headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert (status("first"), status("second")) == (200, 401)
+        path.write_text("second name=web requests_per_minute=2\n")
+        becomes(lambda: status("first") == 401)
+        assert [status("second") for _ in range(3)] == [200, 200, 429]
+        refused = httpx.get(f"{served.url}/metrics").text
+        assert 'millrace:key_refused_total{key="web",limit="requests_per_minute"} 1.0' in refused
+
+
+def test_17_a_language_model_takes_seven_steps(tmp_path: Path, tiny: Live) -> None:
+    """One line of configuration beside a checkpoint's folder; or `millrace serve FOLDER`, whose template is its own."""
+    shutil.copytree(BUNDLED / "tiny", tmp_path / "llm" / "1")
+    (tmp_path / "llm" / "config.pbtxt").write_text('backend: "millrace"')
+    with in_process(tmp_path) as served:
+        asked: dict[str, Any] = {"text_input": "Once upon a time", "max_tokens": 8, "temperature": 0.0}
+        told = httpx.post(f"{served.url}/v2/models/llm/generate", json=asked, timeout=60).json()
+    with LLM(BUNDLED / "tiny") as llm:
+        (exact,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=8, temperature=0))
+    assert told["text_output"] == exact.outputs[0].text != ""
+    chat = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 8, "temperature": 0.0}
+    assert tiny.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
