@@ -31,7 +31,7 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
     assert {kind(r) for _, r in results()} - {"hadamard"} == {
         "alone", "calibration", "compression", "contexts", "embeddings", "gpu_kernels", "grammars", "mmlu",
         "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors",
-        "tensors.child", "truth", "versions",
+        "tensors.batching", "tensors.child", "truth", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",

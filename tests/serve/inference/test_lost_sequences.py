@@ -105,7 +105,7 @@ class TritonPythonModel:
 @pytest.mark.parametrize("strategy", ["direct {}", OLDEST])
 def test_a_sequence_that_waits_for_itself_is_named(tmp_path: Path, strategy: str) -> None:
     """The other instance is idle, and can do nothing for it; a sequence of its own finds a slot there."""
-    config = accumulator(strategy, size=1, more=TWO)
+    config = accumulator(strategy, size=1, more=TWO, idle_us=500_000)  # which a sequence may wait for, too
     config = config[: config.index("control_input")] + "}"
     write(tmp_path, "m", ITSELF, config)
 
@@ -122,6 +122,7 @@ def test_a_sequence_that_waits_for_itself_is_named(tmp_path: Path, strategy: str
             errors = [str(e) for e in found if isinstance(e, BaseException)]
             assert all("deadlock" in error for error in errors), errors
             assert errors or strategy == OLDEST, "two slots in all, which both wait for one"
-            await model.infer(part(model, 2, 0, 0))
+            async with asyncio.timeout(10):
+                await model.infer(part(model, 3, 0, START))
 
     asyncio.run(run())
