@@ -170,12 +170,11 @@ def fill_response(found: Any, model: Model, request: InferRequest, response: Inf
     for key, value in response.parameters.items():
         set_parameter(found, key, value)
     for tensor in told_outputs(model, request, response, wanted.n_classes):
-        output = found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
-        if (place := wanted.shared.get(tensor.name)) is None:
-            found.raw_output_contents.append(tensor.raw())
-            continue
-        for key, value in place.write(tensor.name, tensor.raw()).items():
-            set_parameter(output, key, value)
+        found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
+        if (place := wanted.shared.get(tensor.name)) is not None:
+            place.write(tensor.name, tensor.raw())
+        # One for each output, as in Triton, whose clients count them.
+        found.raw_output_contents.append(b"" if place is not None else tensor.raw())
 
 
 def set_parameter(of: Any, key: str, value: Any) -> None:

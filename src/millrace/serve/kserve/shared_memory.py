@@ -50,8 +50,8 @@ class Place:
             raise StatusError(Code.INTERNAL, f"shared memory region '{self.region.name}' has been cut off")
         return memoryview(data)
 
-    def write(self, output: str, data: bytes) -> dict[str, Any]:
-        """The parameters of an output that lies there. raises StatusError"""
+    def write(self, output: str, data: bytes) -> None:
+        """output: its name. raises StatusError"""
         if len(data) > self.byte_size:
             raise StatusError(
                 Code.INTERNAL,
@@ -59,8 +59,6 @@ class Place:
                 f"be at least {len(data)} bytes to hold the results",
             )
         os.pwrite(self.region.fd, data, self.region.offset + self.offset)
-        told: dict[str, Any] = {"shared_memory_region": self.region.name, "shared_memory_byte_size": len(data)}
-        return told | ({"shared_memory_offset": self.offset} if self.offset else {})
 
 
 class Regions:
