@@ -9,9 +9,11 @@ from typing import Any
 
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.record import RESULTS
+from millrace.engine.kv import KEPT
 
 Result = dict[str, Any]
 REAL = "SmolLM2-135M-Instruct.Q4_1"  # the real model that is measured: a file's name
+ROUNDED_KV = {kept.name for kept in KEPT.values() if kept.numbers}  # whose own loss a score's KL has as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,6 @@ def accuracy() -> dict[str, dict[Numbers, float]]:
     found: dict[str, dict[Numbers, float]] = {}
     for result in (r for r in runs if _text_of(r) == newest[r["model"]]):
         for score in result["scores"]:  # not its heads, whose reference is another
-            if "activations" in score and "int8" not in score["kv"]:
+            if "activations" in score and score["kv"] not in ROUNDED_KV:
                 found.setdefault(result["model"], {})[Numbers.of(score)] = score["mean_kl"]
     return found

@@ -31,7 +31,7 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
     assert {kind(r) for _, r in results()} - {"hadamard"} == {
         "alone", "calibration", "compression", "contexts", "embeddings", "gpu_kernels", "grammars", "mmlu",
         "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors",
-        "tensors.batching", "tensors.child", "truth", "versions",
+        "tensors.batching", "tensors.child", "tensors.routes", "truth", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",
@@ -150,6 +150,17 @@ def test_a_peer_has_the_price_of_weights_that_are_made_alike(tmp_path: Path) -> 
     assert runs.kl_class("llama.cpp-q4_k_m", Numbers("Q4_K", "bf16 or int8, groups of 32", "Q6_K")) == 0.066
     assert runs.kl_class("llama.cpp-q4_0", asked) is None
     assert runs.kl_class("anyone", Numbers.of(OURS)) == 0.0011, "of these very numbers"
+
+
+@pytest.mark.usefixtures("two_files")
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int4"])
+def test_a_score_with_rounded_keys_is_nobody_elses_price(tmp_path: Path, kv: str) -> None:
+    """Whichever of its kinds: what the same numbers cost with plain keys and values stays what it was."""
+    answers = json.loads((tmp_path / "perplexity.json").read_text())
+    rounded = score("rounded", 0.05, {**OURS, "kv": kv}, attention="")
+    answers |= {"time": "2026-01-31T13:00:00Z", "scores": [*answers["scores"], rounded]}
+    (tmp_path / "others.json").write_text(json.dumps(answers))
+    assert runs.accuracy()[REAL][Numbers.of(OURS)] == 0.0011
 
 
 @pytest.mark.usefixtures("two_files")

@@ -211,5 +211,20 @@ def test_names() -> None:
     assert label(many, *plain) == "w4a8 g128, lm_head w8a8, 30 layers otherwise"
 
 
+def test_rounded_again_is_not_as_stored(tmp_path: Path) -> None:
+    """Of a file in Q8_0: four bits are another rounding, which no price may hide; eight are its own."""
+    random_checkpoint(tmp_path / "c", "llama", **BLOCKY)
+    stored = Source.from_checkpoint(Checkpoint.open(write_gguf(tmp_path / "q.gguf", tmp_path / "c", Kind.Q8_0))).stored
+
+    def named(asked: str, head: str | None = None) -> str:
+        return label(precision_map(asked, 32, head, stored_groups=True), KvFormat.BF16, False, stored)
+
+    assert [named(p) for p in ("w8a8", "w8a16", "w4a8", "fp8a16")] == [
+        "w8a8 as stored", "w8a16 as stored", "w4a8 g32, lm_head w8a8", "fp8a16",
+    ]  # fmt: skip
+    assert named("fp32", "w8a8") == "fp32 as stored, lm_head w8a8", "a head of codes that are the file's"
+    assert named("fp8a16", "w8a8") == "fp8a16 g32, lm_head w8a8"
+
+
 def test_figures_are_kept_to_three_digits() -> None:
     assert (rounded(0.0123456), rounded(1.0), rounded(float("nan")), rounded(float("inf"))) == (0.0123, 1.0, None, None)

@@ -42,8 +42,9 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
     settings = models.serving.settings
     keys, bodies = models.keys, _bodies(settings)
     endpoints = [endpoint for protocol in protocols for endpoint in protocol.endpoints]
+    asked = None if keys.stay_open else keys
     routes = [
-        Handler(endpoint, protocol, models, keys, bodies, endpoints).route()
+        Handler(endpoint, protocol, models, asked, bodies, endpoints).route()
         for protocol in protocols
         for endpoint in protocol.endpoints
     ]

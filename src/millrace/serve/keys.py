@@ -109,6 +109,11 @@ class Keys:
         """Nobody needs one."""
         return not self._keys
 
+    @property
+    def stay_open(self) -> bool:
+        """Nobody ever will: there is no file that could get some."""
+        return self._file is None and self.are_open
+
     def admit(self, scope: Scope) -> None:
         """The request of this scope, whose end its call is told. raises HttpError with 401, or with 429 and when"""
         if self._keys:

@@ -98,7 +98,7 @@ class Handler:
     endpoint: Endpoint
     protocol: Protocol
     models: Models
-    keys: Keys
+    keys: Keys | None  # None: anyone may ask
     bodies: Bodies
     all_endpoints: Sequence[Endpoint]  # for whoever asks a model for what it cannot do
 
@@ -107,7 +107,7 @@ class Handler:
         return Route(path, self, methods=[self.endpoint.operation.method])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.endpoint.operation.protected:
+        if self.keys is not None and self.endpoint.operation.protected:
             self.keys.admit(scope)
         if self.endpoint.asked is not None:
             await self.endpoint.asked(self.models, scope)(scope, receive, send)

@@ -4,13 +4,14 @@ Candidates go in a fixed order by the bytes and the products of a step, never by
 same on every machine. Each reads the calibration text piece by piece in the very kernels that its engine would run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from millrace.compile.build import BuildOptions, plan_pieces, settled
-from millrace.compile.precision import PrecisionMap
+from millrace.compile.precision import PrecisionMap, StoredMatrix
 from millrace.compile.pricing import Question
 from millrace.compile.program import Bounds, Program
 from millrace.engine.evaluation import Evaluation, Price, rounded
@@ -86,7 +87,7 @@ class _Race:
         """In a race, scales that do not hold the weights are a defeat. raises CheckpointError where it is no race"""
         options = replace(self._question.options, precision=candidate)
         chosen = settled(self._question.source, options)
-        name = label(candidate, chosen.kv_format, chosen.by_tiles)
+        name = label(candidate, chosen.kv_format, chosen.by_tiles, self._question.source.stored)
         pieces = self._pieces(options)
         if self._is_reference(options):
             return Price(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
@@ -127,17 +128,25 @@ def price(name: str, found: Score, weights_bytes: int) -> Price:
     )  # fmt: skip
 
 
-def label(precision: PrecisionMap, kv: KvFormat, by_tiles: bool) -> str:
-    """ "w4a8 g32, lm_head w8a8, int8 keys and values"."""
+def label(
+    precision: PrecisionMap, kv: KvFormat, by_tiles: bool, stored: Mapping[str, StoredMatrix] = MappingProxyType({})
+) -> str:
+    """ "w4a8 g32, lm_head w8a8, int8 keys and values"; stored: how the checkpoint holds its matrices."""
     named = {pattern: p for pattern, p in precision.described(HEAD).items() if pattern != "default"}
     head = [f"{HEAD} {named.pop(HEAD)}"] if HEAD in named else []
     patterns = [f"{pattern} {p}" for pattern, p in named.items()]
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
-    group = f" {'as stored' if precision.stored_groups else f'g{precision.group}'}" if precision.meaning.group else ""
+    group = f" {'as stored' if _keeps(precision, stored) else f'g{precision.group}'}" if precision.meaning.group else ""
     kept = [f"{KEPT[kv].name} keys and values"] if KEPT[kv].numbers else []
     sums = ["bf16 summed by tiles"] if by_tiles else []
     return ", ".join([f"{precision.default}{group}", *head, *patterns, *kept, *sums])
+
+
+def _keeps(precision: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> bool:
+    """Whether all codes that products run on are the checkpoint's own: none is rounded again."""
+    classes = ((precision.of(name, is_head=name == HEAD), matrix.held) for name, matrix in stored.items())
+    return precision.stored_groups and all(precision.kept(held, one) for one, held in classes if one.coded)
 
 
 def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
