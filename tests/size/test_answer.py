@@ -16,6 +16,7 @@ from millrace.size.models import PRESETS
 from millrace.size.points import Source
 from millrace.size.question import Question
 from millrace.size.shared import shared
+from millrace.size.tables import tables
 from millrace.size.told import band, read_as, told, told_point
 from tests.size.tables import SIZING, needs_tables
 
@@ -161,6 +162,9 @@ def test_calls_in_a_row_add_up() -> None:
         assert point.mean.e2e_s == pytest.approx(2 * alone.mean.e2e_s)
         assert point.mean.ttft_s == pytest.approx(alone.mean.e2e_s + alone.mean.ttft_s)
         assert point.concurrency == pytest.approx(point.rate * point.mean.e2e_s), "Little's law"
+    waits, other = next(tables(two)), next(tables(one))
+    told_of = "TTFT is from the request's beginning to the last call's first token, and ITL is that call's"
+    assert told_of in waits.notes and told_of not in other.notes
 
 
 def test_memory_adds_up() -> None:

@@ -12,12 +12,15 @@ from millrace.size import capacity
 from millrace.size.capacity import Replica, _interval
 from millrace.size.constants import profile
 from millrace.size.lengths import Lengths
+from millrace.size.memory import memory
 from millrace.size.models import PRESETS
 from millrace.size.planning import instance_of
 from millrace.size.points import Limits, Source
+from millrace.size.served import shares
 from millrace.size.serving import computed
+from millrace.size.simulator import Server
 from millrace.size.stack import ENGINE
-from millrace.size.traffic import Traffic
+from millrace.size.traffic import Traffic, arrival
 from millrace.size.virtual import Arrival
 
 H100 = find_device("H100")
@@ -75,7 +78,7 @@ def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
     alone = row.alone.mean
     assert alone.e2e_s == pytest.approx(first.e2e_s + second.e2e_s)
     assert alone.ttft_s == pytest.approx(first.e2e_s + second.ttft_s) and alone.itl_s == pytest.approx(second.itl_s)
-    assert row.full.rate <= row.bound(Limits()) and 300 < row.full.input_tokens < 600
+    assert row.full.rate <= row.bound(Limits()) and row.full.calls == ((600, 10), (300, 20))
     assert 1 / row.full.rate == pytest.approx(sum(1 / replica(c.n_input, c.n_output).full.rate for c in calls), rel=0.1)
     point = row.at(0.5 * row.full.rate)
     assert point is not None and point.p95 is not None and point.p95.e2e_s > point.mean.e2e_s > alone.e2e_s
@@ -85,6 +88,42 @@ def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
     assert behind.sampled is not None and "3 instances" in behind.sampled.how
     assert row.alone_breaks(Limits(ttft_s=0.9 * alone.ttft_s)) == ("TTFT",) and second.ttft_s < 0.5 * alone.ttft_s
     assert not row.alone_breaks(Limits(ttft_s=1.01 * alone.ttft_s, e2e_s=1.01 * alone.e2e_s))
+
+
+@pytest.mark.parametrize("calls", [((6000, 1), (200, 500)), ((300, 400), (3000, 10))])
+def test_of_calls_in_a_row_memory_and_time_are_those_of_each(calls: tuple[tuple[int, int], ...]) -> None:
+    """Keys and values are there for as long as a call is in flight, which a long prompt hardly is, although it takes
+    most of an instance's time."""
+    *before, last = (Lengths(*call) for call in calls)
+    one = Replica(computed(EIGHT, profile(H100, "fp8"), replace(last, before=tuple(before)), SMALL))
+    server, rate = Server(one.serving.simulation(0)), 0.5 * one.full.rate
+    for i in range(200):
+        server.advance(i / rate)
+        server.take(arrival(one.lengths, i / rate))
+    server.advance(math.inf)
+    seen = [(call.last_s - call.arrival.at_s, call.arrival) for call in server.seen]
+    in_flight_s = sum(took_s for took_s, _ in seen)
+    point = one.at(rate)
+    assert point is not None and len(seen) == 400
+    assert point.input_tokens == pytest.approx(sum(t * a.n_input for t, a in seen) / in_flight_s, rel=0.35)
+    assert point.output_tokens == pytest.approx(sum(t * a.n_output for t, a in seen) / in_flight_s, rel=0.1)
+    held = memory(EIGHT, point).held / point.concurrency / EIGHT.kv_token_bytes
+    assert held == pytest.approx(sum(t * (a.n_input + a.n_output / 2) for t, a in seen) / in_flight_s, rel=0.3)
+    apart = [replace(point, input_tokens=n_in, output_tokens=n_out, calls=()) for n_in, n_out in calls]
+    known = profile(H100, "fp8")
+    told, of_each = shares(EIGHT, known, point, SMALL), [shares(EIGHT, known, p, SMALL) for p in apart]
+    assert sum(told.values()) == pytest.approx(1)
+    among = sorted(of["prefill arithmetic"] for of in of_each)
+    assert among[0] < told["prefill arithmetic"] < among[1]
+    at_peak_s = sum(known.constants.prefill_s(EIGHT, [n_in]) for n_in, _ in calls) * SMALL.prefill
+    assert told["prefill arithmetic"] == pytest.approx(at_peak_s * point.rate, abs=0.15)
+
+
+def test_a_last_call_of_one_token_has_no_itl_that_would_bound_the_others() -> None:
+    row = Replica(computed(EIGHT, profile(H100, "fp8"), replace(Lengths(50, 1), before=(Lengths(50, 40),)), SMALL))
+    tight = Limits(itl_s=1e-4)
+    assert row.full.mean.itl_s == 0 and not tight.broken(row.full)
+    assert row.full.rate <= row.bound(tight) == row.bound(Limits())
 
 
 def test_littles_law_holds_in_runs_and_points() -> None:

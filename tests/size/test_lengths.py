@@ -64,6 +64,14 @@ def test_a_pipeline() -> None:
         Call("check", 200, 5, "as said"), Call("guard", 3500, 10, "assumed: it reads the whole prompt"),
         Call("tell", 100, 20),
     )  # fmt: skip
+    for known in ({"preset": "rag"}, {"isl": 3500, "osl": 500}):  # the question is no whole prompt then
+        short = work(RequestSettings(**known, pipeline="guard>answer", question="30 words"))
+        assert [call.lengths for call in short.calls] == [(40, 10), (3500, 500)]
+        assert "question: 30 words are 40 tokens, at 0.75 words a token" in short.how
+    of_trace = work(RequestSettings(pipeline="guard>answer", question="30 words"), (900.0, 80.0))
+    assert [call.lengths for call in of_trace.calls] == [(40, 10), (900, 80)]
+    alone = work(RequestSettings(pipeline="guard>answer", question="30 words", osl=80))
+    assert [call.lengths for call in alone.calls] == [(40, 10), (40, 80)]
 
 
 def test_the_context_is_held() -> None:

@@ -103,6 +103,7 @@ def test_a_model_that_sees_is_sized_by_its_decoder() -> None:
     ({**LLAMA, "hidden_size": "large"}, "hidden_size is 'large'"),
     ({**LLAMA, "num_hidden_layers": 0}, "n_layers is 0"),
     ({**LLAMA, "vocab_size": 1 << 40}, "vocab is"),
+    ({**LLAMA, "num_key_value_heads": 33}, "33 heads of keys and values for 32 of queries"),
     ({**LLAMA, "num_experts": 8}, "visits 0 of 8 experts"),
     ({**LLAMA, "num_experts": 8, "num_experts_per_tok": 9}, "visits 9 of 8 experts"),
 ])  # fmt: skip

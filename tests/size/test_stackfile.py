@@ -62,6 +62,16 @@ def test_an_answer_is_of_that_server_alone(tmp_path: Path, monkeypatch: pytest.M
     assert {p.precision for p in other.points} == {"fp16", "fp8"}
 
 
+@pytest.mark.parametrize("error", [0.9, 1.0, 5.0])
+def test_a_fit_that_leaves_as_much_as_there_is_still_has_a_band(tmp_path: Path, error: float) -> None:
+    """With what a closed form adds, 0.9 is all of a figure: then nothing is known below it but that one is needed."""
+    write_stack(tmp_path / "s.json", replace(OWN, error=error))
+    found = plan(**{**COMMON, "rate": 50_000}, stack=str(tmp_path / "s.json"))
+    assert found.plan.error == pytest.approx(error + 0.1) and found.plan.low == 1 < found.plan.systems < found.plan.high
+    assert found.money is not None and found.money.band is not None and found.money.cheapest is not None
+    assert 0 < found.money.band[0] < found.money.cheapest < found.money.band[1]
+
+
 @pytest.mark.parametrize("change, said", [
     ({"version": 2}, "no stack of version 1"), ({"stack": 5}, "no stack of version 1"), ({"error": -1}, "error is -1"),
     ({"device": 5}, "names are"), ({"stack": {**asdict(OWN.stack), "prefil": 1}}, 'did you mean "prefill"'),

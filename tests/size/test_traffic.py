@@ -156,6 +156,8 @@ def test_bursts_buy_no_less() -> None:
 @pytest.mark.parametrize("answers, said", [
     ({}, "nothing says which requests begin alike"), ({"system": "511 tokens", "question": "9 tokens", "isl": None},
      "nothing says which"), ({"simulate": False}, "with --no-simulate"), ({"arrivals": "closed"}, "--arrivals closed"),
+    ({"pipeline": "guard>rag"}, "with --pipeline"), ({"pipeline": "guard>rag", "isl": None, "system": "600 tokens",
+     "question": "90 tokens"}, "nothing says which calls"), ({"measured": "r.csv"}, "--measured|cannot be read"),
 ])  # fmt: skip
 def test_what_cannot_be_routed_so_is_refused(answers: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

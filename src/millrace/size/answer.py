@@ -283,7 +283,7 @@ class _Costs:
             return money(needed, self.prices, rents, average, rate, lengths)
 
         made = costs(best.systems, 1.0)
-        ends = costs(best.low, 1 - best.error).cheapest, costs(best.high, 1 + best.error).cheapest
+        ends = costs(best.low, max(0.01, 1 - best.error)).cheapest, costs(best.high, 1 + best.error).cheapest
         band = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
         notes = [*made.notes, *self.prices.old(rents, self.today)]
         if load is not None and load.average is None:

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from millrace.size.cost import Floats
-from millrace.size.points import Limits, Point, Sampled, Source, Waits, named_parallel
+from millrace.size.points import Limits, Point, Sampled, Source, Waits, in_flight, named_parallel
 from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving
@@ -210,26 +210,25 @@ class Replica:
         if self.serving.running is None:
             return math.inf
         n, context = self.serving.running, min(call.n_input + call.n_output / 2 for call in self.lengths.calls)
-        while limits.itl_s is not None and n > 1 and self._seconds((), (), n, context) > limits.itl_s:
+        itl_s = limits.itl_s if self.lengths.n_output > 1 else None  # an answer of one token has none
+        while itl_s is not None and n > 1 and self._seconds((), (), n, context) > itl_s:
             n -= max(1, n // 64)
-        return 1 / sum(self._call_s(n))
-
-    def _call_s(self, n: int) -> list[float]:
-        """Of an instance's time, what each call takes at least where n answers share each step."""
-        return [
+        return 1 / sum(
             self._seconds([call.n_input], [0], 1, 0.0) - self._seconds((), (), 1, 0.0)
             + (call.n_output - 1) * self._seconds((), (), n, call.n_input + call.n_output / 2) / n
             for call in self.lengths.calls
-        ]  # fmt: skip
+        )  # fmt: skip
 
     @cached_property
     def _usual(self) -> tuple[float, float]:
-        """Tokens in and out of what runs at a time, on average."""
-        if not self.lengths.before:
-            return self.lengths.n_input, self.lengths.n_output
-        parts = self._call_s(self._room)
-        calls = [(part / sum(parts), call) for part, call in zip(parts, self.lengths.calls, strict=True)]
-        return sum(share * call.n_input for share, call in calls), sum(share * call.n_output for share, call in calls)
+        """Tokens in and out of what is in flight at a time, on average: each call as long as it takes alone."""
+        lengths, alone_s = [], []
+        for call in self.lengths.calls:
+            lengths.append((call.n_input, call.n_output))
+            step_s = self._seconds((), (), 1, call.n_input + call.n_output / 2)
+            alone_s.append(self.serving.front_s + self._seconds([call.n_input], [0], 0, 0.0)
+                           + (call.n_output - 1) * step_s)  # fmt: skip
+        return in_flight(lengths, alone_s)
 
     def _point(
         self, counted: Sequence[Seen], n: int, rate: float, concurrency: float, found: Simulated, how: str
@@ -243,6 +242,7 @@ class Replica:
         return Point(
             model=one.model, device=one.device, precision=one.precision, tp=one.tp, pp=one.pp,
             input_tokens=self._usual[0], output_tokens=self._usual[1], concurrency=concurrency, rate=rate,
+            calls=tuple((call.n_input, call.n_output) for call in self.lengths.calls) if self.lengths.before else (),
             mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
             sampled=Sampled(
                 of(lambda v: float(np.quantile(v, 0.99))), of(lambda v: _interval(v, np.mean)),

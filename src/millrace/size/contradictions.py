@@ -105,6 +105,9 @@ def _check_search(question: Question) -> None:
             raise ConfigError(f"{flag} with {by}", "what is simulated", "leave one out")
     if routed is not None and limits.arrivals == "closed":
         raise ConfigError(f"{routed} with --arrivals closed", "what is simulated behind a router", "leave one out")
+    if search.routing == "prefix-aware" and ">" in (question.request.pipeline or ""):
+        raise ConfigError(f"{routed} with --pipeline", "requests of one call: nothing says which calls begin alike",
+                          "choose --routing least-loaded, or leave --pipeline out")  # fmt: skip
     if limits.of == "p95" and not search.simulate and hardware.measured is None and limits.mode != "offline":
         raise ConfigError("limits are on the p95, which a closed form does not know, and --no-simulate",
                           "one of both", "leave --no-simulate out, or ask with --of mean")  # fmt: skip

@@ -134,10 +134,13 @@ def work(asked: RequestSettings, recorded: tuple[float, float] | None = None) ->
 
 def _input(asked: RequestSettings, recorded: tuple[float, float] | None) -> tuple[float, Sequence[str]]:
     parts = [(name, text) for name in PARTS if (text := getattr(asked, name)) is not None]
-    if not parts or asked.isl is not None or asked.input is not None:
+    by_itself = asked.pipeline is not None and [name for name, _ in parts] == ["question"]  # what other calls read
+    is_known = by_itself and (asked.preset is not None or recorded is not None)
+    if not parts or is_known or asked.isl is not None or asked.input is not None:
         if [name for name, _ in parts] not in ([], ["question"]) or (parts and asked.pipeline is None):
             raise _twice("the prompt", [*_given(asked, "isl", "input"), *(name for name, _ in parts)])
-        return _one("input", asked, recorded)
+        n, how = _one("input", asked, recorded)
+        return n, (*how, *(length(text, name, asked.words_a_token)[1] for name, text in parts))
     found = [length(text, name, asked.words_a_token) for name, text in parts]
     n = sum(n for n, _ in found)
     return n, (*(how for _, how in found), f"input: {n:,.0f} tokens together")

@@ -56,6 +56,9 @@ class ModelShape:
         for name in _SIZES:
             if not 0 < getattr(self, name) <= _MOST:
                 raise ConfigError(f"{self.name}: {name} is {getattr(self, name)}", f"1 to {_MOST}", "correct it")
+        if self.n_kv_heads > self.n_heads:
+            raise ConfigError(f"{self.name}: {self.n_kv_heads} heads of keys and values for {self.n_heads} of queries",
+                              "no more than these", "correct the configuration")  # fmt: skip
         if not 0 <= self.experts_active <= self.experts <= 4096 or (self.experts > 0) != (self.experts_active > 0):
             raise ConfigError(
                 f"{self.name}: a token visits {self.experts_active} of {self.experts} experts",

@@ -16,7 +16,7 @@ from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS, ModelShape, find_model
 from millrace.size.planning import TPS, Basis, Computed, instance_of
-from millrace.size.points import Point, Source, Waits
+from millrace.size.points import Point, Source, Waits, in_flight
 from millrace.size.profiled import Profiled
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings
@@ -211,22 +211,27 @@ def _calls(work: Work, points: Sequence[Sequence[Point]]) -> list[Point]:
         return list(points[0])
     by_place = [{(p.configuration, p.concurrency): p for p in some} for some in points]
     places = [place for place in by_place[0] if all(place in others for others in by_place)]
-    return [_together([some[place] for some in by_place]) for place in places]
+    fewest: dict[str, float] = {}
+    for name, n in places:
+        fewest[name] = min(n, fewest.get(name, n))
+    alone = {name: [some[name, n].mean.e2e_s for some in by_place] for name, n in fewest.items()}
+    return [_together([some[place] for some in by_place], alone[place[0]]) for place in places]
 
 
-def _together(calls: Sequence[Point]) -> Point:
+def _together(calls: Sequence[Point], alone_s: Sequence[float]) -> Point:
+    """alone_s: as long as each is in flight, where hardly any other is"""
+
     def waits(of: Sequence[Waits]) -> Waits:
         waited = sum(w.e2e_s for w in of[:-1])
         return Waits(waited + of[-1].ttft_s, of[-1].itl_s, waited + of[-1].e2e_s)
 
-    seconds = [1 / point.rate for point in calls]
-    total = sum(seconds)
+    lengths = tuple((point.input_tokens, point.output_tokens) for point in calls)
+    n_in, n_out = in_flight(lengths, alone_s)
     known = [point.p95 for point in calls if point.p95 is not None]
     return replace(
-        calls[-1], rate=1 / total, mean=waits([point.mean for point in calls]),
+        calls[-1], rate=1 / sum(1 / point.rate for point in calls), mean=waits([point.mean for point in calls]),
         p95=waits(known) if len(known) == len(calls) else None,
-        input_tokens=sum(p.input_tokens * s for p, s in zip(calls, seconds, strict=True)) / total,
-        output_tokens=sum(p.output_tokens * s for p, s in zip(calls, seconds, strict=True)) / total,
+        input_tokens=n_in, output_tokens=n_out, calls=lengths,
     )  # fmt: skip
 
 

@@ -13,6 +13,13 @@ def named_parallel(tp: int, pp: int) -> str:
     return f"TP{tp}" + (f" PP{pp}" if pp > 1 else "")
 
 
+def in_flight(lengths: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Tokens in and out of what is in flight at a time, on average, of calls in a row that take so long each."""
+    shares = [took / sum(seconds) for took in seconds]
+    n_in, n_out = (sum(n * share for n, share in zip(some, shares, strict=True)) for some in zip(*lengths, strict=True))
+    return n_in, n_out
+
+
 class Source(StrEnum):
     """Where a figure comes from."""
 
@@ -54,6 +61,7 @@ class Sampled:
 class Point:
     """One instance of tp x pp devices with so many requests in flight. rate: requests a second; p95: where it is known
 
+    input_tokens, output_tokens: of what is in flight, on average; calls: of each, where a request has several in a row
     system: devices of the machines that are bought; sampled: where it was simulated
     """
 
@@ -71,6 +79,12 @@ class Point:
     source: Source
     sampled: Sampled | None = None
     pp: int = 1
+    calls: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def lengths(self) -> tuple[tuple[float, float], ...]:
+        """Tokens in and out of each call; of one, where there is no other."""
+        return self.calls or ((self.input_tokens, self.output_tokens),)
 
     @property
     def devices(self) -> int:

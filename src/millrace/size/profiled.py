@@ -147,16 +147,17 @@ class Profiled:
 
     def _shares(self, point: Point, room: int) -> Mapping[str, float]:
         """Of the server's time, what goes where; together 1."""
-        cost, n_in, n_out = self.profile.cost, point.input_tokens, point.output_tokens
+        cost = self.profile.cost
         usual, n = cost.timed(), max(1, min(room, round(point.concurrency)))
-        steps = (n_out - 1) / n
         alone_s, many_s = usual((), (), 1, 0.0), usual((), (), n, 0.0)
+        steps = sum(n_out - 1 for _, n_out in point.lengths) / n
+        read = sum((n_out - 1) * (n_in + n_out / 2) for n_in, n_out in point.lengths)
         seconds = {
-            "prefill arithmetic": usual([n_in], [0], n, 0.0) - many_s,
+            "prefill arithmetic": sum(usual([n_in], [0], n, 0.0) - many_s for n_in, _ in point.lengths),
             "reading weights": steps * alone_s,
             "decode arithmetic": steps * (many_s - alone_s),
-            "reading keys and values": steps * cost.read * n * (n_in + n_out / 2),
-            "host": steps * cost.between(n) + cost.host_sequence,
+            "reading keys and values": cost.read * read,
+            "host": steps * cost.between(n) + cost.host_sequence * len(point.lengths),
         }
         total = sum(seconds.values())
         return {name: value / total for name, value in seconds.items()}

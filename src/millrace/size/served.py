@@ -11,7 +11,7 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import GB
 from millrace.runtime.step_cost import StepTime
 from millrace.size.constants import Profile
-from millrace.size.cost import Instance, decode_terms, prefill_terms
+from millrace.size.cost import Constants, Instance, decode_terms, prefill_terms
 from millrace.size.points import Point, Source, Waits
 from millrace.size.stack import Stack
 from millrace.size.steps import step_time
@@ -96,12 +96,24 @@ def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | No
     """Of an instance's time at that point, what goes where; together 1."""
     stack, constants, whole = stack or profile.stack, profile.constants, instance
     batch = _batch(instance, (point.input_tokens, point.output_tokens), max(1.0, point.concurrency), stack)
-    instance = whole.stage
-    context = point.input_tokens + point.output_tokens / 2
-    prompt, step = prefill_terms(instance, [point.input_tokens]), decode_terms(instance, batch, context)
+    seconds: dict[str, float] = {}
+    for lengths in point.lengths:
+        for name, took_s in _spent(whole, constants, stack, lengths, batch).items():
+            seconds[name] = seconds.get(name, 0.0) + took_s
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()}
+
+
+def _spent(
+    whole: Instance, constants: Constants, stack: Stack, lengths: tuple[float, float], batch: int
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of an instance's time for a call, beside so many."""
+    instance, (n_in, n_out) = whole.stage, lengths
+    context = n_in + n_out / 2
+    prompt, step = prefill_terms(instance, [n_in]), decode_terms(instance, batch, context)
     parts = [part * constant for part, constant in zip(step, constants.decode, strict=True)]
     cached_s = constants.decode[0] * instance.cached_s(batch, context)
-    steps = (point.output_tokens - 1) / batch
+    steps = (n_out - 1) / batch
     of_steps, of_prompts = steps * stack.decode * constants.factor, stack.prefill * constants.factor
     links = sum(a * b for a, b in zip(prompt.rest[:3], constants.prefill[1:4], strict=True))
     seconds = {
@@ -115,9 +127,7 @@ def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | No
     }
     if whole.pp > 1:
         together, alone = step_time(whole, constants, stack), step_time(instance, constants, stack)
-        n_in = [point.input_tokens]
-        waited_s = together(n_in, [0], 0, 0.0) - alone(n_in, [0], 0, 0.0)
+        waited_s = together([n_in], [0], 0, 0.0) - alone([n_in], [0], 0, 0.0)
         waited_s += steps * (together((), (), batch, context) - alone((), (), batch, context))
         seconds["bubbles and links of stages"] = max(0.0, waited_s)
-    total = sum(seconds.values())
-    return {name: value / total for name, value in seconds.items()}
+    return seconds

@@ -64,6 +64,8 @@ def _waits(answer: Answer) -> Table:
         mean, p95 = s.mean_within.ttft_s * 1e3, s.p95_within.ttft_s * 1e3
         notes = [f"simulated: {s.counted} requests, after {s.dropped} that were dropped",
                  f"intervals of 95 %: mean TTFT +-{mean:.1f} ms, p95 +-{p95:.1f} ms"]  # fmt: skip
+    if len(answer.work.calls) > 1:
+        notes.append("TTFT is from the request's beginning to the last call's first token, and ITL is that call's")
     if load != point:
         waits = load.mean
         notes.append(f"at this load, on what is bought: mean TTFT {_ms(waits.ttft_s)} ms, ITL {_ms(waits.itl_s)} ms, "
@@ -117,8 +119,9 @@ def _memory(answer: Answer) -> Table:
                             f"{m.free / GB:.1f} GB more would fit"),
         ("kept back", f"{m.kept_back / GB:.1f} GB, for activations, software and margin"),
         ("there are", f"{m.total / GB:.0f} GB"),
-        ("figures", "weights, keys and values are counted from the model's configuration, nothing of them is "
-                    "estimated; what is kept back is set aside, not measured"),
+        ("figures", "bytes of weights, and of a token's keys and values, are counted from the model's configuration; "
+                    "how many requests are in flight is as sure as the answer; what is kept back is set aside, not "
+                    "measured"),
     ]  # fmt: skip
     of = f"{point.devices} x {point.device}; GB are 10^9 bytes"
     return Table("memory", "Memory of an instance", rows, more=of)
