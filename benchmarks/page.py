@@ -40,8 +40,9 @@ changes that were not committed.
 
 **Weights / activations / head** name the numbers in which an engine computes. KL is the mean divergence to float32 in
 nats per token on a real model, SmolLM2-135M-Instruct (its Q4_1 file, dequantised, is the float32), for the same
-numbers; of another engine, else with its weights made in the same way (`--peers`). Where it is empty it was not
-measured. A speed without it says nothing of the answers."""
+numbers; of another engine, else with its weights made in the same way (`--peers`): rows of 576 there do not divide by
+128 or 256, so that OpenVINO has groups of 64 and llama.cpp's K types are Q5_0 and the like. Where it is empty it was
+not measured. A speed without it says nothing of the answers."""
 
 
 def page() -> str:

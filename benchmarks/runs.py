@@ -171,23 +171,17 @@ def kl_of(model: str, described: Result) -> float | None:
 
 def kl_class(engine: str, numbers: Numbers) -> float | None:
     """Of an engine that was timed, on the real model: of these very numbers, else of the peer that makes its weights
-    in the same way (`benchmarks.recipes`; where rows do not divide into its blocks, of those that it falls back to;
-    where it chose other activations for other work, the largest that is known)."""
+    in the same way (`benchmarks.recipes`). It is the weights' class: where rows of the real model do not divide into
+    a peer's blocks, it is that of the blocks that it falls back to, with their activations."""
     found = accuracy().get(REAL, {}).get(numbers)
-    if found is not None:
-        return found
-    known = (made_alike().get((engine, one)) for one in numbers.activations.split(" or "))
-    return max((kl for kl in known if kl is not None), default=None)
+    return made_alike().get(engine) if found is None else found
 
 
 @cache
-def made_alike() -> dict[tuple[str, str], float]:
-    """By the catalogue's name and the activations, from the newest run of each."""
+def made_alike() -> dict[str, float]:
+    """By the catalogue's name, from the newest run of each."""
     scores = (score for _, result in of_kind("perplexity") if result["model"] == REAL for score in result["scores"])
-    return {
-        (score["precision"], score["activations"]): score["mean_kl"] for score in scores
-        if score["precision"] in CATALOGUE
-    }  # fmt: skip
+    return {score["precision"]: score["mean_kl"] for score in scores if score["precision"] in CATALOGUE}
 
 
 def _text_of(result: Result) -> tuple[str, int]:

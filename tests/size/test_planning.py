@@ -17,7 +17,7 @@ from millrace.size.load import peak, per_second
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
 from millrace.size.planning import Computed, Fleet, instance_of, plan
-from millrace.size.points import Limits, Point, Source, Waits, best
+from millrace.size.points import Limits, Point, Sampled, Source, Waits, best
 from millrace.size.served import kv_capacity, served, shares
 from millrace.size.serving import computed
 from millrace.size.stack import ENGINE
@@ -201,6 +201,19 @@ def test_a_limit_binds_where_more_would_be_served_beyond() -> None:
     limits = Limits(itl_s=0.0065)
     points = simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, limits, SMALL)
     assert plan(900, points, limits, Fleet(), BASIS).binding == "the limit on ITL"
+
+
+def test_a_search_that_was_cut_may_have_left_far_more() -> None:
+    """The band's low end is the closed form's then; with time it is that of the simulated point's own error."""
+    points = analytic_points("llama-3-8b", ["H100"], ["fp8"], Lengths(2000, 200))
+    limits = Limits(ttft_s=2.0)
+    most = best(points, limits)
+    sampled = Sampled(most.mean, most.mean, most.mean, 100, 10, 0, "Poisson arrivals", cut=True)
+    cut = replace(most, rate=most.rate / 10, source=Source.SIMULATED, p95=most.mean, sampled=sampled)
+    found = plan(30 * most.rate_of_system, [*points, cut], limits, Fleet())
+    assert found.systems == 300 and found.low <= 30 < 294 <= found.high and "time" in found.binding
+    whole = replace(cut, sampled=replace(sampled, cut=False))
+    assert plan(30 * most.rate_of_system, [*points, whole], limits, Fleet()).low >= 290
 
 
 def test_the_closed_form_keeps_littles_law_and_its_shares_are_its_time() -> None:

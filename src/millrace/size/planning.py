@@ -41,7 +41,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """systems: to buy; fractional: before rounding, spares and utilisation; low, high: with the figures' errors
+    """systems: to buy; fractional: before rounding, spares and utilisation; low, high: with the figures' errors, and
+    where the search was cut, low with what the closed form says
 
     binding: what keeps a system from serving more; shares: of an instance's time, where the figures are analytic
     """
@@ -140,8 +141,13 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
                               f"are {rate / DAY_S:,.4g} a second")  # fmt: skip
         return n
 
+    low = bought(1 - error)
+    if point.sampled is not None and point.sampled.cut:
+        mean = replace(limits, of="mean")  # a closed form knows no p95
+        known = [p.rate_of_system for p in points if p.source == Source.ANALYTIC and not mean.broken(p)]
+        low = min(low, bought((1 - error) * point.rate_of_system / max(known))) if known else low
     return Plan(
-        rate=rate, point=point, limits=limits, fractional=fractional, systems=bought(1), low=bought(1 - error),
+        rate=rate, point=point, limits=limits, fractional=fractional, systems=bought(1), low=low,
         high=bought(1 + error), error=error, binding=_binding(points, point, limits, grounds),
         shares=grounds.shares if grounds else {},
         latency_optimal=latency_optimal(points), throughput_optimal=throughput_optimal(points), provenance=told,

@@ -41,6 +41,9 @@ def band(answer: Answer) -> str:
     plan = answer.plan
     if answer.demand is None:
         return f"they may be {plan.error:.0%} off"
+    if plan.point.sampled is not None and plan.point.sampled.cut:
+        return (f"{plan.low} to {plan.high} systems: the search's time was up (--search-s) before more was tried, "
+                f"and in closed form {plan.low} may do")  # fmt: skip
     if plan.low == plan.high:
         return f"{plan.low} system{'' if plan.low == 1 else 's'} also where they are {plan.error:.0%} off"
     return f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"
