@@ -33,10 +33,9 @@ from millrace.serve.key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live
 from tests.support.kserve import binary, infer, parts
-from tests.support.python_models import ANY, HEAD, SAY, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, serving, write_models
 
-OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
 FLOATS = ANY.replace("STRING", "FP32")
 SAME = HEAD + """
     def execute(self, requests):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.serve.support import until
-from tests.support.python_models import HEAD, write
+from tests.support.python_models import HEAD, OWN, write
 from tests.support.repository import in_process
 from tests.support.server import Threaded
 from tests.support.triton_models import (
@@ -29,7 +29,6 @@ from tests.support.triton_models import (
 )
 
 pytestmark = pytest.mark.nightly
-OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
 ITSELF = """
     def execute(self, requests):
         asking = pb_utils.InferenceRequest(model_name="ring", requested_output_names=["OUT"],

@@ -15,6 +15,7 @@ from millrace.serve.kserve.tensors import Array, objects
 ANY = """backend: "python" %s
 input { name: "IN" data_type: TYPE_STRING dims: [ -1 ] } output { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] }
 """
+OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '  # a process of its own
 HEAD = """
 import asyncio, json, threading
 import numpy as np

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Asked, Sampling, opened, said_if_untold, statistics_for
+from millrace.cli.compress_asked import Asked, Sampling, opened, readable, said_if_untold, statistics_for
 from millrace.cli.compress_told import show_advice
 from millrace.cli.eval_asked import precision_of
 from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
@@ -36,7 +36,7 @@ from millrace.compress.calibrated import by_statistics
 from millrace.compress.collect import digest_of
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.folder import beside
-from millrace.compress.measure import Reference, loss_of, why_not, windows_for
+from millrace.compress.measure import Reference, loss_of, windows_for
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS
 from millrace.compress.speed import ROUNDS, Speeds, paces
@@ -75,7 +75,7 @@ def advised(
     trials = _Trials(_names(presets), batch or BATCH, asked.output, calibration, asked.sampling)
     if dry_run:
         with progress(asked.as_json) as report:
-            checkpoint = _readable(opened(asked.model, asked.env, report))
+            checkpoint = readable(opened(asked.model, asked.env, report))
         asked.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
         show_advice(checkpoint, trials.names, asked.sampling, asked.as_json)
         return
@@ -109,16 +109,8 @@ def _calibrated(asked: _Trials) -> bool:
     return any(PRESETS[name].usual.calibrated for name in asked.names)
 
 
-def _readable(checkpoint: Checkpoint) -> Checkpoint:
-    """raises CheckpointError for a model that reads no text"""
-    without = why_not(checkpoint)
-    if without:
-        raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
-    return checkpoint
-
-
 def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[Row], About]:
-    checkpoint = _readable(opened(model, env, report))
+    checkpoint = readable(opened(model, env, report))
     calibrated = _calibrated(asked)
     asked.sampling.check("--advise", calibrated, asked.calibration)
     measured = Calibration.open(asked.calibration)

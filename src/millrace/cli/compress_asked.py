@@ -15,11 +15,12 @@ from millrace.compile.find import model_folder
 from millrace.compress.calibrated import is_of, needs, read_sampled, same_file, sampled, statistics_of
 from millrace.compress.collect import SAMPLES, digest_of
 from millrace.compress.folder import beside
+from millrace.compress.measure import why_not
 from millrace.compress.plan import Job
 from millrace.compress.statistics import ABOUT, Statistics, read_about
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
-from millrace.errors import ConfigError
+from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.windows import LENGTH, Windows
 
@@ -143,6 +144,14 @@ def opened(model: str, env: Env, report: Progress) -> Checkpoint:
     if (folder / MANIFEST).is_file():
         raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
     return Checkpoint.open(folder)
+
+
+def readable(checkpoint: Checkpoint) -> Checkpoint:
+    """raises CheckpointError for a model that reads no text, of which no loss can be measured"""
+    without = why_not(checkpoint)
+    if without:
+        raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
+    return checkpoint
 
 
 def command_line(model: str) -> str:

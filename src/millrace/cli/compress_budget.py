@@ -12,7 +12,7 @@ import click
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress_advise import BATCH
-from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, said_if_untold, statistics_for
+from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, readable, said_if_untold, statistics_for
 from millrace.cli.compress_engine import built
 from millrace.cli.compress_told import show_search
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, size, table
@@ -21,12 +21,12 @@ from millrace.compress.budget import MaxLoss
 from millrace.compress.candidates import Shelf
 from millrace.compress.cost import ROWS, Target
 from millrace.compress.folder import check_place
-from millrace.compress.measure import Loss, held_out_for, why_not, windows_for
+from millrace.compress.measure import Loss, held_out_for, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS
 from millrace.compress.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
-from millrace.errors import CheckpointError, ConfigError
+from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
@@ -105,10 +105,7 @@ def _goal(bound: MaxLoss, target: Target, batch: int | None) -> Goal:
 def _ready(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, dry_run: bool) -> tuple[Job, Texts]:
     """Which layers there are, and what is read. raises before anything that takes long, where it cannot be done"""
     sampling.check("--max-loss", True, asked.calibration, dry_run)
-    without = why_not(checkpoint)
-    if without:
-        raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
-    job = plan(checkpoint, PRESETS["int8-wo"])
+    job = plan(readable(checkpoint), PRESETS["int8-wo"])
     check_place(asked.out, most_bytes(job) + sampling.temporary_bytes(job))
     text = Calibration.open(asked.calibration)
     texts = Texts(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))

@@ -10,10 +10,9 @@ import pytest
 from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import Code, StatusError
-from tests.serve.inference.test_python_child import OWN
 from tests.serve.inference.test_sequence_model import OLDEST, sums
 from tests.support.loaded import Loaded, becomes
-from tests.support.python_models import write
+from tests.support.python_models import OWN, write
 from tests.support.sequences import SUMS, accumulator, part
 
 START, END = 1, 2

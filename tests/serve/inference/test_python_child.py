@@ -25,7 +25,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import Array, objects
 from millrace.serve.repository.config_json import config_json
-from tests.support.python_models import ANY, HEAD, SAY, asked, loaded, one, text, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 from tests.support.triton_models import (
     ADD_SUB_CONFIG,
     BLS_ASYNC,
@@ -42,7 +42,6 @@ from tests.support.triton_models import (
     SQUARE_CONFIG,
 )
 
-OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
 A, B = np.array([1, 2, 3, 4], np.float32), np.array([4, 3, 2, 1], np.float32)
 
 

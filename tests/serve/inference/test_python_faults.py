@@ -13,7 +13,7 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import objects
-from tests.support.python_models import ANY, HEAD, SAY, asked, loaded, one, text, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 
 WRONG = [
     ("raise ValueError('of the model')", "ValueError: of the model; at model.py(9): execute"),
@@ -91,9 +91,6 @@ def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
                 assert str(failed.value).startswith(told)
 
     asyncio.run(run())
-
-
-OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
 
 
 def resident_bytes(model: Model) -> int:

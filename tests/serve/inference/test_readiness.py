@@ -7,10 +7,9 @@ import httpx
 import pytest
 
 from millrace.serve.inference import readiness
-from tests.serve.inference.test_python_child import OWN
 from tests.serve.support import until
 from tests.support.kserve_grpc import connected
-from tests.support.python_models import ANY, HEAD, SAY, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import in_process
 from tests.support.server import Threaded
 

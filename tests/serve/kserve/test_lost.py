@@ -11,10 +11,9 @@ import pytest
 
 from millrace.serve.inference import instances
 from tests.serve.support import until
-from tests.support.python_models import ANY, HEAD, SAY, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import serving
 
-OWN = ' parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } } '
 CODE = """
     def execute(self, requests):
         import os

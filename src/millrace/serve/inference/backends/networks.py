@@ -50,10 +50,14 @@ class Told:
 # ---------------------------------------------------------------------- what comes from outside
 
 
-def missing(backend: str, why: ImportError) -> StatusError:
-    """Its package is an extra, of the backend's name."""
-    what = f"backend '{backend}' needs a package that cannot be imported: {why}"
-    return StatusError(Code.UNSUPPORTED, f"{what}; pip install 'millrace[{backend}]'")
+@contextmanager
+def importing(backend: str) -> Iterator[None]:
+    """What is imported within comes with the extra of the backend's name. raises StatusError where it is not there"""
+    try:
+        yield
+    except ImportError as error:
+        what = f"backend '{backend}' needs a package that cannot be imported: {error}"
+        raise StatusError(Code.UNSUPPORTED, f"{what}; pip install 'millrace[{backend}]'") from None
 
 
 @contextmanager

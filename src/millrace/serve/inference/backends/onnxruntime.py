@@ -19,7 +19,7 @@ from millrace.serve.inference.backends.networks import (
     encoded,
     failing,
     flag,
-    missing,
+    importing,
     n_threads,
     newest,
     number,
@@ -83,10 +83,8 @@ class _Network(Batched):
 @cache
 def _runtime() -> Any:
     """The package. raises StatusError where it is not there"""
-    try:
+    with importing("onnxruntime"):
         import onnxruntime
-    except ImportError as error:
-        raise missing("onnxruntime", error) from None
     return onnxruntime
 
 

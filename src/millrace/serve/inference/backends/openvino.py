@@ -19,7 +19,7 @@ from millrace.serve.inference.backends.networks import (
     check_size,
     choice,
     failing,
-    missing,
+    importing,
     n_threads,
     newest,
     number,
@@ -87,10 +87,8 @@ class _Network(Batched):
 @cache
 def _openvino() -> Any:
     """The package. raises StatusError where it is not there"""
-    try:
+    with importing("openvino"):
         import openvino
-    except ImportError as error:
-        raise missing("openvino", error) from None
     return openvino
 
 

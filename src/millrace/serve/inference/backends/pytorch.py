@@ -25,7 +25,7 @@ from millrace.serve.inference.backends.networks import (
     check,
     failing,
     flag,
-    missing,
+    importing,
     n_threads,
     newest,
     number,
@@ -181,10 +181,8 @@ class _Network(Batched):
 @cache
 def _torch() -> Any:
     """The package. raises StatusError where it is not there"""
-    try:
+    with importing("pytorch"):
         import torch
-    except ImportError as error:
-        raise missing("pytorch", error) from None
     return torch
 
 

@@ -24,7 +24,7 @@ from millrace.serve.inference.backends.networks import (
     column,
     encoded,
     failing,
-    missing,
+    importing,
     n_threads,
     newest,
     number,
@@ -137,11 +137,9 @@ class _Estimator(Batched):
 @cache
 def _io() -> Any:
     """skops.io. raises StatusError where it is not there"""
-    try:
+    with importing("sklearn"):
         import sklearn  # noqa: F401  skops begins without it, and fails later
         import skops.io
-    except ImportError as error:
-        raise missing("sklearn", error) from None
     return skops.io
 
 

@@ -19,7 +19,7 @@ from millrace.serve.inference.backends.networks import (
     check_size,
     failing,
     flag,
-    missing,
+    importing,
     n_threads,
     newest,
     number,
@@ -124,10 +124,8 @@ class _Network(Batched):
 @cache
 def _tensorflow() -> Any:
     """The package. raises StatusError where it is not there"""
-    try:
+    with importing("tensorflow"):
         import tensorflow
-    except ImportError as error:
-        raise missing("tensorflow", error) from None
     return tensorflow
 
 

@@ -24,7 +24,7 @@ from millrace.serve.inference.backends.networks import (
     column,
     failing,
     flag,
-    missing,
+    importing,
     n_threads,
     newest,
     number,
@@ -130,10 +130,8 @@ class _Trees(Batched):
 @cache
 def _xgboost() -> Any:
     """The package. raises StatusError where it is not there"""
-    try:
+    with importing("xgboost"):
         import xgboost
-    except ImportError as error:
-        raise missing("xgboost", error) from None
     return xgboost
 
 
