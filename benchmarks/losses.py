@@ -1,5 +1,6 @@
 """docs/compress.md's loss tables, from the newest run of each model: `python -m benchmarks.losses`."""
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,4 +37,5 @@ def written(document: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     DOCUMENT.write_text(written(DOCUMENT.read_text()))

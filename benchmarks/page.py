@@ -3,6 +3,7 @@
 Every run of a claim is shown with its spread, not the best one; verdicts are those that the result files hold.
 """
 
+import argparse
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -460,4 +461,5 @@ def _plain(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page())

@@ -121,8 +121,10 @@ ROUNDED = (Variant("fp32", "fp32"), Variant("bf16", "bf16"), Variant("w8a8 g128"
 # A body in float32 under each head: what the head alone does to the answers.
 HEADS = (
     Variant("head fp32", "fp32"), Variant("head w8a8 (default of w8a8 and w4a8)", "fp32", head="w8a8"),
-    Variant("head w8a8, groups of 32", "fp32", 32, head="w8a8"), Variant("head w8a16", "fp32", head="w8a16"),
-    Variant("head bf16", "fp32", head="bf16"), Variant("head w4a8, in two steps", "fp32", head="w4a8"),
+    Variant("head w8a8, groups of 32", "fp32", 32, head="w8a8"),
+    Variant("head w8a16 (default of w4a16 and fp8a16)", "fp32", head="w8a16"),
+    Variant("head bf16", "fp32", head="bf16"), Variant("head fp8a16", "fp32", head="fp8a16"),
+    Variant("head w4a8, in two steps", "fp32", head="w4a8"),
 )  # fmt: skip
 
 

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from millrace.checkpoint.quantised import FP8, QuantisedFormat
-from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
+from millrace.compile.precision import (
+    StoredMatrix,
+    keeping_the_head,
+    nearest_precisions,
+    precision_map,
+    rounding_notes,
+)
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 
@@ -48,7 +54,19 @@ def test_fp8_is_kept_in_its_own_bytes_and_no_others_in_them() -> None:
         assert not (precision != Precision.FP8A16 and chosen.kept(FP8, precision)), precision
     assert not chosen.kept(INT8_MATRIX.held, Precision.FP8A16)
     alone = nearest_precisions({"q": FP8_MATRIX})
-    assert alone.meaning == precision_map("fp8a16").meaning, "nothing in groups: none is said"
+    assert alone.meaning == precision_map("fp8a16").meaning, "of other matrices nothing is known"
+
+
+def test_a_head_of_e4m3_is_one_that_a_checkpoint_stores() -> None:
+    """E4M3 costs the distribution more than 8-bit integers of as many bytes; what is stored keeps its bytes."""
+    plain = precision_map("fp8a16")
+    assert plain.of("lm_head", is_head=True) == Precision.W8A16 and plain.of("layers.0.mlp") == Precision.FP8A16
+    stored = {"q": FP8_MATRIX, "lm_head": FP8_MATRIX}
+    for chosen in (nearest_precisions(stored), keeping_the_head(plain, stored)):
+        assert chosen.of("lm_head", is_head=True) == Precision.FP8A16
+    floats = {"q": FP8_MATRIX, "lm_head": StoredMatrix("bfloat16", 1)}
+    assert nearest_precisions(floats).of("lm_head", is_head=True) == Precision.BF16
+    assert keeping_the_head(plain, floats).of("lm_head", is_head=True) == Precision.W8A16
 
 
 def test_what_becomes_of_fp8_is_said() -> None:
@@ -62,11 +80,12 @@ def test_what_becomes_of_fp8_is_said() -> None:
     assert "rounded again, from their exact values, to fp8a16 (FP8 weights" in note and "w8a8" in note
 
 
-WRONG_PRECISIONS = (
+WRONG_PRECISIONS: tuple[tuple[str | dict[str, str], str], ...] = (
     ("w3a8", "w4a8"), ({"lm_head": "bf16"}, "default"), ({"default": "x"}, "bf16"), ("w4a16:32", "no groups"),
     ("bf16:8", "no groups"), ("w8a8:", "multiple of 8"), ("w8a8:12", "multiple of 8"), ("w8a8:0", "multiple of 8"),
     ("w8a8:-8", "multiple of 8"), ({"default": "w8a8", "x": "w8a8:99999"}, "multiple of 8"),
     ({"default": "w8a8", "x": "w4a8 with minimums"}, "where a checkpoint stores"),
+    ("w4a8:32:min", "where a checkpoint stores"), ({}, "default"), ("AUTO", "auto, for the whole model"),
 )  # fmt: skip
 
 

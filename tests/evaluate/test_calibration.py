@@ -93,3 +93,9 @@ def test_too_few_tokens_for_a_window(tmp_path: Path, tokenizer: Tokenizer) -> No
         "Once upon a time there was a little dog, and it was happy all day long."
     )  # bundled: the window is cut shorter
     assert few.windows(tokenizer, 2048).ids.shape[0] == 1
+
+
+def test_a_text_of_one_letter_tells_nothing_of_a_precision(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("a" * 20_000)
+    with pytest.raises(ConfigError, match=r"has \d different tokens"):
+        Calibration.open(str(tmp_path / "a.txt")).windows(tokenizer, 64)

@@ -220,7 +220,7 @@ def test_rounded_again_is_not_as_stored(tmp_path: Path) -> None:
         return label(precision_map(asked, 32, head, stored_groups=True), KvFormat.BF16, False, stored)
 
     assert [named(p) for p in ("w8a8", "w8a16", "w4a8", "fp8a16")] == [
-        "w8a8 as stored", "w8a16 as stored", "w4a8 g32, lm_head w8a8", "fp8a16",
+        "w8a8 as stored", "w8a16 as stored", "w4a8 g32, lm_head w8a8", "fp8a16 g32, lm_head w8a16",
     ]  # fmt: skip
     assert named("fp32", "w8a8") == "fp32 as stored, lm_head w8a8", "a head of codes that are the file's"
     assert named("fp8a16", "w8a8") == "fp8a16 g32, lm_head w8a8"

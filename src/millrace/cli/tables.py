@@ -130,16 +130,16 @@ class Tables:
         }  # fmt: skip
 
     def precision(self) -> str:
-        """ "w4a8, lm_head w8a8, groups of 128"."""
+        """ "w4a8 g128, lm_head w8a8", as prices name it."""
         m = self.engine.manifest
         patterns = [(p, value) for p, value in m.precision.items() if p != "default"]
         if len(patterns) > 4:  # a GGUF may name dozens of layers
             patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
-        parts = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
-        named = [re.match(r"w[48]g(\d+)", name) for name in self.bytes_by_format()]
-        groups = sorted({int(found[1]) for found in named if found})
-        parts += [f"groups of {' and '.join(map(str, groups))}"] if groups else []
-        return ", ".join([*parts, *(["summed by tiles"] if m.cpu.bf16_sums == "tiles" else [])])
+        named = [re.match(r"w[48](g\d+)", name) for name in self.bytes_by_format()]
+        groups = sorted({found[1] for found in named if found}, key=lambda group: int(group[1:]))
+        default = " ".join([m.precision.get("default", "?"), *([" and ".join(groups)] if groups else [])])
+        sums = ["bf16 summed by tiles"] if m.cpu.bf16_sums == "tiles" else []
+        return ", ".join([default, *(f"{pattern} {value}" for pattern, value in patterns), *sums])
 
     def summary(self) -> dict[str, Any]:
         """JSON-able."""

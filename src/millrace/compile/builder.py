@@ -167,7 +167,7 @@ def asked_precision(
 
     Where it is to be found out, what it starts from: the model's own.
     """
-    asked = precisions or (None if build.precision == AUTO else build.precision)
+    asked = precisions if precisions is not None else None if build.precision == AUTO else build.precision
     if asked is None and (build.group is not None or build.head is not None):
         kept = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
         asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}

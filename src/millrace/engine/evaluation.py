@@ -43,6 +43,7 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: Literal["", "bundled", "own"] = ""  # on which it was measured
     digest: str = ""  # of that text
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # predicted ones
+    window: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # tokens that were read at a time; 0: not noted
     max_kl: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = (
         None  # None: the precision was asked for, whatever it costs
     )
@@ -59,7 +60,8 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.price is None:
             return f"not measured: {self.not_measured or 'nobody says why'}"
         text = "the bundled text" if self.text == "bundled" else "a text of one's own"
-        where = f"on {self.tokens:,} tokens of {text}, beside fp32"
+        cut = f" in windows of {self.window}" if self.window else ""
+        where = f"on {self.tokens:,} tokens{cut} of {text}, beside fp32"
         if self.max_kl is None:
             return f"{self.price.name} costs {self.price.figures} ({where})"
         over = ", ".join(f"{p.name} {'none' if p.kl is None else format(p.kl, '.3g')}" for p in self.tried[:-1])

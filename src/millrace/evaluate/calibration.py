@@ -15,6 +15,7 @@ from millrace.evaluate.windows import LENGTH, Windows, windows_of
 
 TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
 SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
+VARIED = 16  # different tokens: of one letter again and again, 4 bits would be judged as good as 32
 _UNSCORED = 4  # a fourth of each window is only context: half of it, as for perplexities, would waste what is computed
 _MOST_BYTES = 1 << 20
 
@@ -71,7 +72,13 @@ class Calibration:
             raise ConfigError(
                 f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
-        return replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
+        found = replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
+        if (different := len(np.unique(found.ids))) < VARIED:
+            raise ConfigError(
+                f"--calibration {self.file} has {different} different tokens: any precision predicts them",
+                f"at least {VARIED}, as running text has", "give a text like those that the model will read",
+            )  # fmt: skip
+        return found
 
 
 def _some(every: Windows) -> Windows:

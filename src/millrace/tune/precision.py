@@ -46,12 +46,12 @@ class PrecisionPricer:
 
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
         """All of `ORDER` up to the checkpoint's own type. Of stored codes these as they are, then wider ones."""
-        if own.default.coded and own.stored_groups:
+        if own.default.quantised and not own.stored_groups:
+            return tuple(_plain(p, own) for p in ORDER)
+        if own.default.coded:
             wider = tuple((pattern, _WIDER.get(p, p)) for pattern, p in own.patterns)
             stored = (own, replace(own, default=_WIDER.get(own.default, own.default), patterns=wider))
             return (*dict.fromkeys(stored), *(_plain(p, own) for p in (Precision.BF16, Precision.FP32)))
-        if own.default.quantised:
-            return tuple(_plain(p, own) for p in ORDER)
         return (*(_plain(p, own) for p in ORDER[: ORDER.index(own.default)]), own)
 
     def answer(self, question: Question) -> tuple[PrecisionMap, Evaluation]:
@@ -66,7 +66,7 @@ class PrecisionPricer:
                 if question.max_kl is None or tried[-1].within(question.max_kl):
                     return candidate, Evaluation(
                         not_measured="", text=self.calibration.kind, digest=self.digest, tokens=text.n_scored,
-                        max_kl=question.max_kl, tried=tried,
+                        window=int(text.ids.shape[1]), max_kl=question.max_kl, tried=tried,
                     )  # fmt: skip
         raise _none_within(tried, question.max_kl or 0)
 
