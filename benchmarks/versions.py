@@ -86,7 +86,7 @@ def main() -> None:
     )
     parser.add_argument("old", type=Path, help="the other checkout")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
-    parser.add_argument("--precisions", nargs="+", default=["w4a8"])
+    parser.add_argument("--precisions", nargs="+", default=["w4a8"], help="names, or maps in JSON")
     parser.add_argument("--threads", type=count, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pairs", type=count, default=40, help="default: %(default)s")
     args = parser.parse_args()

@@ -25,7 +25,8 @@ def served(shape: str, precision: str, threads: int) -> None:
     """Reads the name of a piece of work, answers with its seconds and a digest of its tokens; until the pipe ends."""
     with tempfile.TemporaryDirectory() as temporary:
         source, folder = random_source(shape, CONTEXT), Path(temporary) / "engine"
-        plan = plan_engine(source, BuildOptions(precision=precision_map(precision), tiles="amx" in usable_isas()))
+        asked = json.loads(precision) if precision.startswith("{") else precision
+        plan = plan_engine(source, BuildOptions(precision=precision_map(asked), tiles="amx" in usable_isas()))
         write_engine(source, plan, folder, name=shape)
         executor = Engine.open(folder).executor(n_pages=16 * CONTEXT // 64, threads=threads)
         pages = executor.limits.n_pages

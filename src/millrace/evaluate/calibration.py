@@ -15,7 +15,7 @@ from millrace.evaluate.windows import LENGTH, Windows, windows_of
 
 TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
 SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
-VARIED = 16  # different tokens: of one letter again and again, 4 bits would be judged as good as 32
+VARIED = 4  # different tokens: of one letter again and again, 4 bits would be judged as good as 32
 _UNSCORED = 4  # a fourth of each window is only context: half of it, as for perplexities, would waste what is computed
 _MOST_BYTES = 1 << 20
 
