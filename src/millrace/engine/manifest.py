@@ -28,7 +28,7 @@ from millrace.kernels.declare import MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
 from millrace.model.module import ENCODER
 
-FORMAT = 10
+FORMAT = 11
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 UNREADABLE = (
