@@ -151,6 +151,28 @@ def test_the_ideal_is_the_datasheets() -> None:
     assert found.why[0].systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.02)
 
 
+def test_the_ideal_of_calls_in_a_row_is_that_of_all_their_tokens() -> None:
+    """As above, with three calls: tokens are so many together, the head is read once by each, attention is of each."""
+    found = plan(model="llama-3-8b", isl=1000, osl=1, rate=31, precision=["fp8"], hardware=["H100"], mode="offline",
+                 simulate=False, pipeline="guard:300/1>rag:2000/1>answer")  # fmt: skip
+    model = PRESETS["llama-3-8b"]
+    flops = 2 * (model.parameters * 3300 + 3 * model.head_parameters)
+    attention_s = 2 * 32 * 4096 * (300**2 + 2000**2 + 1000**2) / (989e12 * 0.35)
+    first = found.why[0]
+    assert first.systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.03)
+    assert first.why == "H100 SXM as its datasheet says, in fp8: every byte and operation of 3 calls"
+
+
+@pytest.mark.parametrize("hardware, pp", [("H100", 1), ("L40S", 2)])
+def test_two_equal_calls_have_a_waterfall_of_twice_the_systems(hardware: str, pp: int) -> None:
+    asked: dict[str, Any] = {**COMMON, "ttft_ms": 1e6, "hardware": hardware, "pp": pp, "rate": 1000}
+    one, two = plan(**asked).why, plan(**asked, pipeline="same:2000/200>answer").why
+    assert len(one) == len(two) == 7, "from the datasheet to what is bought"
+    for alone, both in zip(one[:3], two[:3], strict=True):
+        assert both.systems == pytest.approx(2 * alone.systems)
+        assert both.why.removesuffix(" of 2 calls") == alone.why
+
+
 def test_calls_in_a_row_add_up() -> None:
     """Two equal calls take two times as long and serve half as many; the first token is the second call's."""
     one = plan(**COMMON, tp=1, precision="fp8", rate=10)

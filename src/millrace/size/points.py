@@ -13,13 +13,6 @@ def named_parallel(tp: int, pp: int) -> str:
     return f"TP{tp}" + (f" PP{pp}" if pp > 1 else "")
 
 
-def in_flight(lengths: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Tokens in and out of what is in flight at a time, on average, of calls in a row that take so long each."""
-    shares = [took / sum(seconds) for took in seconds]
-    n_in, n_out = (sum(n * share for n, share in zip(some, shares, strict=True)) for some in zip(*lengths, strict=True))
-    return n_in, n_out
-
-
 class Source(StrEnum):
     """Where a figure comes from."""
 

@@ -8,6 +8,7 @@ from itertools import product
 from millrace.errors import ConfigError
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Constants, Instance
+from millrace.size.in_a_row import in_a_row
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.planning import TPS, Plan, rounded
@@ -45,7 +46,7 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
         Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
     ]
     instance = offers.instance(point)
-    if point.source != Source.MEASURED and instance is not None and len(work.calls) == 1:
+    if point.source != Source.MEASURED and instance is not None:
         steps = [*_physics(found, instance, work), *steps]
     return tuple(_rising(steps))
 
@@ -65,8 +66,9 @@ def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
     ideal = replace(known, constants=_IDEAL)
     factor = known.constants.factor
     least, reached = _most(instance, ideal, work), _most(instance, known, work)
+    each = "every byte and operation" + (f" of {len(work.calls)} calls" if len(work.calls) > 1 else "")
     return [
-        Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
+        Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: {each}"),
         Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
     ]
 
@@ -77,14 +79,14 @@ def _times(factor: float) -> str:
 
 def _most(instance: Instance, known: Profile, work: Work) -> float:
     """Requests a second of a system, in the best TP, in one stage or as many as here, at the best concurrency."""
-    rates = []
+    rates: list[float] = []
     for tp, pp in product(TPS, {1, instance.pp}):
         here = replace(instance, tp=tp, pp=pp)
         try:
-            points = [served(here, known, work.answer.lengths, n, ENGINE) for n in CONCURRENCIES]
-            rates += [point.rate_of_system for point in points]
+            points = [[served(here, known, call.lengths, n, ENGINE) for n in CONCURRENCIES] for call in work.calls]
         except ConfigError:
             continue  # too small for the weights
+        rates += [point.rate_of_system for point in in_a_row(points)]
     return max(rates)
 
 
