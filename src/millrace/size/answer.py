@@ -280,7 +280,7 @@ class _Costs:
                 bought.whole, point.devices / bought.slices, point.system // bought.slices, systems,
                 best.fractional * times, engines([max(0.0, peak - beside) for peak in peaks], rate, h.utilisation),
             )  # fmt: skip
-            return money(needed, self.prices, rents, average, rate, lengths)
+            return money(needed, self.prices, question.money.tier, average, rate, lengths)
 
         made = costs(best.systems, 1.0)
         ends = costs(best.low, max(0.01, 1 - best.error)).cheapest, costs(best.high, 1 + best.error).cheapest

@@ -173,10 +173,13 @@ def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:
 
 
 def money(
-    fleet: Needed, prices: Prices, rents: Sequence[Rent], average: float, rate: float, lengths: tuple[float, float]
+    fleet: Needed, prices: Prices, tier: str | None, average: float, rate: float, lengths: tuple[float, float]
 ) -> Money:
-    """average: requests/s of a whole year; rate: of an instance; lengths: tokens of a request, all calls together"""
-    own, rent = bought(fleet, prices), rented(fleet, rents)
+    """tier: of offers, None: any; average: requests/s of a whole year; rate: of an instance
+
+    lengths: tokens of a request, all calls together
+    """
+    own, rent = bought(fleet, prices), rented(fleet, prices.rents(fleet.device, tier))
     both = hybrid(fleet, own, rent)
     requests = average * HOURS_YEAR * 3600
     a_request = sum(n * price / 1e6 for n, price in zip(lengths, prices.tokens, strict=True))
@@ -185,11 +188,10 @@ def money(
     if own is None and fleet.system != SYSTEM:
         notes.append(f"prices for buying are of systems of {SYSTEM}, and these have {fleet.system}")
     elif own is None:
-        notes.append(
-            f"no price of a system of {SYSTEM} x {fleet.device.name} is known: name it in --prices, under buy.systems"
-        )
+        notes.append(f"no price of a system of {SYSTEM} x {fleet.device.name} is known: give yours in a file, "
+                     f'--prices FILE, with: date = ..., buy.systems = {{ "{fleet.device.name}" = ... }}')  # fmt: skip
     if rent is None:
-        notes.append(f"no offer for {fleet.device.name} is known: name one in --prices, under offers")
+        notes.append(prices.lacks(fleet.device, tier))
     if own is not None and fleet.device.name not in prices.watts:
         notes.append("the power of such a system is estimated from its devices'")
     return Money(

@@ -18,7 +18,9 @@ def of_devices(alternatives: Sequence[Alternative]) -> Table:
                          "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
     currency = next((one.money.currency for one in alternatives if one.money), "")
     header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
-    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header)
+    unknown = [one.device for one in alternatives if one.plan and one.money and one.money.cheapest is None]
+    notes = [f"no price of {', '.join(unknown)} is known: give yours with --prices FILE"] if unknown else []
+    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header, notes=notes)
 
 
 def costs(found: Money) -> Table:

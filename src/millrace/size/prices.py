@@ -23,13 +23,14 @@ _KEYS = ("date", "currency", "offers", "buy", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Rent:
-    """hour: for one device"""
+    """hour: for one device; page: where that stood"""
 
     device: str
     hour: float
     who: str
     tier: str
     date: datetime.date
+    page: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,14 @@ class Prices:
         found = [rent for rent in self.offers if rent.device == device.name and tier in (None, rent.tier)]
         return sorted(found, key=lambda rent: rent.hour)
 
+    def lacks(self, device: Device, tier: str | None) -> str:
+        """What to write where nobody is known to rent it out."""
+        others = sorted({rent.tier for rent in self.rents(device, None)})
+        if tier is not None and others:
+            return (f"no offer of a {tier} for {device.name} is known (--tier), but of a {' and a '.join(others)}: "
+                    f"leave --tier out, or {_yours(device)}")  # fmt: skip
+        return f"no offer for {device.name} is known: {_yours(device)}"
+
     def old(self, used: Sequence[Rent], today: datetime.date) -> list[str]:
         """What is older than a year, in words."""
         told = [f"the price of {rent.who} is of {rent.date}, more than a year ago" for rent in used
@@ -63,6 +72,12 @@ class Prices:
         if today - self.date > OLD:
             told.append(f"prices for buying are of {self.date}, more than a year ago")
         return told
+
+
+def _yours(device: Device) -> str:
+    return (
+        f'give yours in a file, --prices FILE, with: date = ..., offers = [{{ device = "{device.name}", hour = ... }}]'
+    )
 
 
 def middle(rents: Sequence[Rent]) -> Rent:
@@ -136,14 +151,15 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
 
 def _rent(offer: Mapping[str, Any], where: str) -> Rent:
     for name in offer:
-        _known(name, ("device", "hour", "who", "tier", "date"), where)
+        _known(name, ("device", "hour", "who", "tier", "date", "page"), where)
     tier = offer.get("tier", "neocloud")
     if tier not in TIERS:
         raise ConfigError(f"{where}: tier is {tier!r:.40}", " or ".join(TIERS), "correct it")
     hour = number(offer.get("hour"), f"{where}: hour")
     if not hour:
         raise ConfigError(f"{where}: hour is 0", "a price above 0", "correct it")
-    return Rent(_device(offer, where), hour, plain(str(offer.get("who", "yours"))), tier, _date(offer["date"], where))
+    who, page = (plain(str(offer.get(name, default))) for name, default in (("who", "yours"), ("page", "")))
+    return Rent(_device(offer, where), hour, who, tier, _date(offer["date"], where), page)
 
 
 def _list(found: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
