@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from millrace.size.answer import Alternative
+from millrace.size.alternatives import Alternative
 from millrace.size.money import DAY_HOURS, Money
 from millrace.size.table import Table, few
 

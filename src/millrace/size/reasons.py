@@ -1,7 +1,6 @@
-"""Why so many: the way from an ideal machine to what is bought, every configuration, what would change it."""
+"""Why so many: the way from an ideal machine to what is bought, and every configuration."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -13,13 +12,11 @@ from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.planning import TPS, Plan, rounded
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
-from millrace.size.search import Search
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.stack import ENGINE
 
 # A device that reaches its datasheet: no fixed times, no links, no host.
 _IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-_MOST_S = 30.0  # for what would change an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,36 +110,3 @@ def capacity_table(points: Sequence[Point], limits: Limits) -> tuple[Offer, ...]
         else:
             found.append(Offer(name, some[0].device, None, limits.broken(min(some, key=lambda p: p.mean.e2e_s))))
     return tuple(sorted(found, key=lambda offer: -offer.point.rate_of_system if offer.point else 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What the answer would be, were one thing otherwise. both None where nothing keeps the limits then"""
-
-    what: str
-    systems: int | None
-    fractional: float | None
-
-
-def changes(
-    again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float, search: Search
-) -> tuple[Change, ...]:  # fmt: skip
-    """again: by what is otherwise, the systems then, before utilisation, rounding and spares; for as long as that is
-    not too long: long answers on slow devices take a minute each to simulate"""
-    told, until = [], time.monotonic() + _MOST_S
-    search.again(_MOST_S)
-    whole = best.point.systems
-    spare = best.systems - rounded(best.fractional / utilisation, whole)
-    for what, planned in again.items():
-        if time.monotonic() > until:
-            break
-        try:
-            fractional = planned()
-            if search.over:
-                break
-            told.append(Change(what, rounded(fractional / utilisation, whole) + spare, fractional))
-        except ConfigError:
-            if search.over:
-                break
-            told.append(Change(what, None, None))
-    return tuple(told)

@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from millrace.size.answer import Alternative, Answer
+from millrace.size.alternatives import Alternative
+from millrace.size.answer import Answer
 from millrace.size.demand import Demand
 from millrace.size.money import Money
 from millrace.size.planning import Plan
