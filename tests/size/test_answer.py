@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import capacity, plan
 from millrace.size.answer import Answer, answered
 from millrace.size.models import PRESETS
+from millrace.size.page import size_page
 from millrace.size.points import Source
 from millrace.size.question import Question
 from millrace.size.shared import shared
@@ -186,6 +188,25 @@ def test_calls_in_a_row_add_up() -> None:
     waits, other = next(tables(two)), next(tables(one))
     told_of = "TTFT is from the request's beginning to the last call's first token, and ITL is that call's"
     assert told_of in waits.notes and told_of not in other.notes
+
+
+def test_the_p95_of_measured_calls_is_said_to_be_a_bound(runs: str) -> None:
+    """The sum of each call's: in words where it is shown, beside what a limit on it decides, and as data."""
+    said = "the p95 of calls in a row is the sum of each call's p95: an upper bound, not measured"
+    more = {"pipeline": "same:2000/200>answer", "ttft_ms": 1e5}
+    one, two = asked(runs, rate=5, of="p95", ttft_ms=1e5), asked(runs, rate=5, of="p95", **more)
+    first, both = one.plan.point.p95, two.plan.point.p95
+    assert first is not None and both is not None and one.plan.point.concurrency == two.plan.point.concurrency
+    assert both.ttft_s == pytest.approx(first.e2e_s + first.ttft_s) and both.e2e_s == pytest.approx(2 * first.e2e_s)
+    assert (
+        said in next(tables(two)).notes
+        and two.plan.provenance == f"measured; {said}"
+        and escape(said) in size_page(two)
+    )
+    assert said not in " ".join(next(tables(one)).notes) + one.plan.provenance
+    assert told(two)["answer"]["point"]["p95_is_upper_bound"] and said in told(two)["definitions"]["p95"]
+    assert not told(one)["answer"]["point"]["p95_is_upper_bound"]
+    assert asked(runs, rate=5, **more).plan.provenance == "measured", "of a limit on the mean the p95 decides nothing"
 
 
 def test_memory_adds_up() -> None:

@@ -11,7 +11,7 @@ from millrace.size.constants import UNSEEN, profile
 from millrace.size.cost import Instance
 from millrace.size.load import DAY_S
 from millrace.size.models import ModelShape
-from millrace.size.points import SYSTEM, Limits, Point, Source, best, latency_optimal, throughput_optimal
+from millrace.size.points import P95_OF_CALLS, SYSTEM, Limits, Point, Source, best, latency_optimal, throughput_optimal
 from millrace.size.served import served, shares
 from millrace.size.stack import Stack
 from millrace.size.stackfile import OwnStack
@@ -131,6 +131,8 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
         grounds = basis.grounds(point)
         error, told = grounds.error, f"{point.source}, {grounds.told}"
         told += f"; {point.sampled.how}" if point.sampled else ""
+    if limits.of == "p95" and point.p95_is_a_sum:
+        told += f"; {P95_OF_CALLS}"
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:

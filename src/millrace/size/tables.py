@@ -6,7 +6,7 @@ from millrace.machine.devices import GB
 from millrace.report.numbers import count
 from millrace.size.answer import Answer
 from millrace.size.money_table import costs, of_devices
-from millrace.size.points import Point
+from millrace.size.points import P95_OF_CALLS, Point
 from millrace.size.table import Table, few
 from millrace.size.told import band, read_as
 
@@ -66,6 +66,8 @@ def _waits(answer: Answer) -> Table:
                  f"intervals of 95 %: mean TTFT +-{mean:.1f} ms, p95 +-{p95:.1f} ms"]  # fmt: skip
     if len(answer.work.calls) > 1:
         notes.append("TTFT is from the request's beginning to the last call's first token, and ITL is that call's")
+    if point.p95_is_a_sum:
+        notes.append(P95_OF_CALLS)
     if load != point:
         waits = load.mean
         notes.append(f"at this load, on what is bought: mean TTFT {_ms(waits.ttft_s)} ms, ITL {_ms(waits.itl_s)} ms, "

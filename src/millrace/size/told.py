@@ -8,12 +8,13 @@ from millrace.size.answer import Answer
 from millrace.size.demand import Demand
 from millrace.size.money import Money
 from millrace.size.planning import Plan
-from millrace.size.points import Limits, Point, Waits
+from millrace.size.points import P95_OF_CALLS, Limits, Point, Waits
 
 DEFINITIONS = {
     "ttft": "from the request to its first token; of calls in a row to the last call's first token",
     "itl": "(e2e - ttft) / (output tokens - 1)",
     "e2e": "from the request to its last token",
+    "p95": f"of requests; where p95_is_upper_bound, {P95_OF_CALLS}",
     "system": "a machine of system_size devices (8 where nobody says), full of instances",
     "concurrency": "requests in flight in an instance: always (closed loop), or where simulated on average",
 }
@@ -155,6 +156,7 @@ def told_point(point: Point) -> dict[str, Any]:
         "pp": point.pp, "system_size": point.system,
         "concurrency": point.concurrency, "requests_per_s": point.rate,
         "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
+        "p95_is_upper_bound": point.p95_is_a_sum,
         "sampled": None if sampled is None else {
             **asdict(sampled), "p99": waits(sampled.p99), "mean_within": waits(sampled.mean_within),
             "p95_within": waits(sampled.p95_within),
