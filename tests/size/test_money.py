@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES, find_device
 from millrace.size import plan
 from millrace.size.money import Needed, bought, break_even_hours, engines, hybrid, money, rented, watts
-from millrace.size.money_table import of_devices
+from millrace.size.money_table import costs, of_devices
 from millrace.size.prices import Prices, Rent, middle, read_prices
 from tests.size.tables import SIZING, needs_tables
 
@@ -213,10 +214,17 @@ def test_costs_in_an_answer() -> None:
     day = plan(**common, average=100, hours=8, hardware=["A100", "H100"])
     assert day.money is not None and [one.device for one in day.alternatives] == ["H100 SXM", "A100 SXM 80GB"]
     assert min(day.money.hourly) == 1 < max(day.money.hourly) == day.instances and not day.money.notes
-    costs = [one.money.cheapest for one in day.alternatives if one.money]
-    assert None not in costs and costs == sorted(c for c in costs if c is not None) and len(costs) == 2
+    years = [one.money.cheapest for one in day.alternatives if one.money]
+    assert None not in years and years == sorted(c for c in years if c is not None) and len(years) == 2
+    assert day.money.error == day.plan.error
     low, high = day.money.band or (0.0, 0.0)
-    assert 0 < low < min(c for c in costs if c is not None) < high < 2 * low, "where figures are as far off as may be"
+    said = (
+        f"{low:,.0f} to {high:,.0f}, if systems serve {day.plan.error:.0%} more or less than told; at the prices above"
+    )
+    assert ("the cheapest way", said) in costs(day.money).rows
+    sure = costs(replace(day.money, band=(low, low))).rows
+    assert sure[-1][1].startswith(f"{low:,.0f}, even if systems serve {day.plan.error:.0%} less or more than told")
+    assert 0 < low < min(c for c in years if c is not None) < high < 2 * low, "where figures are as far off as may be"
     peak = plan(**common, rate=100, hardware="A10G")
     assert peak.money is not None and "only the peak is known" in peak.money.notes[0]
     assert peak.money.bought is None and "no price of a system" in peak.money.notes[1]

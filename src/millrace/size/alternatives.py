@@ -76,7 +76,7 @@ class Costs:
             notes.insert(0, "only the peak is known: costs are those of a load that is always so high")
         if h.spare:
             notes.append("systems to spare are counted where all are bought, and nowhere else")
-        return replace(made, notes=tuple(notes), band=band)
+        return replace(made, notes=tuple(notes), band=band, error=best.error)
 
 
 def alternatives(case: Case, found: Offers, costs: Costs) -> tuple[Alternative, ...]:

@@ -157,7 +157,8 @@ def _curve(asked: LoadSettings) -> Sequence[float]:
     except ValueError:
         weights = []
     if len(weights) != _HOURS or not all(0 <= w < 1e9 for w in weights) or not any(weights):
-        raise ConfigError(f'daily is "{asked.daily:.80}"', "24 numbers from 0, not all 0, with commas between them",
+        raise ConfigError(f'daily is "{asked.daily:.80}"',
+                          "24 numbers from 0, below 1e9, not all 0, with commas between",
                           "write one for each hour from midnight")  # fmt: skip
     return weights
 

@@ -83,5 +83,5 @@ def peak(
 
 def _positive(n: float, what: str) -> float:
     if not (0 < n < math.inf):
-        raise ConfigError(f"{what}: {n:g}", "above 0", "correct it")
+        raise ConfigError(f"{what}: {n:g}", "a number above 0 that is not endless", "correct it")
     return n

@@ -82,8 +82,8 @@ class Money:
     """A year's costs. break_even_hours: of a day that a system must be needed to be bought; None: no price, or never
 
     a_million_tokens, a_thousand_requests: of the cheapest way that is known; by_token: what a provider would take
-    break_even_requests: a day, from which buying costs less than that; band: the cheapest way's year where the figures
-    are as far off as they may be, to either side; None: no way is known
+    break_even_requests: a day, from which buying costs less than that
+    band: the cheapest way's year where systems serve more or less than told, by `error` of that; None: no way is known
     """
 
     currency: str
@@ -99,6 +99,7 @@ class Money:
     hourly: tuple[int, ...]
     notes: tuple[str, ...]
     band: tuple[float, float] | None = None
+    error: float = 0.0
 
     @property
     def cheapest(self) -> float | None:

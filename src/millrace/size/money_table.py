@@ -31,8 +31,11 @@ def costs(found: Money) -> Table:
     rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
     if found.band is not None:
         low, high = found.band
-        said = f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f} also"
-        rows.append(("figures", f"{said} where they are as far off as they may be, at these prices"))
+        off = f"{found.error:.0%}"
+        said = f"{low:,.0f}, even if systems serve {off} less or more than told"
+        if round(low) != round(high):
+            said = f"{low:,.0f} to {high:,.0f}, if systems serve {off} more or less than told"
+        rows.append(("the cheapest way", f"{said}; at the prices above"))
     notes = [f"note: {note}" for note in found.notes]
     return Table("costs", f"Costs, {found.currency} a year", rows, notes=notes)
 

@@ -136,7 +136,7 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
     rates = {name: number(buy.get(name, usual.get(name)), f"{where}, buy.{name}") for name in _BUY}
     if not rates["years"] >= _LEAST_YEARS or not 1 <= rates["pue"] <= _MOST_PUE:
         raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}",
-                          f"{_LEAST_YEARS:g} years at least, a PUE from 1 to {_MOST_PUE:g}",
+                          f"years from {_LEAST_YEARS:g} to {_MOST:g}, a PUE from 1 to {_MOST_PUE:g}",
                           "correct them")  # fmt: skip
     offers = found["offers"]
     return Prices(
@@ -157,7 +157,7 @@ def _rent(offer: Mapping[str, Any], where: str) -> Rent:
         raise ConfigError(f"{where}: tier is {tier!r:.40}", " or ".join(TIERS), "correct it")
     hour = number(offer.get("hour"), f"{where}: hour")
     if not hour:
-        raise ConfigError(f"{where}: hour is 0", "a price above 0", "correct it")
+        raise ConfigError(f"{where}: hour is 0", f"a price above 0, at most {_MOST:g}", "correct it")
     who, page = (plain(str(offer.get(name, default))) for name, default in (("who", "yours"), ("page", "")))
     return Rent(_device(offer, where), hour, who, tier, _date(offer["date"], where), page)
 
@@ -189,7 +189,7 @@ def _by_device(values: Mapping[str, Any], where: str) -> Mapping[str, float]:
 def number(value: Any, where: str, mend: str = "correct it") -> float:
     """Of a file. raises ConfigError where it is none, negative, or endless"""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise ConfigError(f"{where} is {value!r:.40}", "a number from 0", mend)
+        raise ConfigError(f"{where} is {value!r:.40}", f"a number from 0 to {_MOST:g}", mend)
     return float(value)
 
 
