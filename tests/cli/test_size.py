@@ -157,7 +157,7 @@ def test_benchmarks_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
     answer = json.loads(millrace("size", "--measured", runs, *ASKED[3:], "--rate", "70", "--json").out)
     assert answer["answer"]["fractional"] == pytest.approx(70 / 8 / 8.85)
     own = json.loads(millrace(*ASKED, "--rate", "70", "--stack", stack, "--json").out)
-    assert "refitted to 1 runs" in own["answer"]["provenance"]
+    assert "refitted to 1 run" in own["answer"]["provenance"]
     millrace(*asked, "--leave-one-out").assert_mistake("--leave-one-out of 1 runs")
     others = [tmp_path / f"{n}.json" for n in range(4)]
     for n, other in enumerate(others):

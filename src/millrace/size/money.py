@@ -103,15 +103,19 @@ class Money:
 
     @property
     def cheapest(self) -> float | None:
-        return _cheapest(self.bought, self.rented, self.hybrid)
+        return _cheapest(self.bought, self.rented, self.hybrid)[1]
+
+    @property
+    def cheapest_way(self) -> str:
+        return _cheapest(self.bought, self.rented, self.hybrid)[0]
 
 
-def _cheapest(own: Bought | None, rent: Rented | None, both: Hybrid | None) -> float | None:
-    """A year, of the ways that are known."""
-    ways = [own.year] if own else []
-    ways += [rent.scaled] if rent else []
-    ways += [both.year] if both else []
-    return min(ways, default=None)
+def _cheapest(own: Bought | None, rent: Rented | None, both: Hybrid | None) -> tuple[str, float | None]:
+    """Of the ways that are known, the name and a year; what is no mix goes before one that costs as much."""
+    ways = [("bought", own.year)] if own else []
+    ways += [("rented", rent.scaled)] if rent else []
+    ways += [("both", both.year)] if both else []
+    return min(ways, key=lambda way: way[1], default=("", None))
 
 
 def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[int, ...]:
@@ -184,7 +188,7 @@ def money(
     both = hybrid(fleet, own, rent)
     requests = average * HOURS_YEAR * 3600
     a_request = sum(n * price / 1e6 for n, price in zip(lengths, prices.tokens, strict=True))
-    cheapest = _cheapest(own, rent, both)
+    _, cheapest = _cheapest(own, rent, both)
     notes = []
     if own is None and fleet.system != SYSTEM:
         notes.append(f"prices for buying are of systems of {SYSTEM}, and these have {fleet.system}")

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from millrace.report.numbers import four
 from millrace.size.alternatives import Alternative
 from millrace.size.answer import Answer
 from millrace.size.demand import Demand
@@ -26,16 +27,16 @@ def headline(answer: Answer) -> str:
     model = answer.question.request.model or plan.point.model
     if answer.demand is None:
         rate = answer.follows.rate
-        low, high = (f"{rate * (1 + error):.4g}" for error in (-plan.error, plan.error))
+        low, high = (four(rate * (1 + error)) for error in (-plan.error, plan.error))
         there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
         named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
         serve = "serves" if [n for n, _ in there] == [1] else "serve"
-        return f"{named} {serve} {rate:.4g} requests/s ({low} to {high}) of {model}"
+        return f"{named} {serve} {four(rate)} requests/s ({low} to {high}) of {model}"
     if not plan.systems:
         return "Nothing is to be bought: the systems that are there serve the load"
     between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
     needed = _systems(plan.systems, plan.point.system, plan.point.device, between)
-    return f"{needed}, for {plan.rate:.4g} requests/s of {model}"
+    return f"{needed}, for {four(plan.rate)} requests/s of {model}"
 
 
 def band(answer: Answer) -> str:
@@ -112,7 +113,7 @@ def _alternative(one: Alternative) -> dict[str, Any]:
 
 
 def _money(money: Money) -> dict[str, Any]:
-    told = {**asdict(money), "cheapest": money.cheapest}
+    told = {**asdict(money), "cheapest": money.cheapest, "cheapest_way": money.cheapest_way or None}
     if money.rented is not None:
         told["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
     return told
