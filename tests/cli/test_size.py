@@ -1,6 +1,8 @@
 """`millrace size`: on a screen, as JSON, from a file, asked one after the other, and what it refuses."""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import capacity
+from millrace.size.question import GROUPS
 from tests.cli.conftest import Millrace
 
 ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500", "--no-simulate")
@@ -36,6 +39,20 @@ def test_json_and_a_file_agree_with_flags(millrace: Millrace, tmp_path: Path) ->
     assert flags["answer"]["systems"] >= 1 and flags["question"]["rate"] == 500
 
 
+def test_help_has_every_flag_once_below_its_question(millrace: Millrace) -> None:
+    told = millrace("size", "--help").out
+    headings = ["What is asked of which model:", "How many requests come:", "What users may wait for:",
+                "On what it may run:", "How the answer is looked for:", "What it costs:",
+                "Where answers come from, and go:", "Commands:"]  # fmt: skip
+    places = [told.index(f"\n{heading}\n") for heading in headings]
+    assert places == sorted(places)
+    for cls, start, end in zip(GROUPS, places, places[1:], strict=False):
+        for f in fields(cls):
+            flag = "\n  --" + f.name.replace("_", "-")
+            assert flag in told[start:end] and len(re.findall(rf"{flag}[ \n]", told)) == 1, f.name
+    assert "--report" in told[places[-2] : places[-1]]
+
+
 def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
     millrace("size").assert_mistake("nothing is asked")
     millrace(*ASKED, "--rate", "5", "--hardware", "H10").assert_mistake("no device is known as H10")
@@ -54,10 +71,11 @@ def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(size, "_is_terminal", lambda: True)
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
     monkeypatch.setattr(capacity, "_TURNS", 1)
-    typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n\nfirst 500\nH100\n"
+    typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n-5\n\nfirst 0\nfirst 500\nH100\n"
     done = CliRunner().invoke(size.command, [], input=typed)
     assert done.exit_code == 0, done.output
     assert "no model is known as llama-3-9b" in done.output and "3,500 of what?" in done.output
+    assert "--rate is -5.0" in done.output and "--ttft-ms is 0.0" in done.output
     assert "375 words are 500 tokens" in done.output and "peak: 10 requests/s" in done.output
     ended = CliRunner().invoke(size.command, [], input="llama-3-8b\n")
     assert ended.exit_code == 1 and "Aborted" in ended.output
@@ -139,7 +157,7 @@ def test_benchmarks_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
     answer = json.loads(millrace("size", "--measured", runs, *ASKED[3:], "--rate", "70", "--json").out)
     assert answer["answer"]["fractional"] == pytest.approx(70 / 8 / 8.85)
     own = json.loads(millrace(*ASKED, "--rate", "70", "--stack", stack, "--json").out)
-    assert "refitted to 1 runs" in own["answer"]["provenance"]
+    assert "refitted to 1 run" in own["answer"]["provenance"]
     millrace(*asked, "--leave-one-out").assert_mistake("--leave-one-out of 1 runs")
     others = [tmp_path / f"{n}.json" for n in range(4)]
     for n, other in enumerate(others):

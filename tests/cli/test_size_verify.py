@@ -3,7 +3,9 @@
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.bench.demo_load import Ask, ask
@@ -39,10 +41,13 @@ def test_a_server_beside_its_prediction(
     assert by["ttft", "mean"]["predicted"] < by["e2e", "mean"]["predicted"] < 60
     with ServerProcess(built_tiny, ("--log-level", "error", "--profile", str(file))) as server:
         ask(server.url, Ask("Tell me a story.", 30, seed=1, ignore_eos=True))
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
-            lines = [line for line in reply.read().decode().splitlines() if line.startswith("millrace:step_")]
-    found = {line.partition("{")[0]: float(line.split(" ")[-1]) for line in lines}
-    assert 0.01 < found["millrace:step_predicted_seconds"] / found["millrace:step_seconds"] < 100
+        (ran,) = json.loads(_read(f"{server.url}/timeline.json"))["data"]
+        lines = [line for line in _read(f"{server.url}/metrics").splitlines() if line.startswith("millrace:step_")]
+    metrics = {line.partition("{")[0]: float(line.split(" ")[-1]) for line in lines}
+    predicted, measured = _by_hand(told["profile"], ran["steps"])
+    assert metrics["millrace:step_predicted_seconds"] == pytest.approx(predicted, rel=1e-4)
+    assert metrics["millrace:step_seconds"] == pytest.approx(measured, rel=1e-4)
+    assert len(ran["steps"]) >= 30 and predicted > 0, "a token each, but for the first"
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
     monkeypatch.setattr(capacity, "_TURNS", 1)
     asked = ("size", "--hardware", "this", "--isl", "24", "--osl", "12", "--rate", "5", "--ttft-ms", "60000", "--json")
@@ -52,6 +57,27 @@ def test_a_server_beside_its_prediction(
     other = json.loads(file.read_text()) | {"engine": "0" * 32}
     file.write_text(json.dumps(other))
     millrace("serve", built_tiny, "--port", "0", "--profile", file).assert_mistake("the profile is of the engine 000")
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        found: str = reply.read().decode()
+    return found
+
+
+def _by_hand(profile: dict[str, Any], steps: list[dict[str, Any]]) -> tuple[float, float]:
+    """Mean seconds of the last 256 steps, by what `verify` told and as the server's timeline has them: predicted by
+    times between knots, pairs of a prompt's tokens, and contexts that are read; measured."""
+    cost, last = profile["cost"], steps[-256:]
+    tokens, times = zip(*cost["at"], strict=True)
+    total = 0.0
+    for step in last:
+        n = step["rows"] + sum(n for _, n in step["prompts"])
+        pairs = sum(n * (start + n / 2) for start, n in step["prompts"])
+        total += float(np.interp(n, tokens, times)) + max(0, n - tokens[-1]) * cost["token"]
+        total += pairs * cost["pair"] + step["contexts"] * cost["read"]
+    slower = sum(profile["spread"]) / len(profile["spread"])
+    return slower * total / len(last), sum(step["took_s"] for step in last) / len(last)
 
 
 def test_mistakes(millrace: Millrace, built_tiny: Path) -> None:

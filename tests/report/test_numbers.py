@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.report.numbers import count, is_number
+from millrace.report.numbers import count, four, is_number, things
 
 
 @pytest.mark.parametrize("n, said", [
@@ -11,6 +11,24 @@ from millrace.report.numbers import count, is_number
 ])  # fmt: skip
 def test_a_number_of_things_has_two_digits_at_least(n: float, said: str) -> None:
     assert count(n) == said
+
+
+@pytest.mark.parametrize("n, said", [
+    (0.0, "0"), (1e-9, "1e-09"), (0.01234567, "0.01235"), (70.754, "70.75"), (999.94, "999.9"), (999.95, "1,000"),
+    (4371.2, "4,371"), (29_170.4, "29,170"), (1e6, "1,000,000"), (-4371.2, "-4,371"),
+])  # fmt: skip
+def test_four_digits_or_whole(n: float, said: str) -> None:
+    assert four(n) == said
+
+
+def test_one_thing_is_not_several() -> None:
+    assert [things(n, "run") for n in (0, 1, 2, 1.5, 1e6)] == [
+        "0 runs",
+        "1 run",
+        "2 runs",
+        "1.5 runs",
+        "1,000,000 runs",
+    ]
 
 
 @pytest.mark.parametrize("text, said", [

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
-from millrace.size import answer as answer_module
 from millrace.size import capacity, plan
 from millrace.size.answer import Answer, answered
 from millrace.size.models import PRESETS
+from millrace.size.page import size_page
 from millrace.size.points import Source
 from millrace.size.question import Question
 from millrace.size.shared import shared
@@ -151,6 +152,28 @@ def test_the_ideal_is_the_datasheets() -> None:
     assert found.why[0].systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.02)
 
 
+def test_the_ideal_of_calls_in_a_row_is_that_of_all_their_tokens() -> None:
+    """As above, with three calls: tokens are so many together, the head is read once by each, attention is of each."""
+    found = plan(model="llama-3-8b", isl=1000, osl=1, rate=31, precision=["fp8"], hardware=["H100"], mode="offline",
+                 simulate=False, pipeline="guard:300/1>rag:2000/1>answer")  # fmt: skip
+    model = PRESETS["llama-3-8b"]
+    flops = 2 * (model.parameters * 3300 + 3 * model.head_parameters)
+    attention_s = 2 * 32 * 4096 * (300**2 + 2000**2 + 1000**2) / (989e12 * 0.35)
+    first = found.why[0]
+    assert first.systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.03)
+    assert first.why == "H100 SXM as its datasheet says, in fp8: every byte and operation of 3 calls"
+
+
+@pytest.mark.parametrize("hardware, pp", [("H100", 1), ("L40S", 2)])
+def test_two_equal_calls_have_a_waterfall_of_twice_the_systems(hardware: str, pp: int) -> None:
+    asked: dict[str, Any] = {**COMMON, "ttft_ms": 1e6, "hardware": hardware, "pp": pp, "rate": 1000}
+    one, two = plan(**asked).why, plan(**asked, pipeline="same:2000/200>answer").why
+    assert len(one) == len(two) == 7, "from the datasheet to what is bought"
+    for alone, both in zip(one[:3], two[:3], strict=True):
+        assert both.systems == pytest.approx(2 * alone.systems)
+        assert both.why.removesuffix(" of 2 calls") == alone.why
+
+
 def test_calls_in_a_row_add_up() -> None:
     """Two equal calls take two times as long and serve half as many; the first token is the second call's."""
     one = plan(**COMMON, tp=1, precision="fp8", rate=10)
@@ -165,6 +188,25 @@ def test_calls_in_a_row_add_up() -> None:
     waits, other = next(tables(two)), next(tables(one))
     told_of = "TTFT is from the request's beginning to the last call's first token, and ITL is that call's"
     assert told_of in waits.notes and told_of not in other.notes
+
+
+def test_the_p95_of_measured_calls_is_said_to_be_a_bound(runs: str) -> None:
+    """The sum of each call's: in words where it is shown, beside what a limit on it decides, and as data."""
+    said = "the p95 of calls in a row is the sum of each call's p95: an upper bound, not measured"
+    more = {"pipeline": "same:2000/200>answer", "ttft_ms": 1e5}
+    one, two = asked(runs, rate=5, of="p95", ttft_ms=1e5), asked(runs, rate=5, of="p95", **more)
+    first, both = one.plan.point.p95, two.plan.point.p95
+    assert first is not None and both is not None and one.plan.point.concurrency == two.plan.point.concurrency
+    assert both.ttft_s == pytest.approx(first.e2e_s + first.ttft_s) and both.e2e_s == pytest.approx(2 * first.e2e_s)
+    assert (
+        said in next(tables(two)).notes
+        and two.plan.provenance == f"measured; {said}"
+        and escape(said) in size_page(two)
+    )
+    assert said not in " ".join(next(tables(one)).notes) + one.plan.provenance
+    assert told(two)["answer"]["point"]["p95_is_upper_bound"] and said in told(two)["definitions"]["p95"]
+    assert not told(one)["answer"]["point"]["p95_is_upper_bound"]
+    assert asked(runs, rate=5, **more).plan.provenance == "measured", "of a limit on the mean the p95 decides nothing"
 
 
 def test_memory_adds_up() -> None:
@@ -343,29 +385,3 @@ def test_seed_b_in_closed_loops() -> None:
     found = plan(**asked)
     assert found.follows.rate == pytest.approx(70.75, rel=0.1) and found.plan.binding == "the limit on TTFT"
     assert found.plan.point.sampled is not None and "always in flight" in found.plan.point.sampled.how
-
-
-def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fit, as each would be by itself; the cheapest are simulated, and one of them is the answer."""
-    asked: dict[str, Any] = {"model": "llama-3-8b", "isl": 300, "osl": 6, "rate": 50, "ttft_ms": 200}
-    closed = plan(**asked, hardware=["all"], simulate=False)
-    names = [one.device for one in closed.alternatives]
-    assert {"T4", "L4", "H100 SXM", "MI300X", "B200"} <= set(names) and len(names) == len(set(names)) > 15
-    assert not {"EPYC 9654", "Grace"} & set(names)
-    costs = [one.money.cheapest for one in closed.alternatives if one.plan and one.money and one.money.cheapest]
-    assert costs == sorted(costs) and len(costs) > 5
-    for name in ("L4", "H200 SXM"):
-        (beside,) = (one.plan for one in closed.alternatives if one.device == name)
-        alone = plan(**asked, hardware=[name], simulate=False).plan
-        assert beside is not None and (beside.fractional, beside.point) == (alone.fractional, alone.point)
-    monkeypatch.setattr(capacity, "_LEAST", 100)
-    monkeypatch.setattr(capacity, "_TURNS", 1)
-    monkeypatch.setattr(answer_module, "_MOST_SIMULATED", 1)
-    monkeypatch.setattr(answer_module, "changes", lambda *_: ())  # not looked at here
-    found = plan(**asked, hardware=["all"])
-    first, *rest = found.alternatives
-    assert first.plan is found.plan and found.plan.point.source == Source.SIMULATED
-    assert first.device == names[0] and [one.device for one in rest] == names[1:]
-    assert {one.plan.point.source for one in rest if one.plan} == {Source.ANALYTIC}
-    with pytest.raises(ConfigError, match="all beside H100"):
-        plan(**asked, hardware=["all", "H100"])

@@ -105,7 +105,7 @@ def test_names_of_a_table_are_shown_and_steer_no_terminal(tmp_path: Path) -> Non
 def test_prices_do_not_become_endless(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prices.toml"
     file.write_text(f"date = 2026-11-01\n[buy]\n{text}\nsystems = {{ H100 = 1e12 }}\n")
-    with pytest.raises(ConfigError, match="years at least, a PUE from 1"):
+    with pytest.raises(ConfigError, match=r"years from 0\.01 to 1e\+12, a PUE from 1 to 100"):
         read_prices(file)
 
 

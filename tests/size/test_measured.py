@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.size.measured import read_points
+from millrace.size.measured import read_points, write_points
 from millrace.size.models import PRESETS
 from millrace.size.points import Limits, Point, best, latency_optimal, throughput_optimal
 from tests.size.tables import SIZING, needs_tables
@@ -73,6 +73,36 @@ def test_limits_that_nothing_keeps_name_the_closest(tmp_path: Path) -> None:
 def test_broken_tables_are_refused_by_line(tmp_path: Path, lines: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_points(table(tmp_path, *lines))
+
+
+P95 = "ttft_p95_ms,itl_p95_ms,e2e_p95_ms"
+
+
+@pytest.mark.parametrize("head, row, said", [
+    (HEAD, "m,H100,fp8,1,100,11,10,201,10,200,50", "line 3: ttft_ms is 201, and e2e_ms 200[^|]*before the last"),
+    (HEAD, "m,H100,fp8,1,100,11,10,100,24,200,50", "line 3: 11 tokens 24 ms apart take 240 ms, and e2e_ms is 200"),
+    (HEAD, "m,H100,fp8,1,100,0.5,10,100,10,200,50", "line 3: osl is '0.5'[^|]*a number from 1, at most 1e"),
+    (HEAD, "m,H100,fp8,1,0,11,10,100,10,200,50", "line 3: isl is '0'"),
+    (HEAD, "m,H100,fp8,1,100,11,10,100,0,200,50", "line 3: itl_ms is '0'[^|]*a number above 0, at most 1e"),
+    (HEAD, "m,H100,fp8,2048,100,11,10,100,10,200,50", "line 3: tp is 2048[^|]*at most 1024"),
+    (HEAD, "m,H100,fp8,1,100,11,10,100,10,200,2e12", "line 3: req_s is '2e12'[^|]*at most 1e"),
+    (f"{HEAD},{P95}", f"{ROW},300,12,290", "line 3: ttft_p95_ms is 300, and e2e_p95_ms 290"),
+    (f"{HEAD},{P95}", f"{ROW},150,,290", "line 3 has ttft_p95_ms, e2e_p95_ms without itl_p95_ms"),
+])  # fmt: skip
+def test_rows_that_no_run_has_are_refused_by_line(tmp_path: Path, head: str, row: str, said: str) -> None:
+    good = ROW if head == HEAD else f"{ROW},,,"
+    with pytest.raises(ConfigError, match=rf"runs\.csv, {said}"):
+        read_points(table(tmp_path, head, good, row))
+
+
+def test_rows_at_the_edge_are_taken(tmp_path: Path) -> None:
+    """One token is the first and the last; tokens of several lengths are apart by a little more; p95 below the mean."""
+    rows = ("m,H100,fp8,1,100,1,10,200,0,200,50,250,0,250", "m,H100,fp8,1,100,11,10,100,22,200,50,90,22,199",
+            f"{ROW},,,")  # fmt: skip
+    points, left_out = read_points(table(tmp_path, f"{HEAD},{P95}", *rows))
+    assert left_out == 0 and [p.p95 is None for p in points] == [False, False, True]
+    write_points(tmp_path / "again.csv", points)
+    assert read_points(tmp_path / "again.csv") == (points, 0)
 
 
 # Llama-3 8B in fp16 has 14.96 GB without embeddings, and the head reads as much as it stores: 16 bits of 7.5 G values

@@ -87,7 +87,7 @@ def test_a_window_of_some_layers_is_none_of_all() -> None:
     assert found.window is None and found.reached(5000) == 5000
     assert found.parameters == PRESETS["gpt-oss-20b"].parameters
     assert of_config({**LLAMA, "sliding_window": 128, "layer_types": ["sliding_attention"] * 32}, "m").window == 128
-    for more in ({"model_type": "gemma2"}, {"sliding_window_pattern": 6}):
+    for more in ({"model_type": "gemma2"}, {"sliding_window_pattern": 6}, {"sliding_window_pattern": "LLLG"}):
         assert of_config({**LLAMA, "sliding_window": 128, **more}, "m").window is None
 
 
@@ -101,8 +101,15 @@ def test_a_model_that_sees_is_sized_by_its_decoder() -> None:
     ({**LLAMA, "text_config": {"hybrid_override_pattern": "M-M*"}}, "layers without attention"),
     ({}, "has no hidden_size"),
     ({**LLAMA, "hidden_size": "large"}, "hidden_size is 'large'"),
-    ({**LLAMA, "num_hidden_layers": 0}, "n_layers is 0"),
-    ({**LLAMA, "vocab_size": 1 << 40}, "vocab is"),
+    ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({**LLAMA, "vocab_size": 1 << 40}, "vocab_size is 1099511627776"),
+    ({**LLAMA, "hidden_size": 1 << 24, "intermediate_size": None}, "ffn is 67108864"),
+    ({**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1 << 20}, "for shared experts"),
+    ({**LLAMA, "text_config": 5}, "text_config is 5"), ({**LLAMA, "model_type": ["llama"]}, "model_type is"),
+    ({**LLAMA, "layer_types": "full"}, "layer_types is 'full'"), ({**LLAMA, "layer_types": [1]}, "layer_types is"),
+    ({**LLAMA, "tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'[^|]*true or false"),
+    ({**LLAMA, "use_sliding_window": 1}, "use_sliding_window is 1"),
+    ({**LLAMA, "multi_query": "true"}, "multi_query is 'true'"),
     ({**LLAMA, "num_key_value_heads": 33}, "33 heads of keys and values for 32 of queries"),
     ({**LLAMA, "num_experts": 8}, "visits 0 of 8 experts"),
     ({**LLAMA, "num_experts": 8, "num_experts_per_tok": 9}, "visits 9 of 8 experts"),
@@ -110,6 +117,36 @@ def test_a_model_that_sees_is_sized_by_its_decoder() -> None:
 def test_configurations_that_are_none(config: Mapping[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         of_config(config, "m")
+
+
+_NUMBERS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "moe_intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window", "sliding_window_pattern",
+)  # fmt: skip
+_COUNTS = ("num_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size")  # 0: none
+
+
+@pytest.mark.parametrize("value", ["-5", "0", "NaN", "Infinity", "-Infinity", "1e3", "99999999999", "true", '"4096"'])
+@pytest.mark.parametrize("key", [*_NUMBERS, *_COUNTS])
+def test_numbers_that_are_none_are_named(tmp_path: Path, key: str, value: str) -> None:
+    """By the key that the file has: they were dropped (a window), taken (shared experts) or told by another name."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**QWEN_MOE, "use_sliding_window": True, key: "HERE"}).replace('"HERE"', value))
+    if key in _COUNTS and value == "0":
+        if key == "num_experts_per_tok":
+            with pytest.raises(ConfigError, match="visits 0 of 60 experts"):
+                find_model(str(file))
+        else:
+            find_model(str(file))
+        return
+    low = 0 if key in _COUNTS else 1
+    with pytest.raises(ConfigError, match=rf": {key} is [^|]*a whole number from {low} to 16777216"):
+        find_model(str(file))
+
+
+def test_a_window_that_is_switched_off_is_not_read() -> None:
+    assert of_config({**LLAMA, "sliding_window": -5, "use_sliding_window": False}, "m").window is None
+    assert of_config({**LLAMA, "sliding_window": None}, "m").window is None
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b"[" * 100_000, b" " * (1 << 21)])

@@ -1,15 +1,21 @@
 """Costs of a year: the course's exercise, arithmetic by hand, every split of a fleet tried, prices that are refused."""
 
+import csv
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.machine.devices import find_device
+from millrace.machine.devices import DEVICES, find_device
 from millrace.size import plan
 from millrace.size.money import Needed, bought, break_even_hours, engines, hybrid, money, rented, watts
+from millrace.size.money_table import costs, of_devices
 from millrace.size.prices import Prices, Rent, middle, read_prices
+from millrace.size.tables import in_short
+from millrace.size.told import told
+from tests.size.tables import SIZING, needs_tables
 
 H100 = find_device("H100")
 DAY = datetime.date(2026, 11, 1)
@@ -87,7 +93,7 @@ def test_break_even() -> None:
 def test_by_the_token(tmp_path: Path) -> None:
     """1,000 in and 100 out at 0.5 and 1.5 a million are 0.00065 a request."""
     prices = own(tmp_path)
-    found = money(Needed(H100, 1, 8, 2, 2.0, (16,) * 24), prices, prices.rents(H100, None), 10.0, 2.0, (1000, 100))
+    found = money(Needed(H100, 1, 8, 2, 2.0, (16,) * 24), prices, None, 10.0, 2.0, (1000, 100))
     assert found.by_token == pytest.approx(10 * 31_536_000 * 0.00065)
     assert found.break_even_requests == pytest.approx(2 * 119_000 / 365 / 0.00065)
     assert found.utilisation == pytest.approx(10 / 32) and found.rented is not None and found.bought is not None
@@ -111,8 +117,8 @@ def test_own_prices_replace_ours(tmp_path: Path) -> None:
 
 def test_old_prices_are_told(tmp_path: Path) -> None:
     prices = own(tmp_path)
-    told = prices.old(prices.rents(H100, None), datetime.date(2026, 11, 23))
-    assert len(told) == 1 and "yours is of 2025-01-01" in told[0]
+    said = prices.old(prices.rents(H100, None), datetime.date(2026, 11, 23))
+    assert len(said) == 1 and "yours is of 2025-01-01" in said[0]
     assert len(prices.old(prices.rents(H100, None), datetime.date(2027, 11, 2))) == 3
 
 
@@ -144,8 +150,64 @@ def test_prices_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_our_prices_are_what_the_catalogue_knows() -> None:
-    for rent in read_prices(None).offers:
-        assert find_device(rent.device).name == rent.device
+    """Each with its day, none twice; of every GPU but those of which no dated price was found."""
+    prices = read_prices(None)
+    for rent in prices.offers:
+        assert find_device(rent.device).name == rent.device and datetime.date(2026, 9, 1) <= rent.date <= prices.date
+    named = [(rent.device, rent.who) for rent in prices.offers]
+    assert len(named) == len(set(named))
+    without = {device.name for device in DEVICES if device.peaks.get("fp16") and not prices.rents(device, None)}
+    assert without == {"V100 SXM2 32GB", "A10G"}
+
+
+@needs_tables
+def test_our_prices_are_near_those_that_others_saw() -> None:
+    """The table beside the project, of which rows without a day are not ours: within three times of its span."""
+    seen: dict[str, list[float]] = {}
+    with (SIZING / "gpu_prices.csv").open() as file:
+        for row in csv.DictReader(file):
+            seen.setdefault(find_device(row["gpu"]).name, []).append(float(row["usd_per_gpu_hour"]))
+    ours = [rent for rent in read_prices(None).offers if rent.device in seen]
+    assert len(ours) > 50
+    for rent in ours:
+        assert min(seen[rent.device]) / 3 < rent.hour < 3 * max(seen[rent.device]), rent
+
+
+def test_what_a_note_asks_for_is_what_is_taken(tmp_path: Path) -> None:
+    """Of a GPU that nobody is known to rent out or to sell: the notes' words, with numbers, are a file of prices."""
+    asked = {"model": "llama-3-8b", "isl": 100, "osl": 10, "rate": 100, "mode": "offline", "hardware": "A10G"}
+    found = plan(**asked, simulate=False).money
+    assert found is not None and found.cheapest is None
+    buy, rent = (note for note in found.notes if "--prices" in note)
+    assert buy.startswith("no price of a system of 8 x A10G is known") and rent.startswith("no offer for A10G is known")
+    written = [note.partition(", with: date = ..., ")[2].replace("...", "2.5") for note in (buy, rent)]
+    file = tmp_path / "prices.toml"
+    file.write_text("\n".join(["date = 2026-11-01", *written]))
+    assert "--prices FILE" in buy and "--prices FILE" in rent
+    given = plan(**asked, simulate=False, prices=str(file)).money
+    assert given is not None and given.bought is not None and given.bought.purchase == 2.5 / 4
+    assert given.rented is not None and given.rented.rent.hour == 2.5
+
+
+def test_devices_without_a_price_are_named_beside_others() -> None:
+    asked = {"model": "llama-3-8b", "isl": 100, "osl": 10, "rate": 100, "mode": "offline", "simulate": False}
+    found = plan(**asked, hardware=["A10G", "L4", "V100"])
+    table = of_devices(found.alternatives)
+    assert table.rows[0][0] == "L4" and {row[0] for row in table.rows if row[4] == "-"} == {"A10G", "V100 SXM2 32GB"}
+    (note,) = table.notes
+    assert "A10G" in note and "V100 SXM2 32GB" in note and "L4" not in note and "--prices FILE" in note
+    assert not of_devices(plan(**asked, hardware=["L4", "T4"]).alternatives).notes
+
+
+def test_a_tier_without_offers_names_the_others() -> None:
+    """Lambda, Spheron and CoreWeave have GH200s."""
+    asked = {"model": "llama-3-8b", "isl": 100, "osl": 10, "rate": 1, "mode": "offline", "hardware": "GH200"}
+    found = plan(**asked, simulate=False, tier="hyperscaler").money
+    assert found is not None and found.rented is None
+    assert "no offer of a hyperscaler for GH200 96GB is known (--tier), but of a marketplace and a neocloud: leave" in (
+        " ".join(found.notes)
+    )
+    assert plan(**asked, simulate=False, tier="neocloud").money.rented.offers == 2  # type: ignore[union-attr]
 
 
 def test_costs_in_an_answer() -> None:
@@ -154,11 +216,45 @@ def test_costs_in_an_answer() -> None:
     day = plan(**common, average=100, hours=8, hardware=["A100", "H100"])
     assert day.money is not None and [one.device for one in day.alternatives] == ["H100 SXM", "A100 SXM 80GB"]
     assert min(day.money.hourly) == 1 < max(day.money.hourly) == day.instances and not day.money.notes
-    costs = [one.money.cheapest for one in day.alternatives if one.money]
-    assert None not in costs and costs == sorted(c for c in costs if c is not None) and len(costs) == 2
+    years = [one.money.cheapest for one in day.alternatives if one.money]
+    assert None not in years and years == sorted(c for c in years if c is not None) and len(years) == 2
+    assert day.money.error == day.plan.error
     low, high = day.money.band or (0.0, 0.0)
-    assert 0 < low < min(c for c in costs if c is not None) < high < 2 * low, "where figures are as far off as may be"
-    peak = plan(**common, rate=100, hardware="L40S")
+    said = (
+        f"{low:,.0f} to {high:,.0f}, if systems serve {day.plan.error:.0%} more or less than told; at the prices above"
+    )
+    assert ("  may be", said) in costs(day.money).rows
+    sure = costs(replace(day.money, band=(low, low))).rows
+    assert ("  may be", f"{low:,.0f}, even if systems serve {day.plan.error:.0%} less or more than told; at the prices "
+            "above") in sure  # fmt: skip
+    assert 0 < low < min(c for c in years if c is not None) < high < 2 * low, "where figures are as far off as may be"
+    peak = plan(**common, rate=100, hardware="A10G")
     assert peak.money is not None and "only the peak is known" in peak.money.notes[0]
     assert peak.money.bought is None and "no price of a system" in peak.money.notes[1]
     assert peak.money.cheapest is None and peak.money.band is None
+
+
+@pytest.mark.parametrize("more, way, both", [
+    ({"average": 100, "hours": 8}, "rented", "no mix is cheaper than all rented"),
+    ({"rate": 65}, "bought", "no mix is cheaper than all bought"),
+    ({"average": 600, "daily": "9," * 20 + "14,14,14,14"}, "both", " bought and the rest rented when it is needed"),
+])  # fmt: skip
+def test_the_cheapest_way_is_named(more: dict[str, object], way: str, both: str) -> None:
+    asked = plan(model="llama-3-8b", isl=2000, osl=200, ttft_ms=500, simulate=False, hardware="H100", **more)
+    found = asked.money
+    assert found is not None and found.bought is not None and found.rented is not None and found.hybrid is not None
+    ways = {"bought": found.bought.year, "rented": found.rented.scaled, "both": found.hybrid.year}
+    assert found.cheapest_way == way and ways[way] == min(ways.values()) == found.cheapest
+    named = {row[0]: row[1] for row in costs(found).rows}
+    assert named["both"].endswith(both) and named["the cheapest way"].startswith(f"{way}, {found.cheapest:,.0f}: ")
+    assert told(asked)["money"]["cheapest_way"] == way
+
+
+def test_a_part_of_a_system_is_said_to_do() -> None:
+    """Of three instances of one device each, three devices; of a whole system nothing is said."""
+    asked = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "mode": "offline", "simulate": False, "tp": 1}
+    each = plan(**asked, systems="1").plan.point.rate
+    said = "; 3 of 8 devices would do: --system-size plans with smaller systems"
+    assert dict(in_short(plan(**asked, rate=2.5 * each)))["instances"].endswith(said)
+    assert "would do" not in dict(in_short(plan(**asked, rate=7.5 * each)))["instances"]
+    assert "would do" not in dict(in_short(plan(**asked, systems="1")))["instances"]

@@ -42,7 +42,9 @@ def test_more_time_never_finds_less(monkeypatch: pytest.MonkeyPatch, closed: boo
     clock = count()
     whole = Search(tell=lambda what, *_: ticks.append(what), clock=lambda: float(next(clock)))
     best = sought(whole, closed)
-    assert best is not None and not whole.left and not whole.over and "Simulating fp8 TP1 on H100 SXM" in ticks
+    assert (
+        best is not None and not whole.left and not whole.over and "Simulating fp8 TP1 on H100 SXM (seconds)" in ticks
+    )
     rates = []
     for share in (0.001, 0.3, 0.5, 0.7, 0.9):
         search = counted(share * len(ticks))

@@ -1,7 +1,7 @@
 """`millrace size`: from a business question to the systems to buy."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,20 @@ Examples:
   millrace size fit --help                           benchmarks of your own beside what is computed"""
 
 
-@click.group(invoke_without_command=True, epilog=EPILOG)
+class _ByQuestion(click.Group):
+    """Its help has the flags of each question below what is asked there."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        told = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
+        for group in GROUPS:
+            with formatter.section(str(group.__doc__).partition(".")[0]):
+                formatter.write_dl([told.pop(f.name) for f in fields(group)])
+        with formatter.section("Where answers come from, and go"):
+            formatter.write_dl(list(told.values()))
+        self.format_commands(ctx, formatter)
+
+
+@click.group(cls=_ByQuestion, invoke_without_command=True, epilog=EPILOG)
 @settings_options(*GROUPS)
 @click.option(
     "--answers",

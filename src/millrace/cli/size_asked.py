@@ -13,6 +13,7 @@ from millrace.size.hardware import THIS, named_hardware
 from millrace.size.lengths import length
 from millrace.size.models import find_model
 from millrace.size.offers import ALL
+from millrace.size.question import Question
 from millrace.size.settings import LENGTHS
 
 Answers = dict[str, Any]
@@ -96,7 +97,9 @@ def ask() -> Answers:
         while True:
             text = click.prompt(question.text, default=question.default, err=True).strip()
             try:
-                answers |= question.read(text)
+                found = question.read(text)
+                Question.of(found)  # a number that no setting takes is told here, not after the last question
+                answers |= found
                 break
             except MillraceError as error:
                 note(str(error))

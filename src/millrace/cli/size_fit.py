@@ -11,6 +11,7 @@ from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
+from millrace.report.numbers import four, things
 from millrace.size.cost import Instance
 from millrace.size.fit import Residual
 from millrace.size.measured import write_points
@@ -114,13 +115,13 @@ def _row(one: Result, number: int, found: Refit) -> dict[str, float | str]:
 
 
 def _show(read: list[Result], found: Refit) -> None:
-    heading(f"{len(read)} results beside a simulation of them, with {found.stack.name}")
+    heading(f"{things(len(read), 'result')} beside a simulation, with {found.stack.name}")
     rows = []
     for one, replayed in zip(read, found.runs, strict=True):
         p = replayed.point
         rows.append([
-            one.source, f"{one.n_input:.0f}/{one.n_output:.0f}", f"{one.concurrency:.1f}", f"{one.rate:.4g}",
-            f"{p.rate:.4g}", *_ms(one.ttft_s, p.mean.ttft_s), *_ms(one.itl_s, p.mean.itl_s),
+            one.source, f"{one.n_input:.0f}/{one.n_output:.0f}", f"{one.concurrency:.1f}", four(one.rate),
+            four(p.rate), *_ms(one.ttft_s, p.mean.ttft_s), *_ms(one.itl_s, p.mean.itl_s),
         ])  # fmt: skip
     table(["", "in/out", "in flight", "requests/s", "computed", "TTFT, ms", "computed", "ITL, ms", "computed"], rows)
     s = found.stack

@@ -3,6 +3,7 @@
 import click
 
 from millrace.cli.screen import heading, pairs, table
+from millrace.report.numbers import four
 from millrace.size.answer import Answer
 from millrace.size.shared import Shared
 from millrace.size.table import Table
@@ -17,7 +18,7 @@ def show(answer: Answer) -> None:
         click.echo(f"  {cut_short(answer)}")
     for one in answer.there:
         click.echo(
-            f"  there are {one.systems} of {one.device}, which serve {one.rate:.4g} requests/s within the limits"
+            f"  there are {one.systems} of {one.device}, which serve {four(one.rate)} requests/s within the limits"
         )
     for part in tables(answer):
         _show(part)

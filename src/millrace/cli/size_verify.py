@@ -16,6 +16,7 @@ from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.report.numbers import four
 from millrace.runtime.step_cost import write_profile
 from millrace.size.verify import MEDIAN, P90, Load, Verified, VerifySettings, verify
 
@@ -106,7 +107,7 @@ def _show(found: Verified, asked: VerifySettings) -> None:
     p = found.profile
     heading(f"{p.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
     pairs([
-        ("capacity", f"{found.capacity:.4g} requests/s, simulated with every place taken"),
+        ("capacity", f"{four(found.capacity)} requests/s, simulated with every place taken"),
         ("steps", f"{p.n_steps:,} of probes, fitted to {p.error:.1%} (median); {p.machine}"),
         ("beside steps", f"{p.front * 1e3:.2f} ms a request; {p.cost.host * 1e3:.2f} ms between steps, "
                          f"{p.cost.host_sequence * 1e3:.2f} ms a sequence"),
@@ -128,6 +129,6 @@ def _rows(load: Load) -> list[list[str]]:
         times, unit = _UNITS[f.name]
         named = [f"{load.share:g} ({load.rate:.3g}/s)", str(load.n)] if not i else ["", ""]
         mark = "" if f.judged else " -"
-        rows.append([*named, unit, f.of, f"{f.predicted * times:,.4g}", f"{f.measured * times:,.4g}",
+        rows.append([*named, unit, f.of, four(f.predicted * times), four(f.measured * times),
                      f"{f.error:+.1%}{mark}"])  # fmt: skip
     return rows

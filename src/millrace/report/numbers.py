@@ -13,6 +13,16 @@ def count(n: float) -> str:
     return f"{n / 1e9:,.2f} B"
 
 
+def four(n: float) -> str:
+    """In four digits, or whole where it has more: 0.0123, 70.75, 4,371, 29,170."""
+    return f"{n:,.0f}" if abs(n) >= 999.95 else f"{n:.4g}"
+
+
+def things(n: float, name: str) -> str:
+    """1 request, 3 requests."""
+    return f"{n:,.10g} {name}{'' if n == 1 else 's'}"
+
+
 def is_number(text: str) -> bool:
     """Of a table: one that stands flush right in its column, or leaves that to the others."""
     return _NUMBER.fullmatch(text) is not None

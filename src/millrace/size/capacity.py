@@ -11,7 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from millrace.size.cost import Floats
-from millrace.size.points import Limits, Point, Sampled, Source, Waits, in_flight, named_parallel
+from millrace.size.in_a_row import in_flight
+from millrace.size.points import Limits, Point, Sampled, Source, Waits, named_parallel
 from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.errors import ConfigError
+from millrace.report.numbers import four, things
 from millrace.size.load import DAY_S, PERIODS, Peak, peak, per_second
 from millrace.size.settings import LoadSettings
 from millrace.tune.recording import Recording, read_recording
@@ -60,14 +61,14 @@ def demand(asked: LoadSettings) -> Demand:
     share = max(curve) / (sum(curve) / _HOURS)
     busy = average * share
     if share > 1:
-        how = (*how, f"in their busiest hours {busy:.4g} requests/s")
+        how = (*how, f"in their busiest hours {four(busy)} requests/s")
     top, told = _peak(asked, busy, trace)
     if top > busy * _MOST_BURST:
         raise ConfigError(f"a peak of {top:,.10g} requests/s, and {how[0]}",
-                          f"a peak of at most {_MOST_BURST:,.0f} times the average, {busy * _MOST_BURST:.4g}",
+                          f"a peak of at most {_MOST_BURST:,.0f} times the average, {four(busy * _MOST_BURST)}",
                           "leave one of them out, or correct it (--requests-each, --hours)")  # fmt: skip
     if top < busy * (1 - 1e-9):
-        raise ConfigError(f"a peak of {top:g} requests/s, and {busy:.4g} on average when they come",
+        raise ConfigError(f"a peak of {top:g} requests/s, and {four(busy)} on average when they come",
                           "a peak above that", "correct one of them, or --percentile")  # fmt: skip
     hours = tuple(busy * h / max(curve) for h in curve)
     return Demand(top, busy, average, hours, (*how, *told), trace)
@@ -118,19 +119,21 @@ def _average(asked: LoadSettings, trace: Recording | None) -> tuple[float, tuple
         each = asked.requests_each or USER_REQUESTS
         rate = per_second(asked.users * each, "day")
         return rate, (
-            f"{asked.users:,.10g} users with {each:g} requests a day are {rate:.4g} requests/s on average"
+            f"{things(asked.users, 'user')} with {things(each, 'request')} a day are {four(rate)} requests/s on average"
             + ("" if asked.hours or asked.daily else ", through all 24 hours"),
         )
     if asked.calls is not None:
         n, period = parse_calls(asked.calls)
         each = asked.requests_each or 1.0
         rate = per_second(n * each, period)
-        return rate, (f"{n:,.10g} calls a {period} of {each:g} requests are {rate:.4g} requests/s on average",)
+        return rate, (
+            f"{things(n, 'call')} a {period} of {things(each, 'request')} are {four(rate)} requests/s on average",
+        )
     assert trace is not None
     if trace.span_s <= 0:
         raise ConfigError("all requests of the trace came at once", "times that differ", "say the rate instead")
     rate = len(trace) / trace.span_s
-    return rate, (f"trace: {len(trace):,} requests in {trace.span_s:,.0f} s are {rate:.4g} requests/s on average",)
+    return rate, (f"trace: {len(trace):,} requests in {trace.span_s:,.0f} s are {four(rate)} requests/s on average",)
 
 
 def parse_calls(text: str) -> tuple[float, str]:
@@ -157,7 +160,8 @@ def _curve(asked: LoadSettings) -> Sequence[float]:
     except ValueError:
         weights = []
     if len(weights) != _HOURS or not all(0 <= w < 1e9 for w in weights) or not any(weights):
-        raise ConfigError(f'daily is "{asked.daily:.80}"', "24 numbers from 0, not all 0, with commas between them",
+        raise ConfigError(f'daily is "{asked.daily:.80}"',
+                          "24 numbers from 0, below 1e9, not all 0, with commas between",
                           "write one for each hour from midnight")  # fmt: skip
     return weights
 
@@ -178,12 +182,12 @@ def _peak(asked: LoadSettings, busy: float, trace: Recording | None) -> tuple[fl
         if asked.split != 1:
             raise ConfigError("--split without a percentile", "--percentile above 0", "leave --split out")
         top = busy * asked.burst
-        return top, (f"peak: {top:.4g} requests/s, {asked.burst:g} times that, nothing added for chance",)
+        return top, (f"peak: {four(top)} requests/s, {asked.burst:g} times that, nothing added for chance",)
     found = _poisson(asked, busy)
     if found.rate >= busy * asked.burst:
         return found.rate, (found.how,)
     rate = busy * asked.burst  # most windows are empty: what comes on average has to be borne all the same
-    return rate, (found.how, f"peak: {rate:.4g} requests/s, the average, as most windows have none")
+    return rate, (found.how, f"peak: {four(rate)} requests/s, the average, as most windows have none")
 
 
 def _poisson(asked: LoadSettings, busy: float) -> Peak:
@@ -200,11 +204,11 @@ def _recorded(asked: LoadSettings, busy: float, trace: Recording) -> tuple[float
     top = float(np.quantile(counts, asked.percentile / 100, method="higher")) / asked.window_s
     by_chance = _poisson(asked, own).rate
     told = (
-        f"peak: {asked.percentile:g} % of the trace's windows of {asked.window_s:g} s have at most {top:.4g} "
-        f"requests/s; Poisson arrivals would have {by_chance:.4g} (the counts' variance is "
+        f"peak: {asked.percentile:g} % of the trace's windows of {asked.window_s:g} s have at most {four(top)} "
+        f"requests/s; Poisson arrivals would have {four(by_chance)} (the counts' variance is "
         f"{float(counts.var()) / mean:.1f} times the mean, theirs is 1)"
     )
     if abs(busy / own - 1) < 1e-9:
         return top, (told,)
     rate = top * busy / own
-    return rate, (told, f"peak: {rate:.4g} requests/s, as far above the average of this load as the trace's is")
+    return rate, (told, f"peak: {four(rate)} requests/s, as far above the average of this load as the trace's is")

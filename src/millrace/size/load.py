@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError
+from millrace.report.numbers import four
 
 WORDS_A_TOKEN = 0.75  # of English prose, by most tokenizers
 CHARACTERS_A_TOKEN = 4.0
@@ -75,13 +76,12 @@ def peak(
         raise ConfigError(f"a burst of {burst:g}, split {split} ways", "at least 1 each", "correct them")
     busiest = _positive(average, "requests a second") * burst
     rate = split * poisson_quantile(percentile, busiest * window_s / split) / window_s
-    told = (
-        f"{percentile:.0%} of windows of {window_s:g} s stay within {rate:.4g} requests/s at {busiest:.4g} on average"
-    )
-    return Peak(rate, average, told + (f", each of {split} replicas by itself" if split > 1 else ""))
+    told = f"{percentile:.0%} of windows of {window_s:g} s stay within {four(rate)} requests/s at {four(busiest)} on "
+    told += "average" + (f", each of {split} replicas by itself" if split > 1 else "")
+    return Peak(rate, average, told)
 
 
 def _positive(n: float, what: str) -> float:
     if not (0 < n < math.inf):
-        raise ConfigError(f"{what}: {n:g}", "above 0", "correct it")
+        raise ConfigError(f"{what}: {n:g}", "a number above 0 that is not endless", "correct it")
     return n

@@ -1,8 +1,8 @@
 """A user's own measurements as operating points: `--measured FILE`.
 
 CSV with model, gpu, precision, tp, isl, osl, concurrency, ttft_ms, itl_ms, e2e_ms, req_s, and ttft_p95_ms, itl_p95_ms,
-e2e_p95_ms where they are known; one instance a row. Every mistake names file and line,
-also what no such devices could do.
+e2e_p95_ms where they are known; one instance a row. Every mistake names file and line, also what no run has, and what
+no such devices could do.
 """
 
 import csv
@@ -19,7 +19,9 @@ from millrace.size.points import Point, Source, Waits
 from millrace.size.refit import check_point
 
 _MOST_BYTES, _MOST_ROWS = 64 << 20, 200_000
+_MOST, _MOST_TP = 1e12, 1024
 _NEEDED = ("model", "gpu", "precision", "tp", "isl", "osl", "concurrency", "ttft_ms", "itl_ms", "e2e_ms", "req_s")
+_MEAN = ("ttft_ms", "itl_ms", "e2e_ms")
 _P95 = ("ttft_p95_ms", "itl_p95_ms", "e2e_p95_ms")
 LITTLE = 0.15  # how far concurrency may be from rate x time: beyond, a run was not in its steady state
 
@@ -67,35 +69,62 @@ def _read(rows: "csv.DictReader[str]", path: Path, shapes: Mapping[str, ModelSha
 
 
 def _point(row: Mapping[str, str | None], where: str) -> Point:
-    def number(name: str) -> float:
+    def number(name: str, least: float | None = None) -> float:
+        """least: None: above 0"""
         try:
             value = float(row[name] or "")
         except ValueError:
             value = math.nan
-        if not 0 < value < 1e12:
-            raise ConfigError(
-                f"{where}: {name} is {row[name]!r:.40}", "a number above 0", "correct it, or leave it out"
-            )
+        if not (value > 0 if least is None else value >= least) or value > _MOST:
+            low = "above 0" if least is None else f"from {least:g}"
+            raise ConfigError(f"{where}: {name} is {row[name]!r:.40}", f"a number {low}, at most {_MOST:g}",
+                              "correct it, or leave the row out")  # fmt: skip
         return value
 
     def text(name: str) -> str:
         value = row[name] or ""
         if not value or plain(value) != value:
-            raise ConfigError(f"{where}: {name} is {value!r:.40}", "a name", "correct it, or leave it out")
+            raise ConfigError(f"{where}: {name} is {value!r:.40}", "a name", "correct it, or leave the row out")
         return value
 
     def waits(names: tuple[str, ...]) -> Waits:
-        return Waits(*(number(name) / 1e3 for name in names))
+        ttft, itl, e2e = names
+        gap_ms = number(itl, None if osl > 1 else 0)  # nothing comes after a single token
+        return Waits(number(ttft) / 1e3, gap_ms / 1e3, number(e2e) / 1e3)
 
-    tp = number("tp")
-    if tp != int(tp):
-        raise ConfigError(f"{where}: tp is {tp:g}", "a whole number of devices", "correct it")
-    return Point(
+    tp, osl = number("tp"), number("osl", 1)
+    if tp != int(tp) or tp > _MOST_TP:
+        raise ConfigError(f"{where}: tp is {tp:g}", f"a whole number of devices, at most {_MOST_TP}", "correct it")
+    told = [name for name in _P95 if row.get(name)]
+    if told and len(told) < len(_P95):
+        missing = ", ".join(name for name in _P95 if name not in told)
+        raise ConfigError(f"{where} has {', '.join(told)} without {missing}", "all of them, or none",
+                          "complete the row, or leave them empty")  # fmt: skip
+    point = Point(
         model=text("model"), device=text("gpu"), precision=text("precision"), tp=int(tp),
-        input_tokens=number("isl"), output_tokens=number("osl"), concurrency=number("concurrency"),
-        rate=number("req_s"), mean=waits(("ttft_ms", "itl_ms", "e2e_ms")),
-        p95=waits(_P95) if all(row.get(name) for name in _P95) else None, source=Source.MEASURED,
+        input_tokens=number("isl", 1), output_tokens=osl, concurrency=number("concurrency"), rate=number("req_s"),
+        mean=waits(_MEAN), p95=waits(_P95) if told else None, source=Source.MEASURED,
     )  # fmt: skip
+    _check_order(point, where)
+    return point
+
+
+def _check_order(point: Point, where: str) -> None:
+    """raises ConfigError where the first token comes after the last, or tokens take longer than the request
+
+    Whoever waits so long for the first token waits for the last one at least as long, so it holds of their p95, too.
+    Of gaps it is asked of the mean alone, and roughly: tools differ in whether a p95 is that of requests or of gaps.
+    """
+    units = "check the columns and their units: all times are in ms, from the request on but for itl_ms"
+    for waits, (ttft, _, e2e) in ((point.mean, _MEAN), (point.p95, _P95)):
+        if waits is not None and waits.ttft_s > waits.e2e_s:
+            raise ConfigError(f"{where}: {ttft} is {waits.ttft_s * 1e3:g}, and {e2e} {waits.e2e_s * 1e3:g}",
+                              "the first token before the last", units)  # fmt: skip
+    gaps_s = (point.output_tokens - 1) * point.mean.itl_s
+    if gaps_s > point.mean.e2e_s * (1 + LITTLE):
+        raise ConfigError(f"{where}: {point.output_tokens:g} tokens {point.mean.itl_s * 1e3:g} ms apart take "
+                          f"{gaps_s * 1e3:,.6g} ms, and e2e_ms is {point.mean.e2e_s * 1e3:g}",
+                          "e2e_ms = ttft_ms + (osl - 1) x itl_ms", units)  # fmt: skip
 
 
 def write_points(path: Path, points: Sequence[Point]) -> None:

@@ -56,6 +56,9 @@ class ModelShape:
         for name in _SIZES:
             if not 0 < getattr(self, name) <= _MOST:
                 raise ConfigError(f"{self.name}: {name} is {getattr(self, name)}", f"1 to {_MOST}", "correct it")
+        if not 0 <= self.shared <= _MOST or not (self.window is None or 0 < self.window <= _MOST):
+            raise ConfigError(f"{self.name}: {self.shared} for shared experts, a window of {self.window}",
+                              f"at most {_MOST} each", "correct the configuration")  # fmt: skip
         if self.n_kv_heads > self.n_heads:
             raise ConfigError(f"{self.name}: {self.n_kv_heads} heads of keys and values for {self.n_heads} of queries",
                               "no more than these", "correct the configuration")  # fmt: skip
@@ -200,7 +203,10 @@ def read_model(path: Path) -> ModelShape:
 
 def of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """From the keys that families write them under. raises ConfigError, also for what would be sized wrongly"""
-    if isinstance(inner := config.get("text_config"), dict):  # of a model that sees, too: its decoder
+    inner = config.get("text_config")
+    if inner is not None:  # of a model that sees, too: its decoder
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{name}: text_config is {inner!r:.40}", "an object", "correct config.json")
         config = {**config, **inner}
     for key, why in _OTHERWISE.items():
         if config.get(key):
@@ -209,43 +215,76 @@ def of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     find = _Keys(config, name)
     hidden, n_heads = find("hidden_size", "n_embd", "d_model"), find("num_attention_heads", "n_head", "n_heads")
     n_kv = find("num_key_value_heads", "num_kv_heads", "n_head_kv", default=n_heads)
-    experts = find("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    experts = find("num_local_experts", "num_experts", "n_routed_experts", default=0, low=0)
     ffn = find("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", default=4 * hidden)
     of_expert = find("moe_intermediate_size", default=ffn) if experts else ffn
-    shared = find("shared_expert_intermediate_size", default=find("n_shared_experts", default=0) * of_expert)
+    each = find("n_shared_experts", default=0, low=0) * of_expert
+    shared = find("shared_expert_intermediate_size", default=each, low=0)
     return ModelShape(
         name=name, n_layers=find("num_hidden_layers", "n_layer", "n_layers"), hidden=hidden, n_heads=n_heads,
-        n_kv_heads=1 if config.get("multi_query") is True and "num_kv_heads" not in config else n_kv,
-        head_dim=find("head_dim", default=max(1, hidden // max(1, n_heads))), ffn=of_expert, vocab=find("vocab_size"),
+        n_kv_heads=1 if find.flag("multi_query") and "num_kv_heads" not in config else n_kv,
+        head_dim=find("head_dim", default=max(1, hidden // n_heads)), ffn=of_expert, vocab=find("vocab_size"),
         max_context=find("max_position_embeddings", "n_positions", "max_seq_len", default=2048),
-        gated=config.get("model_type") not in ("falcon", "RefinedWeb", "mpt", "gpt2", "nemotron", "opt"),
-        experts=experts, experts_active=find("num_experts_per_tok", default=0) if experts else 0,
-        shared=shared if experts else 0, window=_window(config), tied=config.get("tie_word_embeddings") is True,
+        gated=find.text("model_type") not in ("falcon", "RefinedWeb", "mpt", "gpt2", "nemotron", "opt"),
+        experts=experts, experts_active=find("num_experts_per_tok", default=0, low=0) if experts else 0,
+        shared=shared if experts else 0, window=_window(find), tied=find.flag("tie_word_embeddings"),
     )  # fmt: skip
 
 
-def _window(config: Mapping[str, Any]) -> int | None:
+def _window(find: "_Keys") -> int | None:
     """Of all layers. Where only some look back no further, all are taken to look back to the beginning: what is planned
     then is rather too much than too little."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    some = isinstance(kinds, list) and any(kind != "sliding_attention" for kind in kinds)
-    some = some or bool(config.get("sliding_window_pattern")) or config.get("model_type") in _SOME_LAYERS
-    if some or not config.get("use_sliding_window", True):
+    if not find.flag("use_sliding_window", default=True):
         return None
-    return window if isinstance(window, int) and window > 0 else None
+    window = find("sliding_window", default=0)
+    some = any(kind != "sliding_attention" for kind in find.names("layer_types"))
+    some = some or find.has_pattern("sliding_window_pattern") or find.text("model_type") in _SOME_LAYERS
+    return window if window and not some else None
 
 
 class _Keys:
+    """What a config.json has. Each raises ConfigError for a value of another kind, under the name that it stands by."""
+
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self._config, self._name = config, name
 
-    def __call__(self, *names: str, default: int | None = None) -> int:
-        """The number under the first of those names. raises ConfigError"""
+    def __call__(self, *names: str, default: int | None = None, low: int = 1) -> int:
+        """The number under the first of those names."""
         for name in names:
             if (value := self._config.get(name)) is not None:
-                if type(value) is not int:
-                    raise ConfigError(f"{self._name}: {name} is {value!r:.40}", "an integer", "correct config.json")
+                if type(value) is not int or not low <= value <= _MOST:
+                    raise self._wrong(name, value, f"a whole number from {low} to {_MOST}")
                 return value
         if default is None:
             raise ConfigError(f"{self._name}: config.json has no {names[0]}", "a decoder's sizes", "complete it")
         return default
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._config.get(name)
+        if not isinstance(value, str | None):
+            raise self._wrong(name, value, "a name")
+        return value or ""
+
+    def names(self, name: str) -> list[str]:
+        value = self._config.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self._wrong(name, value, "a list of names")
+        return value
+
+    def has_pattern(self, name: str) -> bool:
+        """Of layers: every so many of them is another one, or a letter for each ("LLLG")."""
+        letters = self._config.get(name)
+        return (isinstance(letters, str) and letters.isalpha()) or self(name, default=0) > 0
+
+    def _wrong(self, name: str, value: Any, expected: str) -> ConfigError:
+        return ConfigError(f"{self._name}: {name} is {value!r:.40}", expected, "correct config.json")

@@ -82,8 +82,8 @@ class Money:
     """A year's costs. break_even_hours: of a day that a system must be needed to be bought; None: no price, or never
 
     a_million_tokens, a_thousand_requests: of the cheapest way that is known; by_token: what a provider would take
-    break_even_requests: a day, from which buying costs less than that; band: the cheapest way's year where the figures
-    are as far off as they may be, to either side; None: no way is known
+    break_even_requests: a day, from which buying costs less than that
+    band: the cheapest way's year where systems serve more or less than told, by `error` of that; None: no way is known
     """
 
     currency: str
@@ -99,18 +99,23 @@ class Money:
     hourly: tuple[int, ...]
     notes: tuple[str, ...]
     band: tuple[float, float] | None = None
+    error: float = 0.0
 
     @property
     def cheapest(self) -> float | None:
-        return _cheapest(self.bought, self.rented, self.hybrid)
+        return _cheapest(self.bought, self.rented, self.hybrid)[1]
+
+    @property
+    def cheapest_way(self) -> str:
+        return _cheapest(self.bought, self.rented, self.hybrid)[0]
 
 
-def _cheapest(own: Bought | None, rent: Rented | None, both: Hybrid | None) -> float | None:
-    """A year, of the ways that are known."""
-    ways = [own.year] if own else []
-    ways += [rent.scaled] if rent else []
-    ways += [both.year] if both else []
-    return min(ways, default=None)
+def _cheapest(own: Bought | None, rent: Rented | None, both: Hybrid | None) -> tuple[str, float | None]:
+    """Of the ways that are known, the name and a year; what is no mix goes before one that costs as much."""
+    ways = [("bought", own.year)] if own else []
+    ways += [("rented", rent.scaled)] if rent else []
+    ways += [("both", both.year)] if both else []
+    return min(ways, key=lambda way: way[1], default=("", None))
 
 
 def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[int, ...]:
@@ -173,23 +178,25 @@ def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:
 
 
 def money(
-    fleet: Needed, prices: Prices, rents: Sequence[Rent], average: float, rate: float, lengths: tuple[float, float]
+    fleet: Needed, prices: Prices, tier: str | None, average: float, rate: float, lengths: tuple[float, float]
 ) -> Money:
-    """average: requests/s of a whole year; rate: of an instance; lengths: tokens of a request, all calls together"""
-    own, rent = bought(fleet, prices), rented(fleet, rents)
+    """tier: of offers, None: any; average: requests/s of a whole year; rate: of an instance
+
+    lengths: tokens of a request, all calls together
+    """
+    own, rent = bought(fleet, prices), rented(fleet, prices.rents(fleet.device, tier))
     both = hybrid(fleet, own, rent)
     requests = average * HOURS_YEAR * 3600
     a_request = sum(n * price / 1e6 for n, price in zip(lengths, prices.tokens, strict=True))
-    cheapest = _cheapest(own, rent, both)
+    _, cheapest = _cheapest(own, rent, both)
     notes = []
     if own is None and fleet.system != SYSTEM:
         notes.append(f"prices for buying are of systems of {SYSTEM}, and these have {fleet.system}")
     elif own is None:
-        notes.append(
-            f"no price of a system of {SYSTEM} x {fleet.device.name} is known: name it in --prices, under buy.systems"
-        )
+        notes.append(f"no price of a system of {SYSTEM} x {fleet.device.name} is known: give yours in a file, "
+                     f'--prices FILE, with: date = ..., buy.systems = {{ "{fleet.device.name}" = ... }}')  # fmt: skip
     if rent is None:
-        notes.append(f"no offer for {fleet.device.name} is known: name one in --prices, under offers")
+        notes.append(prices.lacks(fleet.device, tier))
     if own is not None and fleet.device.name not in prices.watts:
         notes.append("the power of such a system is estimated from its devices'")
     return Money(

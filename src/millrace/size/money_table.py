@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from millrace.size.answer import Alternative
+from millrace.size.alternatives import Alternative
 from millrace.size.money import DAY_HOURS, Money
 from millrace.size.table import Table, few
 
@@ -18,19 +18,17 @@ def of_devices(alternatives: Sequence[Alternative]) -> Table:
                          "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
     currency = next((one.money.currency for one in alternatives if one.money), "")
     header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
-    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header)
+    unknown = [one.device for one in alternatives if one.plan and one.money and one.money.cheapest is None]
+    notes = [f"no price of {', '.join(unknown)} is known: give yours with --prices FILE"] if unknown else []
+    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header, notes=notes)
 
 
 def costs(found: Money) -> Table:
-    rows = [*_bought(found), *_rented(found), *_both(found)]
+    rows = [*_bought(found), *_rented(found), *_both(found), *_cheapest(found)]
     day, night = max(found.hourly), min(found.hourly)
     if day > night:
         rows.append(("instances", f"{night} at night, {day} by day: {_ranges(found.hourly)}"))
     rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
-    if found.band is not None:
-        low, high = found.band
-        said = f"{low:,.0f} to {high:,.0f}" if round(low) != round(high) else f"{low:,.0f} also"
-        rows.append(("figures", f"{said} where they are as far off as they may be, at these prices"))
     notes = [f"note: {note}" for note in found.notes]
     return Table("costs", f"Costs, {found.currency} a year", rows, notes=notes)
 
@@ -61,8 +59,9 @@ def _rented(found: Money) -> list[tuple[str, str]]:
 def _both(found: Money) -> list[tuple[str, str]]:
     rows = []
     if found.hybrid is not None:
-        n = found.hybrid.systems
-        rows.append(("both", f"{found.hybrid.year:,.0f} with {n} bought and the rest rented when it is needed"))
+        n, of = found.hybrid.systems, found.hybrid
+        mixed = f"{of.year:,.0f} with {n} bought and the rest rented when it is needed"
+        rows.append(("both", mixed if n and of.rented else f"no mix is cheaper than all {'bought' if n else 'rented'}"))
     if found.by_token is not None:
         rows.append(("by the token", f"{found.by_token:,.0f}"))
     if found.bought is not None and found.rented is not None:
@@ -71,9 +70,20 @@ def _both(found: Money) -> list[tuple[str, str]]:
                      f"buying is cheaper from {hours:.1f} of {DAY_HOURS} hours a day on"))  # fmt: skip
     if found.break_even_requests is not None:
         rows.append(("", f"and than paying by the token from {found.break_even_requests:,.0f} requests a day on"))
-    if found.a_million_tokens is not None:
-        rows.append(("at the cheapest", f"{found.a_million_tokens:,.3g} a million tokens, "
-                                        f"{found.a_thousand_requests:,.3g} a thousand requests"))  # fmt: skip
+    return rows
+
+
+def _cheapest(found: Money) -> list[tuple[str, str]]:
+    if found.cheapest is None or found.a_million_tokens is None:
+        return []
+    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: {found.a_million_tokens:,.3g} a "
+                                 f"million tokens, {found.a_thousand_requests:,.3g} a thousand requests")]  # fmt: skip
+    if found.band is not None:
+        low, high = found.band
+        said = f"{low:,.0f}, even if systems serve {found.error:.0%} less or more than told"
+        if round(low) != round(high):
+            said = f"{low:,.0f} to {high:,.0f}, if systems serve {found.error:.0%} more or less than told"
+        rows.append(("  may be", f"{said}; at the prices above"))
     return rows
 
 

@@ -12,11 +12,12 @@ from millrace.runtime.step_cost import read_profile
 from millrace.size.constants import profile
 from millrace.size.cost import WEIGHT_BYTES, Instance
 from millrace.size.hardware import THIS, Hardware, find_hardware, measured_here
+from millrace.size.in_a_row import in_a_row
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS, ModelShape, find_model
 from millrace.size.planning import TPS, Basis, Computed, instance_of
-from millrace.size.points import Point, Source, Waits, in_flight
+from millrace.size.points import Point, Source, Waits
 from millrace.size.profiled import Profiled
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings
@@ -119,7 +120,7 @@ def _computed(
     if asked.pp not in (None, 1) and one.most_tp == 1:
         raise ConfigError(f"--pp {asked.pp} on {one.device.name}, which is linked to no other", "--pp 1",
                           "leave --pp out, or name whole devices")  # fmt: skip
-    found = _calls(work, [_alone(shape, one, asked, call, own) for call in work.calls])
+    found = in_a_row([_alone(shape, one, asked, call, own) for call in work.calls])
     most, fits = min(one.most_tp, one.system), sorted({p.tp for p in found})
     kept = [p for p in found if p.tp <= most and asked.tp in (None, p.tp)]
     kept = [p for p in kept if p.devices <= one.system or p.devices % one.system == 0]  # whole systems beyond one
@@ -172,7 +173,7 @@ def _profiled(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
     own.check()
     work.check_context(profile.schedule.context_tokens, f"the server of {asked.profile}",
                        "fit a profile of a server with more")  # fmt: skip
-    points = _calls(work, [own.points(call) for call in work.calls])
+    points = in_a_row([own.points(call) for call in work.calls])
     return Offers(tuple(scaled(point, asked.factor) for point in points), None, (), profiled=own)
 
 
@@ -201,40 +202,6 @@ def scaled(point: Point, factor: float) -> Point:
     )  # fmt: skip
 
 
-def _calls(work: Work, points: Sequence[Sequence[Point]]) -> list[Point]:
-    """Of calls in a row on the same instances. points: of each call by itself, as though there were no other
-
-    Each call takes its share of an instance's time, so that the times of a request add up, and Little's law holds. The
-    first token that a user sees is the last call's.
-    """
-    if len(points) == 1:
-        return list(points[0])
-    by_place = [{(p.configuration, p.concurrency): p for p in some} for some in points]
-    places = [place for place in by_place[0] if all(place in others for others in by_place)]
-    fewest: dict[str, float] = {}
-    for name, n in places:
-        fewest[name] = min(n, fewest.get(name, n))
-    alone = {name: [some[name, n].mean.e2e_s for some in by_place] for name, n in fewest.items()}
-    return [_together([some[place] for some in by_place], alone[place[0]]) for place in places]
-
-
-def _together(calls: Sequence[Point], alone_s: Sequence[float]) -> Point:
-    """alone_s: as long as each is in flight, where hardly any other is"""
-
-    def waits(of: Sequence[Waits]) -> Waits:
-        waited = sum(w.e2e_s for w in of[:-1])
-        return Waits(waited + of[-1].ttft_s, of[-1].itl_s, waited + of[-1].e2e_s)
-
-    lengths = tuple((point.input_tokens, point.output_tokens) for point in calls)
-    n_in, n_out = in_flight(lengths, alone_s)
-    known = [point.p95 for point in calls if point.p95 is not None]
-    return replace(
-        calls[-1], rate=1 / sum(1 / point.rate for point in calls), mean=waits([point.mean for point in calls]),
-        p95=waits(known) if len(known) == len(calls) else None,
-        input_tokens=n_in, output_tokens=n_out, calls=lengths,
-    )  # fmt: skip
-
-
 def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
     for name, beside in (("stack", asked.stack), ("profile", asked.profile)):
         if beside is not None:
@@ -247,7 +214,7 @@ def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
     points, left_out = read_points(Path(asked.measured), known_as)
     points = _of_model(points, model, asked.measured)
     points = _on_hardware(points, asked)
-    found = _calls(work, [_of_call(points, call, asked.measured) for call in work.calls])
+    found = in_a_row([_of_call(points, call, asked.measured) for call in work.calls])
     if not found:
         raise ConfigError(f"{asked.measured} has no configuration with all {len(work.calls)} calls",
                           "the same configurations and concurrencies for each", "measure them")  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
+from millrace.report.numbers import four
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 from millrace.size.answer import Answer
@@ -28,7 +29,7 @@ def size_page(answer: Answer) -> str:
         Path(__file__).with_name("size_page.html"), a=answer, plan=answer.plan, money=answer.money,
         headline=headline(answer), band=band(answer), cut=cut_short(answer), load=answer.demand,
         throughput=throughput_plot(answer), ttft=ttft_plot(answer.offers.points, answer.plan.point, answer.plan.limits),
-        shown=best_configurations(answer), tables=list(tables(answer)), drawings=_beside(answer),
+        shown=best_configurations(answer), four=four, tables=list(tables(answer)), drawings=_beside(answer),
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def throughput_plot(answer: Answer) -> Markup:
         plot.dots([p.mean.e2e_s for p in kept], [p.rate_of_system for p in kept], kind)
     chosen = answer.plan.point
     plot.dots([chosen.mean.e2e_s], [chosen.rate_of_system], 0)
-    plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {chosen.concurrency:.4g} in flight")
+    plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {four(chosen.concurrency)} in flight")
     return plot.svg("Requests a second of a system against the time to the last token, a line for each configuration")
 
 

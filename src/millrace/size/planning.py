@@ -7,11 +7,12 @@ from typing import Protocol
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import PROCESSOR, Device, find_device
+from millrace.report.numbers import four
 from millrace.size.constants import UNSEEN, profile
 from millrace.size.cost import Instance
 from millrace.size.load import DAY_S
 from millrace.size.models import ModelShape
-from millrace.size.points import SYSTEM, Limits, Point, Source, best, latency_optimal, throughput_optimal
+from millrace.size.points import P95_OF_CALLS, SYSTEM, Limits, Point, Source, best, latency_optimal, throughput_optimal
 from millrace.size.served import served, shares
 from millrace.size.stack import Stack
 from millrace.size.stackfile import OwnStack
@@ -131,6 +132,8 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
         grounds = basis.grounds(point)
         error, told = grounds.error, f"{point.source}, {grounds.told}"
         told += f"; {point.sampled.how}" if point.sampled else ""
+    if limits.of == "p95" and point.p95_is_a_sum:
+        told += f"; {P95_OF_CALLS}"
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:
@@ -138,7 +141,7 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
         if n > _MOST_SYSTEMS:
             raise ConfigError(f"{rate:g} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
                               f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
-                              f"are {rate / DAY_S:,.4g} a second")  # fmt: skip
+                              f"are {four(rate / DAY_S)} a second")  # fmt: skip
         return n
 
     low = bought(1 - error)
@@ -171,7 +174,7 @@ def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Gro
         return f"the limit on {' and '.join(broken)}"
     if grounds is not None:
         return "memory of the KV cache" if grounds.is_full else max(grounds.shares, key=grounds.shares.__getitem__)
-    return "none that was measured" if not alike else "what was measured serves no more"
+    return "the table, which has no more in flight" if not alike else "what was measured serves no more"
 
 
 def _is_full(instance: Instance, point: Point, stack: Stack) -> bool:

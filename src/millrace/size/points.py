@@ -7,17 +7,13 @@ from enum import StrEnum
 from millrace.errors import ConfigError
 
 SYSTEM = 8  # devices of the machines that are bought, where nobody says
+_MOST_S = 1e6  # that a limit allows
+# Of calls in a row that were measured apart, for as long as waits are not those of a few outliers in each call.
+P95_OF_CALLS = "the p95 of calls in a row is the sum of each call's p95: an upper bound, not measured"
 
 
 def named_parallel(tp: int, pp: int) -> str:
     return f"TP{tp}" + (f" PP{pp}" if pp > 1 else "")
-
-
-def in_flight(lengths: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Tokens in and out of what is in flight at a time, on average, of calls in a row that take so long each."""
-    shares = [took / sum(seconds) for took in seconds]
-    n_in, n_out = (sum(n * share for n, share in zip(some, shares, strict=True)) for some in zip(*lengths, strict=True))
-    return n_in, n_out
 
 
 class Source(StrEnum):
@@ -87,6 +83,11 @@ class Point:
         return self.calls or ((self.input_tokens, self.output_tokens),)
 
     @property
+    def p95_is_a_sum(self) -> bool:
+        """Of calls in a row that were measured each by itself: who is slow in one need not be slow in all of them."""
+        return self.source == Source.MEASURED and len(self.calls) > 1 and self.p95 is not None
+
+    @property
     def devices(self) -> int:
         return self.tp * self.pp
 
@@ -122,8 +123,10 @@ class Limits:
         if self.of not in ("mean", "p95"):
             raise ConfigError(f"limits on the {self.of}", "the mean, or the p95", "choose one of them")
         for name, value in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
-            if value is not None and not 0 < value < 1e6:
-                raise ConfigError(f"a limit of {value:g} s on {name}", "above 0, in seconds", "correct it")
+            if value is not None and not 0 < value < _MOST_S:
+                raise ConfigError(
+                    f"a limit of {value:g} s on {name}", f"above 0 and below {_MOST_S:g}, in seconds", "correct it"
+                )
 
     def scaled(self, times: float) -> "Limits":
         """So many times as long; what is not limited stays so."""

@@ -23,13 +23,14 @@ _KEYS = ("date", "currency", "offers", "buy", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Rent:
-    """hour: for one device"""
+    """hour: for one device; page: where that stood"""
 
     device: str
     hour: float
     who: str
     tier: str
     date: datetime.date
+    page: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,14 @@ class Prices:
         found = [rent for rent in self.offers if rent.device == device.name and tier in (None, rent.tier)]
         return sorted(found, key=lambda rent: rent.hour)
 
+    def lacks(self, device: Device, tier: str | None) -> str:
+        """What to write where nobody is known to rent it out."""
+        others = sorted({rent.tier for rent in self.rents(device, None)})
+        if tier is not None and others:
+            return (f"no offer of a {tier} for {device.name} is known (--tier), but of a {' and a '.join(others)}: "
+                    f"leave --tier out, or {_yours(device)}")  # fmt: skip
+        return f"no offer for {device.name} is known: {_yours(device)}"
+
     def old(self, used: Sequence[Rent], today: datetime.date) -> list[str]:
         """What is older than a year, in words."""
         told = [f"the price of {rent.who} is of {rent.date}, more than a year ago" for rent in used
@@ -63,6 +72,12 @@ class Prices:
         if today - self.date > OLD:
             told.append(f"prices for buying are of {self.date}, more than a year ago")
         return told
+
+
+def _yours(device: Device) -> str:
+    return (
+        f'give yours in a file, --prices FILE, with: date = ..., offers = [{{ device = "{device.name}", hour = ... }}]'
+    )
 
 
 def middle(rents: Sequence[Rent]) -> Rent:
@@ -121,7 +136,7 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
     rates = {name: number(buy.get(name, usual.get(name)), f"{where}, buy.{name}") for name in _BUY}
     if not rates["years"] >= _LEAST_YEARS or not 1 <= rates["pue"] <= _MOST_PUE:
         raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}",
-                          f"{_LEAST_YEARS:g} years at least, a PUE from 1 to {_MOST_PUE:g}",
+                          f"years from {_LEAST_YEARS:g} to {_MOST:g}, a PUE from 1 to {_MOST_PUE:g}",
                           "correct them")  # fmt: skip
     offers = found["offers"]
     return Prices(
@@ -136,14 +151,15 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
 
 def _rent(offer: Mapping[str, Any], where: str) -> Rent:
     for name in offer:
-        _known(name, ("device", "hour", "who", "tier", "date"), where)
+        _known(name, ("device", "hour", "who", "tier", "date", "page"), where)
     tier = offer.get("tier", "neocloud")
     if tier not in TIERS:
         raise ConfigError(f"{where}: tier is {tier!r:.40}", " or ".join(TIERS), "correct it")
     hour = number(offer.get("hour"), f"{where}: hour")
     if not hour:
-        raise ConfigError(f"{where}: hour is 0", "a price above 0", "correct it")
-    return Rent(_device(offer, where), hour, plain(str(offer.get("who", "yours"))), tier, _date(offer["date"], where))
+        raise ConfigError(f"{where}: hour is 0", f"a price above 0, at most {_MOST:g}", "correct it")
+    who, page = (plain(str(offer.get(name, default))) for name, default in (("who", "yours"), ("page", "")))
+    return Rent(_device(offer, where), hour, who, tier, _date(offer["date"], where), page)
 
 
 def _list(found: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
@@ -173,7 +189,7 @@ def _by_device(values: Mapping[str, Any], where: str) -> Mapping[str, float]:
 def number(value: Any, where: str, mend: str = "correct it") -> float:
     """Of a file. raises ConfigError where it is none, negative, or endless"""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise ConfigError(f"{where} is {value!r:.40}", "a number from 0", mend)
+        raise ConfigError(f"{where} is {value!r:.40}", f"a number from 0 to {_MOST:g}", mend)
     return float(value)
 
 

@@ -1,24 +1,22 @@
-"""Why so many: the way from an ideal machine to what is bought, every configuration, what would change it."""
+"""Why so many: the way from an ideal machine to what is bought, and every configuration."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from millrace.errors import ConfigError
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Constants, Instance
+from millrace.size.in_a_row import in_a_row
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.planning import TPS, Plan, rounded
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
-from millrace.size.search import Search
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.stack import ENGINE
 
 # A device that reaches its datasheet: no fixed times, no links, no host.
 _IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-_MOST_S = 30.0  # for what would change an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
         Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
     ]
     instance = offers.instance(point)
-    if point.source != Source.MEASURED and instance is not None and len(work.calls) == 1:
+    if point.source != Source.MEASURED and instance is not None:
         steps = [*_physics(found, instance, work), *steps]
     return tuple(_rising(steps))
 
@@ -65,8 +63,9 @@ def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
     ideal = replace(known, constants=_IDEAL)
     factor = known.constants.factor
     least, reached = _most(instance, ideal, work), _most(instance, known, work)
+    each = "every byte and operation" + (f" of {len(work.calls)} calls" if len(work.calls) > 1 else "")
     return [
-        Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
+        Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: {each}"),
         Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
     ]
 
@@ -77,14 +76,14 @@ def _times(factor: float) -> str:
 
 def _most(instance: Instance, known: Profile, work: Work) -> float:
     """Requests a second of a system, in the best TP, in one stage or as many as here, at the best concurrency."""
-    rates = []
+    rates: list[float] = []
     for tp, pp in product(TPS, {1, instance.pp}):
         here = replace(instance, tp=tp, pp=pp)
         try:
-            points = [served(here, known, work.answer.lengths, n, ENGINE) for n in CONCURRENCIES]
-            rates += [point.rate_of_system for point in points]
+            points = [[served(here, known, call.lengths, n, ENGINE) for n in CONCURRENCIES] for call in work.calls]
         except ConfigError:
             continue  # too small for the weights
+        rates += [point.rate_of_system for point in in_a_row(points)]
     return max(rates)
 
 
@@ -111,36 +110,3 @@ def capacity_table(points: Sequence[Point], limits: Limits) -> tuple[Offer, ...]
         else:
             found.append(Offer(name, some[0].device, None, limits.broken(min(some, key=lambda p: p.mean.e2e_s))))
     return tuple(sorted(found, key=lambda offer: -offer.point.rate_of_system if offer.point else 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What the answer would be, were one thing otherwise. both None where nothing keeps the limits then"""
-
-    what: str
-    systems: int | None
-    fractional: float | None
-
-
-def changes(
-    again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float, search: Search
-) -> tuple[Change, ...]:  # fmt: skip
-    """again: by what is otherwise, the systems then, before utilisation, rounding and spares; for as long as that is
-    not too long: long answers on slow devices take a minute each to simulate"""
-    told, until = [], time.monotonic() + _MOST_S
-    search.again(_MOST_S)
-    whole = best.point.systems
-    spare = best.systems - rounded(best.fractional / utilisation, whole)
-    for what, planned in again.items():
-        if time.monotonic() > until:
-            break
-        try:
-            fractional = planned()
-            if search.over:
-                break
-            told.append(Change(what, rounded(fractional / utilisation, whole) + spare, fractional))
-        except ConfigError:
-            if search.over:
-                break
-            told.append(Change(what, None, None))
-    return tuple(told)

@@ -14,6 +14,7 @@ import numpy as np
 
 from millrace.errors import ConfigError, plain
 from millrace.machine.devices import find_device
+from millrace.report.numbers import things
 from millrace.settings import read_given
 from millrace.size.constants import profile
 from millrace.size.cost import WEIGHT_BYTES, Instance, decode_terms, prefill_terms
@@ -77,7 +78,7 @@ def refit(results: Sequence[Result], instance: Instance, start: Stack | None = N
     else:
         stack = _scaled(runs, start)
     found = tuple(replay(run, stack) for run in runs)
-    stack = replace(stack, name=f"{start.name}, refitted to {len(runs)} runs")
+    stack = replace(stack, name=f"{start.name}, refitted to {things(len(runs), 'run')}")
     return Refit(stack, found, before, judged("after", found))
 
 

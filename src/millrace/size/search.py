@@ -57,7 +57,7 @@ class Search:
         passed_s = now_s - self._begun_s
         if passed_s > self._told_s + _TELL_S:
             self._told_s = passed_s
-            self._tell(f"Simulating {self._what}", int(passed_s), math.ceil(min(self.limit_s, 1e9)))
+            self._tell(f"Simulating {self._what} (seconds)", int(passed_s), math.ceil(min(self.limit_s, 1e9)))
 
     def cut(self, what: str, of: Hashable = None) -> None:
         """It was not simulated to the end. of: what it was a part of"""

@@ -81,8 +81,8 @@ class LimitSettings(Settings):
     )
     of: str = setting("mean", "what limits are on", choices=("mean", "p95"))
     arrivals: str = setting(
-        "poisson", "of a simulation: as they like, in bursts (gamma), or always as many in flight, as servers are "
-        "mostly measured", choices=("poisson", "gamma", "closed"),
+        "poisson", "how requests come in a simulation: by chance, in bursts (gamma), or a new one when one is answered "
+        "(closed), as servers are mostly measured", choices=("poisson", "gamma", "closed"),
     )  # fmt: skip
     burstiness: float = setting(1.0, "of --arrivals gamma: 1 is poisson, below 1 in bursts", low=0.01, high=1e4)
 
@@ -104,7 +104,7 @@ class HardwareSettings(Settings):
         None, "stages of an instance, each with a part of the layers (1 to 16), also over several systems; default: 1",
         low=1, high=16,
     )  # fmt: skip
-    factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
+    factor: float = setting(1.0, "how many times as long as computed your software takes", low=0.01, high=100)
     stack: str | None = setting(None, "your own server, as `millrace size fit -o` wrote it", metavar="FILE")
     profile: str | None = setting(
         None, "your own server's measured steps, as `millrace size verify -o` wrote them; with --hardware this",
@@ -141,4 +141,6 @@ class MoneySettings(Settings):
     """What it costs."""
 
     prices: str | None = setting(None, "your own prices (TOML) over those that come along", metavar="FILE")
-    tier: str | None = setting(None, "of offers in a cloud", choices=("hyperscaler", "neocloud", "marketplace"))
+    tier: str | None = setting(
+        None, "rent from such providers alone", choices=("hyperscaler", "neocloud", "marketplace")
+    )

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from millrace.machine.devices import GB
-from millrace.report.numbers import count
+from millrace.report.numbers import count, four, things
 from millrace.size.answer import Answer
 from millrace.size.money_table import costs, of_devices
-from millrace.size.points import Point
+from millrace.size.points import P95_OF_CALLS, Point
 from millrace.size.table import Table, few
 from millrace.size.told import band, read_as
 
@@ -23,12 +23,22 @@ def in_short(answer: Answer) -> list[tuple[str, str]]:
     return [
         ("systems", systems + bought),
         ("instances", f"{answer.instances} of {plan.point.parallel} ({plan.point.precision}), "
-                      f"{plan.point.concurrency:.4g} requests in flight in each"),
-        ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
+                      f"{four(plan.point.concurrency)} requests in flight in each" + _few_devices(answer)),
+        ("a system serves", f"{four(plan.point.rate_of_system)} requests/s, of {four(plan.rate)}"),
         ("what binds", plan.binding),
         ("figures", band(answer)),
         ("from", plan.provenance),
     ]  # fmt: skip
+
+
+def _few_devices(answer: Answer) -> str:
+    """Where a part of one system does: how much of it."""
+    point, bought = answer.plan.point, answer.offers.bought(answer.plan.point.device)
+    needed = answer.instances * point.devices
+    is_sliced = bought is not None and bought.slices > 1
+    if answer.demand is None or not answer.plan.systems or needed >= point.system or is_sliced:
+        return ""
+    return f"; {needed} of {things(point.system, 'device')} would do: --system-size plans with smaller systems"
 
 
 def tables(answer: Answer) -> Iterator[Table]:
@@ -66,6 +76,8 @@ def _waits(answer: Answer) -> Table:
                  f"intervals of 95 %: mean TTFT +-{mean:.1f} ms, p95 +-{p95:.1f} ms"]  # fmt: skip
     if len(answer.work.calls) > 1:
         notes.append("TTFT is from the request's beginning to the last call's first token, and ITL is that call's")
+    if point.p95_is_a_sum:
+        notes.append(P95_OF_CALLS)
     if load != point:
         waits = load.mean
         notes.append(f"at this load, on what is bought: mean TTFT {_ms(waits.ttft_s)} ms, ITL {_ms(waits.itl_s)} ms, "
@@ -92,7 +104,7 @@ def _points(answer: Answer) -> Table:
         needed = (
             f"{other.systems} system{'' if other.systems == 1 else 's'}, {plan.systems}"
             if answer.demand
-            else f"{other.rate:.4g} requests/s, {plan.rate:.4g}"
+            else f"{four(other.rate)} requests/s, {four(plan.rate)}"
         )
         note = f"limits on the {other.limits.of}: {needed} with limits on the {plan.limits.of}"
     else:
@@ -105,7 +117,7 @@ def _point(point: Point, rate: float) -> list[str]:
     """As `_COLUMNS` name them. rate: that systems are counted for"""
     p95 = point.p95.ttft_s if point.p95 else None
     return [
-        point.configuration, f"{point.concurrency:.4g}", f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
+        point.configuration, four(point.concurrency), f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
         _ms(p95), _ms(point.mean.itl_s), _ms(point.mean.e2e_s), few(rate / point.rate_of_system), str(point.source),
     ]  # fmt: skip
 
@@ -115,7 +127,7 @@ def _memory(answer: Answer) -> Table:
     assert m is not None, "there is one"
     rows = [
         ("weights", f"{m.weights / GB:.1f} GB"),
-        ("keys and values", f"{m.held / GB:.1f} GB of {point.concurrency:.4g} requests half-way; "
+        ("keys and values", f"{m.held / GB:.1f} GB of {four(point.concurrency)} requests half-way, on average; "
                             f"{m.free / GB:.1f} GB more would fit"),
         ("kept back", f"{m.kept_back / GB:.1f} GB, for activations, software and margin"),
         ("there are", f"{m.total / GB:.0f} GB"),
@@ -168,7 +180,7 @@ def _follows(answer: Answer) -> Table:
     if f.hours is None:
         a_day = f" at the peak, {count(f.requests_a_day)} on a day as busy as the one that was asked for"
     rows = [
-        ("requests", f"{f.rate:,.4g} a second{a_day}"),
+        ("requests", f"{four(f.rate)} a second{a_day}"),
         ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
         ("users", f"{count(f.users)}, with {f.requests_each:g} requests a day each"
                   + (f", in {f.hours:g} hours" if f.hours else "")),

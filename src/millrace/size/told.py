@@ -3,16 +3,19 @@
 from dataclasses import asdict
 from typing import Any
 
-from millrace.size.answer import Alternative, Answer
+from millrace.report.numbers import four
+from millrace.size.alternatives import Alternative
+from millrace.size.answer import Answer
 from millrace.size.demand import Demand
 from millrace.size.money import Money
 from millrace.size.planning import Plan
-from millrace.size.points import Limits, Point, Waits
+from millrace.size.points import P95_OF_CALLS, Limits, Point, Waits
 
 DEFINITIONS = {
     "ttft": "from the request to its first token; of calls in a row to the last call's first token",
     "itl": "(e2e - ttft) / (output tokens - 1)",
     "e2e": "from the request to its last token",
+    "p95": f"of requests; where p95_is_upper_bound, {P95_OF_CALLS}",
     "system": "a machine of system_size devices (8 where nobody says), full of instances",
     "concurrency": "requests in flight in an instance: always (closed loop), or where simulated on average",
 }
@@ -24,16 +27,16 @@ def headline(answer: Answer) -> str:
     model = answer.question.request.model or plan.point.model
     if answer.demand is None:
         rate = answer.follows.rate
-        low, high = (f"{rate * (1 + error):.4g}" for error in (-plan.error, plan.error))
+        low, high = (four(rate * (1 + error)) for error in (-plan.error, plan.error))
         there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
         named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
         serve = "serves" if [n for n, _ in there] == [1] else "serve"
-        return f"{named} {serve} {rate:.4g} requests/s ({low} to {high}) of {model}"
+        return f"{named} {serve} {four(rate)} requests/s ({low} to {high}) of {model}"
     if not plan.systems:
         return "Nothing is to be bought: the systems that are there serve the load"
     between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
     needed = _systems(plan.systems, plan.point.system, plan.point.device, between)
-    return f"{needed}, for {plan.rate:.4g} requests/s of {model}"
+    return f"{needed}, for {four(plan.rate)} requests/s of {model}"
 
 
 def band(answer: Answer) -> str:
@@ -110,7 +113,7 @@ def _alternative(one: Alternative) -> dict[str, Any]:
 
 
 def _money(money: Money) -> dict[str, Any]:
-    told = {**asdict(money), "cheapest": money.cheapest}
+    told = {**asdict(money), "cheapest": money.cheapest, "cheapest_way": money.cheapest_way or None}
     if money.rented is not None:
         told["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
     return told
@@ -154,6 +157,7 @@ def told_point(point: Point) -> dict[str, Any]:
         "pp": point.pp, "system_size": point.system,
         "concurrency": point.concurrency, "requests_per_s": point.rate,
         "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
+        "p95_is_upper_bound": point.p95_is_a_sum,
         "sampled": None if sampled is None else {
             **asdict(sampled), "p99": waits(sampled.p99), "mean_within": waits(sampled.mean_within),
             "p95_within": waits(sampled.p95_within),
