@@ -48,7 +48,7 @@ def band(answer: Answer) -> str:
         return (f"{plan.low} to {plan.high} systems: the search's time was up (--search-s) before more was tried, "
                 f"and in closed form {plan.low} may do")  # fmt: skip
     if plan.low == plan.high:
-        return f"{plan.low} system{'' if plan.low == 1 else 's'} also where they are {plan.error:.0%} off"
+        return f"{plan.low} system{'' if plan.low == 1 else 's'}, even if they are {plan.error:.0%} off"
     return f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"
 
 
