@@ -147,6 +147,24 @@ def test_errors_and_what_the_client_does_not_record(tmp_path: Path) -> None:
         assert attributes(span)["error.type"] == "INTERNAL"
 
 
+def test_settings_are_changed_while_it_runs(tmp_path: Path) -> None:
+    body = {"inputs": [{"name": "INPUT0", **NUMBERS}]}
+    with collector() as found, in_process(write_models(tmp_path, {"m": PLAIN}), settings(found)) as served:
+
+        def change(**said: Any) -> httpx.Response:
+            return httpx.post(f"{served.url}/v2/trace/setting", json=said)
+
+        told = change(trace_rate="0").json()
+        assert (told["trace_mode"], told["trace_rate"], told["url"]) == ("opentelemetry", "0", found.url)
+        assert "trace_file" not in told and change(trace_level=["TENSORS"]).status_code == 400
+        assert infer(served.url, "m", body).status_code == 200
+        change(trace_rate=None, trace_count="1")
+        assert [infer(served.url, "m", body).status_code for _ in range(3)] == [200] * 3
+        change(trace_level=["OFF"])
+        assert infer(served.url, "m", body, OURS).status_code == 200
+    assert [span.name for span, _ in found.spans].count("InferRequest") == 1
+
+
 def test_language_models(tmp_path: Path) -> None:
     with collector() as found:
         with running(Fake(), settings(found)) as server:
