@@ -226,7 +226,7 @@ ASKS = (
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory, tiny_engine: Path) -> Iterator[Threaded]:
     """With a key for each way of asking, of 100 tokens a minute."""
-    ways = ("infer", "generate", "generate_stream", "grpc", "stream", "model", "openai", "gone")
+    ways = ("infer", "generate", "generate_stream", "grpc", "stream", "model", "long", "gone")
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("".join(f"sk-{way} name={way} tokens_per_minute=100\n" for way in ways))
     root = write(tmp_path_factory.mktemp("models"), tiny_engine, {"tiny": CONFIG, "plain": PLAIN})
@@ -282,12 +282,11 @@ def test_tokens_are_charged_to_the_key_however_they_are_asked_for(limited: Threa
     """As many as `LLM` counts, of prompt and answer; beyond the key's limit the next request is refused."""
     (counted,) = truth.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, seed=0))
     each = len(counted.prompt_token_ids) + 8
-    over(limited, way)
-    assert charged(limited, way) == each
-    n = 1
-    while n * each <= 99:
+    for n in range(1, 99 // each + 2):
         over(limited, way)
-        n += 1
+        until_s = time.monotonic() + 5
+        while charged(limited, way) < n * each and time.monotonic() < until_s:
+            time.sleep(0.005)  # an answer is there before its end is counted
         assert charged(limited, way) == n * each
     with pytest.raises((httpx.HTTPStatusError, grpc.RpcError)) as refused:
         over(limited, way)
@@ -296,11 +295,11 @@ def test_tokens_are_charged_to_the_key_however_they_are_asked_for(limited: Threa
 
 
 def test_a_stream_that_does_not_end_is_charged_as_it_goes(limited: Threaded) -> None:
-    key = (("authorization", "Bearer sk-openai"),)
+    key = (("authorization", "Bearer sk-long"),)
     with connected(limited.grpc_url) as client:
         asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         answers = client.stream(iter(asked.get, None), key)
-        spent, errors = [charged(limited, "openai")], list[str]()
+        spent, errors = [charged(limited, "long")], list[str]()
         while not errors and len(spent) < 20:
             asked.put(tensors("tiny"))
             for answer in answers:
@@ -308,10 +307,10 @@ def test_a_stream_that_does_not_end_is_charged_as_it_goes(limited: Threaded) -> 
                     errors.append(answer.error_message)
                 if answer.infer_response.parameters["triton_final_response"].bool_param or errors:
                     break
-            spent.append(charged(limited, "openai"))
+            spent.append(charged(limited, "long"))
         asked.put(None)
     assert "the API key has reached its limit tokens_per_minute; ask again in" in errors[0]
-    assert spent[-1] > 99 and spent == sorted(set(spent[:-1])) + spent[-1:]
+    assert spent[-1] > 99 and spent == sorted(spent) and len(set(spent)) > 4, "while the stream went on"
 
 
 def test_who_goes_away_pays_for_what_was_computed(limited: Threaded) -> None:
