@@ -29,6 +29,8 @@ KNOWN = {
     "scikit-learn and skops are not installed": "`make nightly`, part sklearn",
     "tensorflow is not installed": "`make nightly`, part tensorflow",
     "xgboost is not installed": "`make nightly`, part xgboost",
+    "promtool is not installed": "`make nightly`, part promtool",
+    "OpenTelemetry's SDK is not installed": "`make nightly`, part opentelemetry",
     "rapidocr-onnxruntime is not installed": "`make nightly`, part ocr",
     "no IPv6 here": "machines with IPv6",
     "no font here": "machines with a font, like fonts-dejavu-core",

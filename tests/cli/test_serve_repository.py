@@ -125,3 +125,14 @@ def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
         (["--model-repository", str(root), "--metrics-config", "summaries=1"], ["summary_latencies"]),
     ):
         millrace("serve", *arguments).assert_mistake(*fragments)
+
+
+def test_traces_and_ports_that_fit_nothing(millrace: Millrace, root: Path) -> None:
+    here = ("--model-repository", str(root))
+    for arguments, fragments in (
+        (["tiny", "--trace-config", "triton,file=t.json"], ["writes files of tensor models", "mode=opentelemetry"]),
+        (["tiny", "--trace-config", "mode=jaeger"], ["asks for another mode", "opentelemetry"]),
+        ([*here, "--reuse-port", "--port", "0"], ["reuse_port", "any free port"]),
+        ([*here, "--reuse-port", "--port", "8124", "--model-control-mode", "explicit"], ["--reuse-port", "poll"]),
+    ):
+        millrace("serve", *arguments).assert_mistake(*fragments)

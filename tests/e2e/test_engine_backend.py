@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import queue
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -18,8 +21,13 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
+from millrace.serve.key_file import KeyFile
 from millrace.serve.kserve.tensors import objects
+from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import connected, one, refusal, request
+from tests.support.prometheus import series
+from tests.support.python_models import ANY, HEAD
+from tests.support.python_models import write as write_model
 from tests.support.repository import in_process
 from tests.support.server import Threaded
 
@@ -193,3 +201,127 @@ def test_what_cannot_be_loaded(tmp_path: Path, config: str, what: str) -> None:
         return failed
 
     assert what in asyncio.run(run())
+
+
+# ---------------------------------------------------------------------- whose tokens they are
+
+ASKS = (
+    HEAD
+    + """
+    def execute(self, requests):
+        found = []
+        for request in requests:
+            inputs = [pb_utils.Tensor("text_input", request.inputs()[0].as_numpy()),
+                      pb_utils.Tensor("max_tokens", np.array([8], np.int32)),
+                      pb_utils.Tensor("ignore_eos", np.array([True]))]
+            asked = pb_utils.InferenceRequest(
+                model_name="plain", requested_output_names=["text_output"], inputs=inputs)
+            text = asked.exec().output_tensors()[0].as_numpy()
+            found.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", text)]))
+        return found
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory, tiny_engine: Path) -> Iterator[Threaded]:
+    """With a key for each way of asking, of 100 tokens a minute."""
+    ways = ("infer", "generate", "generate_stream", "grpc", "stream", "model", "long", "gone")
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("".join(f"sk-{way} name={way} tokens_per_minute=100\n" for way in ways))
+    root = write(tmp_path_factory.mktemp("models"), tiny_engine, {"tiny": CONFIG, "plain": PLAIN})
+    write_model(root, "asks", ASKS, ANY.replace("-1", "1") % "")
+    with in_process(root, ServerSettings(port=0, key_file=KeyFile.read(path)), grpc_port=0) as found:
+        yield found
+
+
+def charged(served: Threaded, way: str) -> float:
+    (found,) = [
+        s.value for s in series(served.url) if s.name == "millrace:key_tokens_total" and s.labels["key"] == way
+    ] or [0.0]
+    return found
+
+
+PROMPT = PROMPTS[0]
+TENSORS: dict[str, tuple[str, Any]] = {"text_input": ("BYTES", PROMPT), "max_tokens": ("INT32", 8),
+                                       "ignore_eos": ("BOOL", True)}  # fmt: skip
+
+
+def tensors(model: str) -> Any:
+    text = PROMPT.encode()
+    raw = [len(text).to_bytes(4, "little") + text, np.int32(8).tobytes(), b"\1"]
+    return request(model, [one(kind, [1], name) for name, (kind, _) in TENSORS.items()], raw)
+
+
+def over(served: Threaded, way: str) -> None:
+    """Ask for 8 tokens in this way. raises where that is refused"""
+    key = {"authorization": f"Bearer sk-{way}"}
+    if way in ("grpc", "stream"):
+        with connected(served.grpc_url) as client:
+            if way == "stream":
+                assert all(not m.error_message for m in client.stream(iter([tensors("tiny")]), tuple(key.items())))
+            else:
+                asked = tensors("plain")
+                inputs = [one(kind, [1], name) for name, (kind, _) in TENSORS.items()]
+                client.call("ModelInfer", tuple(key.items()), model_name="plain", inputs=inputs,
+                            raw_input_contents=list(asked.raw_input_contents))  # fmt: skip
+        return
+    body: dict[str, Any] = {name: value for name, (_, value) in TENSORS.items()}
+    model, route = "tiny", way
+    if way == "infer":
+        model = "plain"
+        body = {"inputs": [{"name": n, "datatype": k, "shape": [1], "data": [v]} for n, (k, v) in TENSORS.items()]}
+    if way == "model":
+        model, route = "asks", "infer"
+        body = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}]}
+    httpx.post(f"{served.url}/v2/models/{model}/{route}", json=body, headers=key, timeout=30).raise_for_status()
+
+
+@pytest.mark.parametrize("way", ["infer", "generate", "generate_stream", "grpc", "stream", "model"])
+def test_tokens_are_charged_to_the_key_however_they_are_asked_for(limited: Threaded, truth: LLM, way: str) -> None:
+    """As many as `LLM` counts, of prompt and answer; beyond the key's limit the next request is refused."""
+    (counted,) = truth.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, seed=0))
+    each = len(counted.prompt_token_ids) + 8
+    for n in range(1, 99 // each + 2):
+        over(limited, way)
+        until_s = time.monotonic() + 5
+        while charged(limited, way) < n * each and time.monotonic() < until_s:
+            time.sleep(0.005)  # an answer is there before its end is counted
+        assert charged(limited, way) == n * each
+    with pytest.raises((httpx.HTTPStatusError, grpc.RpcError)) as refused:
+        over(limited, way)
+    assert "429" in str(refused.value) or "RESOURCE_EXHAUSTED" in str(refused.value)
+    assert charged(limited, way) == n * each, "what is refused costs nothing"
+
+
+def test_a_stream_that_does_not_end_is_charged_as_it_goes(limited: Threaded) -> None:
+    key = (("authorization", "Bearer sk-long"),)
+    with connected(limited.grpc_url) as client:
+        asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answers = client.stream(iter(asked.get, None), key)
+        spent, errors = [charged(limited, "long")], list[str]()
+        while not errors and len(spent) < 20:
+            asked.put(tensors("tiny"))
+            for answer in answers:
+                if answer.error_message:
+                    errors.append(answer.error_message)
+                if answer.infer_response.parameters["triton_final_response"].bool_param or errors:
+                    break
+            spent.append(charged(limited, "long"))
+        asked.put(None)
+    assert "the API key has reached its limit tokens_per_minute; ask again in" in errors[0]
+    assert spent[-1] > 99 and spent == sorted(spent) and len(set(spent)) > 4, "while the stream went on"
+
+
+def test_who_goes_away_pays_for_what_was_computed(limited: Threaded) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    key = {"authorization": "Bearer sk-gone"}
+    url = f"{limited.url}/v2/models/tiny/generate_stream"
+    with httpx.stream("POST", url, json=body, headers=key, timeout=30) as reply:
+        for i, _ in enumerate(reply.iter_lines()):
+            if i > 20:
+                break
+    until_s = time.monotonic() + 10
+    while not charged(limited, "gone") and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert 10 < charged(limited, "gone") < 1500

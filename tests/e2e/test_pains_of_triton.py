@@ -1,7 +1,6 @@
 """What Triton's users suffer from, one test each, with the number that ../shared/anchors/server.md gives it.
 
 Each is short and real; what it is about is tested more widely where it lives.
-Histograms of phases (9) are not here yet.
 """
 
 import contextlib
@@ -25,14 +24,18 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.compile.find import BUNDLED
+from millrace.errors import ConfigError
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
 from millrace.serve.inference import instances
 from millrace.serve.key_file import KeyFile
+from millrace.serve.listening import bind
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live
+from tests.support.ensembles import ensemble
 from tests.support.kserve import binary, infer, parts
+from tests.support.prometheus import series
 from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, serving, write_models
 
@@ -223,6 +226,50 @@ def test_08_no_stream_over_http(tmp_path: Path) -> None:
         assert events == [1, 2, 3] and came_s[2] - came_s[0] > 0.2
 
 
+def test_08_no_stream_over_infer_itself(tmp_path: Path) -> None:
+    """Whoever accepts events, or lines, gets a decoupled model's responses as they come; others are refused."""
+    body = {"id": "7", "inputs": [{"name": "IN", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]},
+                                  {"name": "DELAY", "datatype": "UINT32", "shape": [3], "data": [0, 150, 150]},
+                                  {"name": "WAIT", "datatype": "UINT32", "shape": [1], "data": [0]}],
+            "outputs": [{"name": "OUT"}]}  # fmt: skip
+    with serving(write_models(tmp_path, {"repeat": REPEAT})) as url:
+        for kind, front in (("text/event-stream", "data: "), ("application/x-ndjson", "")):
+            told, came_s = [], []
+            with httpx.stream("POST", f"{url}/v2/models/repeat/infer", json=body, headers={"accept": kind}) as reply:
+                assert reply.headers["content-type"].split(";")[0] == kind
+                for line in reply.iter_lines():
+                    if line:
+                        told.append(json.loads(line.removeprefix(front)))
+                        came_s.append(time.monotonic())
+            assert came_s[2] - came_s[0] > 0.2
+            one = {"name": "OUT", "datatype": "INT32", "shape": [1]}
+            known = {"id": "7", "model_name": "repeat", "model_version": "1"}
+            assert told == [{**known, "outputs": [{**one, "data": [i]}]} for i in (1, 2, 3)]
+        assert infer(url, "repeat", body).status_code == 501, "as in Triton, where nobody says otherwise"
+
+
+def test_09_only_cumulative_counters(tmp_path: Path) -> None:
+    """What p99 needs, of each phase, without a flag: of 20 requests one waits for 300 ms, and its bucket says so."""
+    more = "max_batch_size: 4 dynamic_batching { preferred_batch_size: 4 max_queue_delay_microseconds: 300000 }"
+    with serving(write_models(tmp_path, {"m": identity("FP32", "1", more)})) as url:
+        for n in (4,) * 19 + (1,):
+            one = {"name": "INPUT0", "datatype": "FP32", "shape": [n, 1], "data": [1.0] * n}
+            assert infer(url, "m", {"inputs": [one]}).status_code == 200
+        found: dict[tuple[str, str], float] = {}
+        for name, labels, value in series(url):
+            if name.endswith("_duration_histogram_us_bucket"):
+                phase = name.removeprefix("nv_inference_").removesuffix("_duration_histogram_us_bucket")
+                found[phase, labels["le"]] = value
+    phases = {phase for phase, _ in found}
+    assert phases == {"request", "queue", "compute_input", "compute_infer", "compute_output"}
+    assert all(found[phase, "+Inf"] == 20 for phase in phases)
+    bounds_us = [float(le) for phase, le in found if phase == "queue" and le != "+Inf"]
+    quick, slow = max(b for b in bounds_us if b <= 200_000), min(b for b in bounds_us if b >= 400_000)
+    for phase, n in (("queue", 19), ("request", 19), ("compute_infer", 20)):
+        assert found[phase, f"{quick:g}"] == n, (phase, found)
+        assert found[phase, f"{slow:g}"] == 20
+
+
 def test_10_why_is_it_not_batching(tmp_path: Path) -> None:
     """Of each batch its size, and why no more were in it: in the statistics, and as metrics."""
     more = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 30000 }"
@@ -277,6 +324,28 @@ def test_12_what_is_quick_is_slow_through_the_server(tmp_path: Path) -> None:
         assert sorted(took_s)[100] < 0.03, "with the client's own time, of a model of microseconds"
 
 
+def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
+    """By a header of its answer, for whoever asks with one: each hop, and what is between them is small."""
+    slow = 'parameters { key: "execute_delay_ms" value { string_value: "40" } }'
+    steps = [("a", {"INPUT0": "x"}, {"OUTPUT0": "y"}), ("b", {"INPUT0": "y"}, {"OUTPUT0": "z"})]
+    b = identity("INT32", "4", "max_batch_size: 8")
+    models = {"a": b + slow, "b": b, "both": ensemble(["x"], ["z"], steps)}
+    body = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
+    with serving(write_models(tmp_path, models)) as url:
+        infer(url, "both", body)
+        began_s = time.perf_counter()
+        reply = infer(url, "both", body, {"x-millrace-timing": "1"})
+        whole_ms = (time.perf_counter() - began_s) * 1e3
+        assert "server-timing" not in infer(url, "both", body).headers, "of whoever asks"
+    parts_ = re.findall(r'([a-z_]+)(?:;desc="([a-z]+)")?;dur=([0-9.]+)', reply.headers["server-timing"])
+    told = {(name, model): float(ms) for name, model, ms in parts_}
+    assert {("read", ""), ("compute_infer", "a"), ("compute_infer", "b"), ("queue", "b"), ("total", "")} <= told.keys()
+    assert told["compute_infer", "a"] >= 40 > told["compute_infer", "b"]
+    hops_ms = sum(ms for (_, model), ms in told.items() if model in ("a", "b"))
+    assert hops_ms <= told["compute_infer", "both"] + 0.01 <= told["total", ""] + 0.02 <= whole_ms + 0.03
+    assert told["total", ""] - hops_ms < 20, "what the server itself takes"
+
+
 def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:
     """While one that takes a second has more than it can do, hundreds of requests to another are answered."""
     slow = identity("FP32", "1", 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }')
@@ -289,6 +358,23 @@ def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:
                 assert client.post(f"{url}/v2/models/quick/infer", json={"inputs": inputs}).status_code == 200
         assert not busy[1].done(), "the slow one was asked all the time"
         assert [one.result().status_code for one in busy] == [200, 200]
+
+
+def test_13_more_than_one_server_behind_one_port(tmp_path: Path) -> None:
+    """Processes of their own with --reuse-port: the kernel shares connections out among them, over HTTP and gRPC."""
+    root = write_models(tmp_path, {"m": ADD_SUB})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = ServerSettings(port=port, reuse_port=True, metrics_port=0)
+    inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16], "data": [i] * 16} for i in (0, 1)]
+    with in_process(root, shared) as one, in_process(root, shared) as two:
+        for _ in range(60):
+            assert infer(one.url, "m", {"inputs": inputs}).status_code == 200  # a connection each
+        counts = [s.value for server in (one, two) for s in series(server.metrics_url.removesuffix("/metrics"))
+                  if s.name == "nv_inference_count"]  # fmt: skip
+    assert sum(counts) == 60 and min(counts) > 10, counts
+    with in_process(root, ServerSettings(port=port)), pytest.raises(ConfigError, match="cannot listen"):
+        bind("127.0.0.1", port)
 
 
 def test_14_the_openai_front_end_does_not_batch(tiny: Live) -> None:

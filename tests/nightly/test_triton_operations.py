@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.operations import OperationFlags
+from millrace.serve.settings import ServerSettings
 from tests.support.repository import ADD_SUB, in_process, write_models
 from tests.support.server import Threaded
 
@@ -26,10 +27,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Iterator[Thr
     pytest.importorskip("tritonclient", reason="tritonclient is not installed")
     cached = ADD_SUB + "response_cache { enable: true }"
     root = write_models(tmp_path_factory.mktemp("models"), {"simple": ADD_SUB, "cached": cached})
-    flags = OperationFlags(
-        trace_config=(f"triton,file={file}", "level=TIMESTAMPS", "rate=1"), cache_config=("local,size=1M",)
-    )
-    with in_process(root, operations=flags, grpc_port=0, model_control_mode="explicit", load_model=("*",)) as found:
+    traced = ServerSettings(port=0, trace_config=(f"triton,file={file}", "level=TIMESTAMPS", "rate=1"))
+    flags = OperationFlags(cache_config=("local,size=1M",))
+    explicit: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("*",)}
+    with in_process(root, traced, operations=flags, grpc_port=0, **explicit) as found:
         yield found
 
 

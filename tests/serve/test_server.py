@@ -221,8 +221,8 @@ def test_no_thread_holds_up_the_exit() -> None:
 def test_no_connection_holds_up_the_exit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each took five seconds more than there were."""
 
-    def narrow(host: str, port: int) -> socket.socket:
-        sock = bind(host, port)
+    def narrow(host: str, port: int, *, shared: bool) -> socket.socket:
+        sock = bind(host, port, shared=shared)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit that
         return sock
 

@@ -48,6 +48,8 @@ BESIDE_TRITON = (
     "tests/serve/repository/test_text.py",
 )  # fmt: skip
 PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
+PROMTOOL = "tests/nightly/test_promtool.py"  # the distribution's: apt-get install -y prometheus
+SPANS = "tests/serve/test_spans.py"
 OCR = "tests/nightly/test_ocr.py"
 ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
@@ -141,6 +143,12 @@ PARTS = (
     _backend("openvino", "networks as IR and ONNX, beside NumPy", "openvino==2026.4.1", "onnx==1.23.2"),
     _backend("tensorflow", "SavedModels, beside the functions they were saved from", "tensorflow-cpu==2.21.0"),
     Part(
+        "opentelemetry", "spans of tensor and language models, as a collector gets them over OTLP",
+        ("{python}", "-m", "pytest", "--skips", "none", SPANS),
+        packages=("opentelemetry-sdk==1.45.2", "opentelemetry-exporter-otlp-proto-http==1.45.2"),
+        files=(SPANS, "src/millrace/serve/inference", "src/millrace/serve/gen_ai.py"),
+    ),
+    Part(
         "ocr", "examples/ocr, an ensemble and a model that asks models, reads pages as rapidocr does",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", OCR),
         packages=("onnxruntime==1.31.1", "rapidocr-onnxruntime==1.4.4", "pillow==13.0.0"),
@@ -150,6 +158,11 @@ PARTS = (
         "answers", "examples/answers on all-MiniLM-L6-v2 and SmolLM2: guarded, found, answered and streamed",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", ANSWERS),
         files=(ANSWERS, "examples/answers", "src/millrace/serve/inference"),
+    ),
+    Part(
+        "promtool", "the alerts of examples/monitoring by Prometheus' own tool",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", PROMTOOL),
+        files=(PROMTOOL, "examples/monitoring"),
     ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",

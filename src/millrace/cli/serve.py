@@ -34,6 +34,7 @@ from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.inference.trace_flags import FLAG, TraceFlags
 from millrace.serve.key_file import KeyFile
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.listening import bind, check_tls, unix_socket
@@ -61,6 +62,9 @@ class ListenFlags(Settings):
 
     host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0 is every network of this machine")
     port: int = setting(ServerSettings.port, "port to listen on; 0 takes a free one", low=0, high=65535)
+    reuse_port: bool = setting(
+        False, "let several servers have --port and --grpc-port: connections are shared out among them"
+    )
     uds: str | None = setting(None, "Unix socket to listen on, in place of --host and --port", metavar="PATH")
     ssl_certfile: str | None = setting(None, "certificate (PEM): speak TLS, over gRPC too", metavar="FILE")
     ssl_keyfile: str | None = setting(None, "its key (PEM); default: in the same file", metavar="FILE")
@@ -96,6 +100,10 @@ class ServeFlags(Settings):
     record: str | None = setting(
         None, "file for lengths, arrivals and shared beginnings of requests, never text, to replay", metavar="FILE"
     )
+    trace_config: tuple[str, ...] = setting(
+        (), "which requests are traced, and where to: mode=opentelemetry, opentelemetry,url=URL; of tensor models "
+        "triton,file=PATH; level=TIMESTAMPS, rate=N, count=N", metavar="[MODE,]KEY=VALUE",
+    )  # fmt: skip
     log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
     log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))
 
@@ -114,6 +122,7 @@ class ServeFlags(Settings):
         return ServerSettings(
             host=listen.host,
             port=listen.port,
+            reuse_port=listen.reuse_port,
             uds=listen.uds,
             ssl_certfile=listen.ssl_certfile,
             ssl_keyfile=listen.ssl_keyfile,
@@ -121,6 +130,7 @@ class ServeFlags(Settings):
             key_file=KeyFile.read(Path(self.api_key_file)) if self.api_key_file else None,
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
+            trace_config=self.trace_config,
             max_body_bytes=self.max_body_bytes,
             max_connections=self.max_connections,
             drain_timeout_s=self.drain_timeout_s,
@@ -179,10 +189,13 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
     built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
     signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
-    flags, repository = made(ServeFlags, given), _repository(given)
+    flags = made(ServeFlags, given)
+    traces = TraceFlags.of(flags.trace_config)  # so that a mistake is said before a model is looked at
+    repository = _repository(given)
     if model is None and repository is None:
         raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
     settings = flags.server(made(ListenFlags, given))
+    _check_traces(traces, settings, repository)
     _check_ports(settings, repository)
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     if model is None:
@@ -205,9 +218,19 @@ def _repository(given: Mapping[str, Any]) -> RepositoryModel | None:
     return repository_model(made(RepositoryFlags, given), made(GuardFlags, given), made(OperationFlags, given))
 
 
+def _check_traces(traces: TraceFlags, settings: ServerSettings, repository: RepositoryModel | None) -> None:
+    """raises ConfigError"""
+    if traces.said and traces.exporting is None and repository is None:
+        what = f"{FLAG} {settings.trace_config[0]} writes files of tensor models' requests, and there are no such"
+        raise ConfigError(what, "mode=opentelemetry, or --model-repository DIR", f"add it, or leave {FLAG} out")
+
+
 def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:
     """So that one that is taken is said before the model is loaded. raises ConfigError"""
     check_tls(settings)
+    if settings.reuse_port and repository is not None and repository.flags.model_control_mode == "explicit":
+        what, mend = "--reuse-port with --model-control-mode explicit", "leave one out"
+        raise ConfigError(what, "poll: a client's load would reach one of the servers only", mend)
     if settings.uds is not None:
         with unix_socket(Path(settings.uds)):
             pass
@@ -221,7 +244,7 @@ def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -
         if port in taken:
             raise ConfigError(f"{taken[port]} and {flag} are both {port}", "a port for each", "choose another")
         if port is not None:
-            bind(settings.host, port, flag).close()
+            bind(settings.host, port, flag, shared=settings.reuse_port and flag != "--metrics-port").close()
         if port:
             taken[port] = flag
 

@@ -136,6 +136,7 @@ class Models:
         self.serving.close()
         for backend in self.backends:
             backend.close()
+        self.serving.tracer.close_spans()
 
     def of_kind(self, kind: type[B]) -> list[B]:
         """Those that can do what this kind can."""

@@ -63,6 +63,11 @@ class _Account:
             found = self._allowances[limit] = _Allowance(per_minute, now_s)
         return found
 
+    def tokens_wait_s(self, now_s: float) -> float:
+        """Until one may be taken."""
+        allowance = self._allowances.get("tokens_per_minute")
+        return allowance.wait_s(1, now_s) if allowance is not None else 0.0
+
     def charge(self, n_tokens: int, now_s: float) -> None:
         self.tokens += n_tokens
         if (allowance := self._allowances.get("tokens_per_minute")) is not None:
@@ -76,6 +81,17 @@ class Grant:
 
     def __init__(self, tenant: str, account: _Account | None, clock: Callable[[], float]) -> None:
         self.tenant, self._account, self._clock = tenant, account, clock
+
+    @property
+    def above(self) -> str:
+        """Why nothing more is computed for it now, though it goes on; empty: there are tokens left."""
+        wait_s = self._account.tokens_wait_s(self._clock()) if self._account is not None else 0.0
+        return f"the API key has reached its limit tokens_per_minute; ask again in {math.ceil(wait_s)} s" * (wait_s > 0)
+
+    def charge(self, n_tokens: int) -> None:
+        """It goes on, and has taken so many more."""
+        if self._account is not None:
+            self._account.charge(n_tokens, self._clock())
 
     def end(self, n_tokens: int = 0) -> None:
         """It is over, and took so many; once."""

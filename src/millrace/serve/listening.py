@@ -20,7 +20,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     """(a socket, bound but not yet listening; where it is, for clients). raises ConfigError"""
     check_tls(settings)
     if settings.uds is None:
-        with bind(settings.host, settings.port) as sock:
+        with bind(settings.host, settings.port, shared=settings.reuse_port) as sock:
             yield sock, url_of(sock, settings)
         return
     path = Path(settings.uds)
@@ -28,13 +28,18 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
         yield sock, f"unix:{path}"
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A TCP socket, bound but not yet listening. flag: by which the port was chosen. raises ConfigError"""
+def bind(host: str, port: int, flag: str = "--port", *, shared: bool = False) -> socket.socket:
+    """A TCP socket, bound but not yet listening. flag: by which the port was chosen. raises ConfigError
+
+    shared: with others of this user that say so, too; the kernel gives each new connection to one of them
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind(address)
         except OSError:
             sock.close()

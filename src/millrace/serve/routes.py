@@ -35,6 +35,7 @@ from millrace.serve.errors import (
     problem_of,
 )
 from millrace.serve.fields import decode, take_ignored
+from millrace.serve.gen_ai import trace
 from millrace.serve.keys import Keys
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
@@ -191,6 +192,7 @@ class Edge:
             log_request(call.log)
             if call.ended is not None:
                 call.ended((call.log.prompt_tokens or 0) + (call.log.generated_tokens or 0))
+            trace(self._models.serving.tracer, call, scope)
             self._models.serving.load.n -= 1
             path = getattr(scope.get("route"), "path", "other")
             self._models.serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)

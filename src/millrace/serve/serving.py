@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from millrace.errors import BusyError
 from millrace.runtime.service import happens
 from millrace.serve.errors import HttpError
+from millrace.serve.inference.tracing import Tracer
 from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
 from millrace.serve.responses.store import Responses
@@ -340,13 +341,9 @@ class Share:
         self._n_bytes += n_bytes
         self._of.n_bytes += n_bytes
         if self._of.n_bytes > self._of.max_bytes and self._of.n_bytes > self._n_bytes:
-            error = HttpError(
-                503,
-                "too_many_answers",
-                "the answers that are being computed for others take all the memory for answers",
-                "fewer large answers at a time",
-                "come back later, or set stream to true",
-            )
+            what = "the answers that are being computed for others take all the memory for answers"
+            mend = "come back later, or set stream to true"
+            error = HttpError(503, "too_many_answers", what, "fewer large answers at a time", mend)
             error.headers["retry-after"] = "5"
             raise error
 
@@ -359,10 +356,11 @@ class Serving:
     """One server, whatever models it has."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
-        self.load = Load()
+        """raises ConfigError"""
+        self.settings, self.load = settings, Load()
         self.admission = Admission()
         self.metrics = Metrics()
+        self.tracer = Tracer.of(settings.trace_config)
         self.unsent = Unsent(settings.max_unread_bytes)
         self.responses = Responses()
         self._tasks: set[asyncio.Task[None]] = set()  # of what nobody waits for

@@ -18,6 +18,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
+    reuse_port: bool = False  # other servers of this user may listen there, too: connections are shared out
     uds: str | None = None  # path of a Unix socket to listen on, in place of host and port
     ssl_certfile: str | None = None  # PEM, with the chain; with it the server speaks TLS, over gRPC too
     ssl_keyfile: str | None = None  # PEM; None: in ssl_certfile
@@ -26,6 +27,7 @@ class ServerSettings:
     key_file: KeyFile | None = None  # more of them, with limits; read anew when it changes
     cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may
     log_format: Literal["text", "json"] = "text"
+    trace_config: tuple[str, ...] = ()  # as `--trace-config` has it
     max_body_bytes: int = 8 * MIB
     max_preparing: int = 64  # requests whose text is being rendered and tokenised; further ones get 429
     max_receiving_bytes: int = 64 * MIB  # of all bodies together that are on their way
@@ -42,6 +44,9 @@ class ServerSettings:
         for name in ("port", "metrics_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "0 to 65535", "choose another port")
+        if self.reuse_port and (not self.port or self.uds is not None):
+            what = "reuse_port is given with " + ("a Unix socket" if self.port else "any free port")
+            raise ConfigError(what, "one port that several servers have", "name it")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given, and ssl_certfile is not", "the certificate of that key", "name it")
         if self.log_format not in ("text", "json"):

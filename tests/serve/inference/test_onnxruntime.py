@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.serve.inference.check import Given
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import Array, objects
 from millrace.serve.repository.config_json import config_json
+from tests.support.batched import ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -251,28 +250,9 @@ def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str, s
     """Also where the network says what its inputs and outputs are: those that clients do not see are not among them."""
     write(tmp_path, "sums", running_sum(), SEQUENCES % (sides, strategy))
 
-    async def part(model: Any, id_: int, x: Array, flags: int) -> Array:
-        request = InferRequest({})
-        request.correlation_id, request.flags = id_, flags
-        model.checker.take(request, [Given("x", "FP32", x.shape, x)])
-        outputs = (await model.infer(request)).outputs
-        assert outputs.keys() == {"y", "who"} and outputs["who"].tolist() == [[id_]]
-        told: Array = outputs["y"]
-        return told
-
     async def run() -> None:
         async with Loaded(tmp_path) as repository:
-            model = repository.get("sums")
-            assert [i.name for i in model.config.input] == ["x"]
-
-            async def sums(id_: int) -> None:
-                total = np.zeros((1, 2), np.float32)
-                for i in range(4):
-                    x = np.random.default_rng((id_, i)).integers(0, 9, (1, 2)).astype(np.float32)
-                    total += x
-                    assert np.array_equal(await part(model, id_, x, (i == 0) | (i == 3) << 1), total)
-
-            await asyncio.gather(*(sums(id_) for id_ in range(1, 8)))
+            await asyncio.gather(*(sums_of(repository.get("sums"), id_) for id_ in range(1, 8)))
 
     asyncio.run(run())
 
@@ -311,15 +291,4 @@ def ragged_sums() -> Any:
 
 def test_a_batch_of_requests_of_different_shapes(tmp_path: Path) -> None:
     write(tmp_path, "sums", ragged_sums(), RAGGED)
-    xs = [np.random.default_rng(n).integers(0, 9, (1, n)).astype(np.float32) for n in (1, 7, 3, 4)]
-
-    async def run() -> None:
-        async with Loaded(tmp_path) as repository:
-            found = await asyncio.gather(*(infer(repository, "sums", x=x) for x in xs))
-            for x, one in zip(xs, found, strict=True):
-                assert np.array_equal(one["sum"], [[x.sum()]]) and np.array_equal(one["twice"], x * 2)
-            assert repository.get("sums").statistics.by_size.keys() == {4}, "all in one"
-            alone = await infer(repository, "sums", x=xs[1])
-            assert np.array_equal(alone["sum"], [[xs[1].sum()]]) and np.array_equal(alone["twice"], xs[1] * 2)
-
-    asyncio.run(run())
+    asyncio.run(ragged_of(tmp_path))

@@ -14,6 +14,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import DTYPES, Array
 from millrace.serve.repository import folders
 from millrace.serve.repository.config_json import config_json
+from tests.support.batched import ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed")
@@ -245,3 +246,67 @@ def test_instances_share_the_cores_out(tmp_path: Path, monkeypatch: pytest.Monke
 
     asyncio.run(run())
     assert found == [1, 1]
+
+
+# ---------------------------------------------------------------------- sequences, and batches of different shapes
+
+SEQUENCES = """backend: "openvino" max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }
+sequence_batching {
+  %s
+  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
+  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
+}
+"""
+RAGGED = """backend: "openvino" max_batch_size: 16
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
+output [ { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "twice" data_type: TYPE_FP32 dims: [ -1 ] } ]
+batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "at"
+              data_type: TYPE_INT32 source_input: "x" }
+batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "twice" source_input: "x" }
+dynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: [ 4 ] }
+"""
+
+
+def parameter(name: str, shape: list[int], dtype: Any) -> Any:
+    return named(ops.parameter(shape, dtype, name=name), name)
+
+
+def running_sum() -> Any:
+    """after = y = before + ready x; who = id"""
+    x, before = parameter("x", [-1, 2], np.float32), parameter("before", [-1, 2], np.float32)
+    ready, number = parameter("ready", [-1, 1], np.float32), parameter("id", [-1, 1], np.int64)
+    after = named(ops.add(before, ops.multiply(x, ready)), "after")
+    same = ops.constant(np.float32(1)), ops.constant(np.int64(1))
+    y, who = named(ops.multiply(after, same[0]), "y"), named(ops.multiply(number, same[1]), "who")
+    return ov.Model([ops.result(one) for one in (y, who, after)], [x, before, ready, number], "sums")
+
+
+@pytest.mark.parametrize("strategy", ["direct {}", "oldest { max_queue_delay_microseconds: 1000 }"])
+def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str) -> None:
+    write(tmp_path, "sums", running_sum(), SEQUENCES % strategy)
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            await asyncio.gather(*(sums_of(repository.get("sums"), id_) for id_ in range(1, 8)))
+
+    asyncio.run(run())
+
+
+def ragged_sums() -> Any:
+    """Of each request the sum of its elements, by where it begins; and each element twice."""
+    x, at = parameter("x", [-1], np.float32), parameter("at", [-1], np.int32)
+    zero, one = ops.constant(np.array([0])), ops.constant(np.array([1]))
+    running = ops.concat([ops.constant(np.zeros(1, np.float32)), ops.cum_sum(x, ops.constant(np.int64(0)))], 0)
+    picked = ops.gather(running, at, ops.constant(np.int64(0)))
+    high = ops.slice(picked, one, ops.constant(np.array([1 << 40])), one, zero)
+    low = ops.slice(picked, zero, ops.constant(np.array([-1])), one, zero)
+    total = named(ops.unsqueeze(ops.subtract(high, low), one), "sum")
+    return ov.Model([ops.result(total), ops.result(named(ops.add(x, x), "twice"))], [x, at], "ragged")
+
+
+def test_a_batch_of_requests_of_different_shapes(tmp_path: Path) -> None:
+    write(tmp_path, "sums", ragged_sums(), RAGGED)
+    asyncio.run(ragged_of(tmp_path))

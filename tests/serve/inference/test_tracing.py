@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.serve.inference import trace_files
+from millrace.serve.inference import trace_files, trace_flags, tracing
 from millrace.serve.inference.cache import ResponseCache
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.spans import Open
 from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tracing import Tracer
+from millrace.serve.inference.trace_context import Parent, parent_of
+from millrace.serve.inference.trace_flags import Exporting, TraceFlags
+from millrace.serve.inference.tracing import Call, Tracer
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import BATCHES, Loaded, asked
 from tests.support.python_models import HEAD, write
@@ -250,8 +253,17 @@ def test_flags_are_tritons() -> None:
 @pytest.mark.parametrize(
     "said, fragment",
     [
-        (("opentelemetry,url=x",), "another mode"),
-        (("mode=opentelemetry",), "another mode"),
+        (("zipkin,url=x",), "another mode"),
+        (("mode=zipkin",), "another mode"),
+        (("opentelemetry,url=http://c:4318",), "is of mode opentelemetry, and the mode is triton"),
+        (("url=http://c:4318",), "is of mode opentelemetry, and the mode is triton"),
+        (("mode=opentelemetry", "file=t.json"), "is of mode triton, and the mode is opentelemetry"),
+        (("mode=opentelemetry", "triton,rate=7"), "is of mode triton, and the mode is opentelemetry"),
+        (("mode=opentelemetry", "url=c:4318"), "expected: http://HOST:PORT/v1/traces"),
+        (("mode=opentelemetry", "resource=name"), "expected: KEY=VALUE"),
+        (("mode=opentelemetry", "level=TENSORS"), "spans hold no tensors"),
+        (("mode=opentelemetry", "bsp_max_queue_size=0"), "out of range"),
+        (("mode=opentelemetry", "bsp_max_queue_size=8"), "bsp_max_export_batch_size=512"),
         (("level=TIMESTAMPS",), "names no file"),
         (("file=x", "level=ALL"), "Unsupported trace level"),
         (("rate=0",), "out of range"),
@@ -263,3 +275,144 @@ def test_flags_are_tritons() -> None:
 def test_a_mistake_in_a_flag_is_said(said: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
         Tracer.of(said)
+
+
+# ---------------------------------------------------------------------- mode opentelemetry, without its packages
+
+SPAN = f"00-{0xA:032x}-{0xB:016x}-01"
+
+
+class Told:
+    """In the place of `Spans`: what begins and what ends."""
+
+    def __init__(self, to: Exporting | None = None) -> None:
+        self.to, self.began, self.ended = to or Exporting(), list[Any](), list[Any]()
+
+    def begin(self, model: str, began_ns: int, parent: Parent | None) -> Open:
+        self.began.append((model, began_ns, parent))
+        return Open(None, _Span(model), 0, "")
+
+    def begin_part(self, model: str, outer: Open) -> Open:
+        self.began.append((model, outer.of_model.model, None))
+        return Open(None, _Span(model), 0, "")
+
+    def end(self, spans: Open, request: InferRequest, done_ns: int, error: Any, told: Any, *around: Any) -> None:
+        self.ended.append((spans.of_model.model, told, around))
+
+
+class _Span:
+    trace_id, span_id = 0xA, 0xB
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def get_span_context(self) -> "_Span":
+        return self
+
+
+def spanned(**said: Any) -> tuple[Tracer, Told]:
+    told = Told()
+    level = {"trace_mode": "opentelemetry", "trace_level": ("TIMESTAMPS",), "trace_rate": 1}
+    return Tracer({**level, **said}, told), told  # type: ignore[arg-type]
+
+
+def test_a_clients_trace_decides_and_otherwise_the_rate() -> None:
+    """Of every request with a span above it, whether that is recorded; rate and count are of the others."""
+    one, told = spanned(trace_rate=3, trace_count=1)
+    for header in (SPAN, SPAN.replace("-01", "-00"), None, None, SPAN, None, None, None, None):
+        request = InferRequest({})
+        one.came(request, "HTTP", 5, one.parent(header, None))
+        one.begin(request, "m")
+        if request.trace is not None:
+            one.end(request, "m", 1, 9, None)
+    parent = Parent(0xA, 0xB, True)
+    assert told.began == [("m", 5, parent), ("m", 5, parent), ("m", 5, None)]
+    assert [around[0] for _, _, around in told.ended] == ["http"] * 3
+    off, told = spanned(trace_rate=0)
+    assert off.is_on and come(off, "m", 3) == [], "only what is traced already"
+    off.change({"trace_level": ("OFF",)})
+    assert off.parent(SPAN, None) is None and not off.is_on
+
+
+def test_a_client_that_leaves_ends_its_span_when_the_model_is_done() -> None:
+    one, told = spanned()
+    request = InferRequest({})
+    with pytest.raises(asyncio.CancelledError), Call(one, request, "GRPC", 5):
+        one.begin(request, "m")
+        raise asyncio.CancelledError
+    assert not told.ended
+    one.end(request, "m", 1, 9, None)
+    assert [t["triton.model_name"] for _, t, _ in told.ended] == ["m"] and request.trace is request.came is None
+
+
+def test_parts_are_below_whoever_asks(tmp_path: Path) -> None:
+    steps = [("a", {"INPUT0": "x"}, {"OUTPUT0": "y"}), ("asks", {"INPUT0": "y"}, {"OUTPUT0": "z"})]
+    plain = identity("INT32", "4", "max_batch_size: 8")
+    root = write_models(tmp_path, {"a": plain, "both": ensemble(["x"], ["z"], steps)})
+    write(root, "asks", ASKS, plain.replace('"identity"', '"python"'))
+    one, told = spanned()
+
+    async def run() -> None:
+        async with Loaded(root, Common(tracer=one)) as repository:
+            outer = repository.get("both")
+            await outer.infer(asking(outer, x=np.zeros((1, 4), np.int32)))
+
+    asyncio.run(run())
+    assert [(model, above) for model, above, _ in told.began[1:]] == [("a", "both"), ("asks", "both"), ("a", "asks")]
+    assert sorted(model for model, _, _ in told.ended) == ["a", "a", "asks", "both"]
+    assert all(t["millrace.batch_size"] == 1 for m, t, _ in told.ended if m != "both")
+
+
+def test_settings_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "Spans", Told)
+    monkeypatch.setattr(trace_flags, "check_extra", lambda: None)
+    one = Tracer.of(("mode=opentelemetry", "opentelemetry,url=https://c/v1/traces", "level=TIMESTAMPS", "rate=0",
+                     "opentelemetry,resource=service.name=mill", "resource=zone=b=c", "bsp_max_queue_size=99",
+                     "opentelemetry,bsp_max_export_batch_size=9"))  # fmt: skip
+    told = {
+        "trace_level": ["TIMESTAMPS"], "trace_rate": "0", "trace_count": "-1", "trace_mode": "opentelemetry",
+        "url": "https://c/v1/traces", "resource": ["service.name=mill", "zone=b=c"], "bsp_max_queue_size": "99",
+        "bsp_schedule_delay": "5000", "bsp_max_export_batch_size": "9",
+    }  # fmt: skip
+    assert one.told() == one.told("m") == told
+    one.change({"trace_rate": 5}, "m")
+    assert one.told("m") == {**told, "trace_rate": "5"}
+    for change, says in (({"trace_level": ("TENSORS",)}, "TENSORS"), ({"log_frequency": 2}, "log_frequency")):
+        with pytest.raises(StatusError, match=f"{says} is of trace mode triton"):
+            one.change(change)
+
+
+def test_without_the_extra_one_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        TraceFlags.of(("mode=opentelemetry",))
+    assert "mode=opentelemetry without OpenTelemetry's SDK" in refused.value.what
+    assert refused.value.expected == 'pip install "millrace[otel]"'
+
+
+@pytest.mark.parametrize(
+    "header, found",
+    [
+        (SPAN, Parent(0xA, 0xB, True)),
+        (f"  {SPAN} ", Parent(0xA, 0xB, True)),
+        (SPAN.encode(), Parent(0xA, 0xB, True)),
+        (SPAN[:-2] + "fe", Parent(0xA, 0xB, False)),
+        ("42" + SPAN[2:] + "-later", Parent(0xA, 0xB, True)),
+        (SPAN + "-later", None),
+        ("ff" + SPAN[2:], None),
+        (SPAN.upper(), None),
+        (SPAN.replace("a-", "0-", 1), None),
+        (SPAN.replace("b-", "0-", 1), None),
+        (SPAN[:-1], None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_headers_of_a_trace(header: Any, found: Parent | None) -> None:
+    assert parent_of(header, None) == found
+
+
+def test_the_state_of_a_trace_is_kept_or_left_out_whole() -> None:
+    assert parent_of(SPAN, b" a=1,b=2 ") == Parent(0xA, 0xB, True, "a=1,b=2")
+    assert parent_of(SPAN, "a=" + "x" * 510) == Parent(0xA, 0xB, True, "a=" + "x" * 510)
+    assert parent_of(SPAN, "a=" + "x" * 511) == Parent(0xA, 0xB, True)

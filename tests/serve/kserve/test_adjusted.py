@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.log_switches import LogSwitches
+from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, in_process, write_models
 from tests.support.server import Threaded
@@ -29,7 +29,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Iterator[Threaded]:
     root = write_models(tmp_path_factory.mktemp("models"), {"simple": ADD_SUB, "other": ADD_SUB})
     said = (f"triton,file={file}", "level=TIMESTAMPS", "rate=1")
-    with in_process(root, operations=OperationFlags(trace_config=said), grpc_port=0) as found:
+    with in_process(root, ServerSettings(port=0, trace_config=said), grpc_port=0) as found:
         yield found
 
 

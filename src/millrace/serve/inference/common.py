@@ -31,11 +31,11 @@ class Common:
         return found
 
     @classmethod
-    def of(cls, flags: OperationFlags) -> "Common":
+    def of(cls, flags: OperationFlags, tracer: Tracer | None = None) -> "Common":
         """raises ConfigError"""
         return cls(
             Measures.of(flags.metrics_config),
             ResponseCache.of(flags.cache_config),
-            Tracer.of(flags.trace_config),
+            tracer or Tracer(),
             RateLimiter.of(flags.rate_limit, flags.rate_limit_resource),
         )

@@ -15,7 +15,7 @@ from millrace.serve.inference.brought import BroughtFolder
 from millrace.serve.inference.cache import ResponseCache, key_of
 from millrace.serve.inference.check import Checker
 from millrace.serve.inference.common import Common
-from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
+from millrace.serve.inference.request import Hop, InferRequest, InferResponse, Receiver
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.config import ModelConfig
@@ -236,6 +236,9 @@ class Model(ABC):
 
     def _traced(self, request: InferRequest, done_ns: int, error: StatusError | None = None) -> None:
         """It has ended."""
+        if request.hops is not None:
+            times = request.queued_ns, request.started_ns, request.computing_ns, request.computed_ns, done_ns
+            request.hops.append(Hop(self.name, *times))
         if request.trace is not None:
             self._tracer.end(request, self.name, self.version, done_ns, error)
 

@@ -7,7 +7,7 @@ from millrace.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class OperationFlags(Settings):
-    """What is measured and traced of tensor models, and what they share."""
+    """What is measured of tensor models, and what they share."""
 
     metrics_config: tuple[str, ...] = setting(
         (), "what /metrics tells of tensor models, for one summary_latencies=true",
@@ -19,10 +19,6 @@ class OperationFlags(Settings):
     rate_limit_resource: tuple[str, ...] = setting(
         (), "with execution_count: how many there are of one; default: as the instance needs that needs most",
         metavar="NAME:COUNT",
-    )  # fmt: skip
-    trace_config: tuple[str, ...] = setting(
-        (), "which inferences are traced, and where to: triton,file=PATH, level=TIMESTAMPS, rate=N, count=N",
-        metavar="KEY=VALUE",
     )  # fmt: skip
     cache_config: tuple[str, ...] = setting(
         (), "answers that are kept, of models with response_cache { enable: true }; local,size=64M, for one",

@@ -1,5 +1,6 @@
 """One request to a tensor model, and what a model answers; no protocol and no backend knows more of each other."""
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,39 @@ class InferResponse:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
+class Bill:
+    """Tokens that are computed for whoever asks, by language models and encoders; from any thread."""
+
+    __slots__ = ("_lock", "generated", "prompt")
+
+    def __init__(self) -> None:
+        self.prompt = self.generated = 0
+        self._lock = threading.Lock()
+
+    def add(self, prompt: int = 0, generated: int = 0) -> None:
+        with self._lock:
+            self.prompt += prompt
+            self.generated += generated
+
+    def settled(self) -> int:
+        """All that was added, which is charged now and not again."""
+        with self._lock:
+            found, self.prompt, self.generated = self.prompt + self.generated, 0, 0
+            return found
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What one model did for a request. started_ns and what follows: 0 where it has not come so far"""
+
+    model: str
+    queued_ns: int
+    started_ns: int
+    computing_ns: int
+    computed_ns: int
+    done_ns: int
+
+
 # Of the event loop: a response or an error or neither, and whether it is the last.
 Receiver = Callable[[InferResponse | None, StatusError | None, bool], None]
 Sender = Callable[["InferRequest", InferResponse | None, StatusError | None, bool], None]
@@ -37,10 +71,10 @@ class InferRequest:
     """
 
     __slots__ = (
-        "_watchers", "again_by", "batch", "batch_size", "came", "cancelled", "computed_ns", "computing_ns",
-        "correlation_id", "deadline_ns", "digest", "finished", "flags", "id", "inputs", "is_inner", "n_responses",
-        "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns", "send_by", "sequence",
-        "shape_key", "started_ns", "timeout_us", "trace",
+        "_watchers", "again_by", "batch", "batch_size", "bill", "came", "cancelled", "computed_ns", "computing_ns",
+        "correlation_id", "deadline_ns", "digest", "finished", "flags", "hops", "id", "inputs", "is_inner",
+        "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns",
+        "send_by", "sequence", "shape_key", "started_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -60,6 +94,8 @@ class InferRequest:
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
         self.came: Any = None  # `tracing.Call` that it came by, where anything is traced
         self.trace: Any = None  # `tracing.Trace` where it is traced
+        self.bill: Bill | None = None  # of its client, and of whatever is asked for it
+        self.hops: list[Hop] | None = None  # of all that computed for it, where its client asks for that
         self.send_by: Sender = _nobody
         self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again
         self._watchers: dict[object, Callable[[], None]] | None = None
@@ -68,6 +104,11 @@ class InferRequest:
     def named(self) -> str:
         """In front of an error, as Triton has it."""
         return f"[request id: {self.id or UNKNOWN_ID}] "
+
+    def part_of(self, outer: "InferRequest") -> None:
+        """A model, or an ensemble, asks it for `outer`; of several for the first."""
+        if not self.is_inner:
+            self.is_inner, self.bill, self.hops = True, outer.bill, outer.hops
 
     def copied(self, inputs: dict[str, Array]) -> "InferRequest":
         """The same with other numbers: inputs of the same shapes."""

@@ -60,7 +60,8 @@ class RepositoryBackend(Backend):
         # and what one model does not get to other models.
         self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
-        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), Common.of(model.operations))
+        common = Common.of(model.operations, serving.tracer)
+        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), common)
         self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds

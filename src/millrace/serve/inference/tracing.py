@@ -1,30 +1,27 @@
 """Which requests are traced, and what a trace says of one: Triton's settings and format, and why its batch was closed.
 
-Settings of a model stand before the server's, these before those of the command line.
+Settings of a model stand before the server's, these before those of the command line. Traces are records in files, or
+spans of OpenTelemetry (`spans.py`); of these a client's own trace decides, where it says that a request belongs to one.
 """
 
 import itertools
+import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from millrace.errors import ConfigError, nearest
 from millrace.serve.inference.batching import Batch
 from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.spans import BATCH, Attributes, Open, Spans
 from millrace.serve.inference.status import StatusError, invalid
+from millrace.serve.inference.trace_context import Parent, parent_of
 from millrace.serve.inference.trace_files import TraceFiles
+from millrace.serve.inference.trace_flags import DEFAULTS, FLAG, NUMBERS, OTEL, TraceFlags
 from millrace.serve.kserve.tensors import WIRE_NAMES, Array
 
-FLAG = "--trace-config"
-LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-NUMBERS = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
 FIELDS = ("trace_level", *NUMBERS)  # that clients may change; the file is the command line's alone
-_FLAG_NAMES = {"file": "trace_file", "level": "trace_level", "rate": "trace_rate", "count": "trace_count",
-               "log-frequency": "log_frequency", "mode": "mode"}  # fmt: skip
-_DEFAULTS = {"trace_file": "", "trace_level": ("OFF",), "trace_rate": 1000, "trace_count": -1, "log_frequency": 0}
 _MOST_VALUES = 4096  # of a tensor that is traced
 Change = Mapping[str, Any]  # of FIELDS, None for as it was
 
@@ -32,16 +29,19 @@ Change = Mapping[str, Any]  # of FIELDS, None for as it was
 class _Sampler:
     """Settings in effect, and how far they have come. n_left: traces to be taken, -1: any number"""
 
-    __slots__ = ("file", "frequency", "is_on", "level", "n_left", "n_seen", "rate")
+    __slots__ = ("file", "frequency", "is_on", "level", "mode", "n_left", "n_seen", "rate")
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         self.file, self.level, self.rate = said["trace_file"], said["trace_level"], said["trace_rate"]
         self.n_left, self.frequency, self.n_seen = said["trace_count"], said["log_frequency"], 0
-        self.is_on = self.level != ("OFF",) and bool(self.file)
+        self.mode = said["trace_mode"]
+        self.is_on = self.level != ("OFF",) and (self.mode == OTEL or bool(self.file))
 
-    def samples(self) -> bool:
-        """Whether the request that comes now is traced."""
-        if not self.is_on or not self.n_left:
+    def samples(self, parent: Parent | None = None) -> bool:
+        """Whether the request that comes now is traced. parent: of the trace that its client has begun"""
+        if parent is not None:
+            return self.is_on and parent.is_sampled  # whatever rate and count say, as in Triton
+        if not self.is_on or not self.n_left or not self.rate:
             return False
         self.n_seen += 1
         if self.n_seen % self.rate:
@@ -50,35 +50,48 @@ class _Sampler:
         return True
 
     def told(self) -> dict[str, Any]:
-        return {
+        found = {
             "trace_level": list(self.level), "trace_rate": str(self.rate), "trace_count": str(self.n_left),
-            "log_frequency": str(self.frequency), "trace_file": self.file, "trace_mode": "triton",
+            "trace_mode": self.mode,
         }  # fmt: skip
+        of_files = {"log_frequency": str(self.frequency), "trace_file": self.file}
+        return found if self.mode == OTEL else found | of_files
 
 
 class Trace:
-    """Of one request, while it is under way. batch: the last that it was computed in"""
+    """Of one request, while it is under way. batch: the last that it was computed in
 
-    __slots__ = ("batch", "id", "outputs", "parent_id", "sampler")
+    spans: those that have begun, above: those of the request that it is a part of; in mode opentelemetry
+    """
 
-    def __init__(self, number: int, sampler: _Sampler, parent_id: int = 0) -> None:
-        self.id, self.sampler, self.parent_id = number, sampler, parent_id
+    __slots__ = ("above", "batch", "id", "outputs", "parent_id", "sampler", "spans")
+
+    def __init__(self, number: int, sampler: _Sampler, parent_id: int = 0, above: Open | None = None) -> None:
+        self.id, self.sampler, self.parent_id, self.above = number, sampler, parent_id, above
         self.batch: Batch | None = None
+        self.spans: Open | None = None
         self.outputs: list[tuple[str, Array]] = []
 
     def responded(self, response: InferResponse) -> None:
         if "TENSORS" in self.sampler.level and len(self.outputs) < _MOST_VALUES:
             self.outputs += response.outputs.items()
 
+    @property
+    def context(self) -> str | None:
+        """For whom the model asks outside of this server: the trace's headers, as JSON; None: they go on with none."""
+        return json.dumps(self.spans.carrier()) if self.spans is not None else None
+
 
 class Call:
     """Around what a protocol does for one request: when it came, and when its answer was written."""
 
-    __slots__ = ("_request", "_tracer", "answers_later", "ended", "prefix", "times")
+    __slots__ = ("_request", "_tracer", "answers_later", "ended", "parent", "prefix", "times")
 
-    def __init__(self, tracer: "Tracer", request: InferRequest, prefix: str, began_ns: int) -> None:
+    def __init__(
+        self, tracer: "Tracer", request: InferRequest, prefix: str, began_ns: int, parent: Parent | None = None
+    ) -> None:
         """Its reading has ended. prefix: HTTP or GRPC"""
-        self._tracer, self._request, self.prefix = tracer, request, prefix
+        self._tracer, self._request, self.prefix, self.parent = tracer, request, prefix, parent
         self.times = [began_ns, time.monotonic_ns()]
         self.ended: tuple[str, int, int, StatusError | None] | None = None  # of its model; the trace waits for `exit`
         self.answers_later = False  # by a stream, whose end nobody waits for
@@ -110,8 +123,10 @@ class Call:
 class Tracer:
     """Of one server, in its event loop."""
 
-    def __init__(self, said: Mapping[str, Any] | None = None) -> None:
-        self._default: dict[str, Any] = {**_DEFAULTS, **(said or {})}
+    def __init__(self, said: Mapping[str, Any] | None = None, spans: Spans | None = None) -> None:
+        """spans: in mode opentelemetry"""
+        self._default: dict[str, Any] = {**DEFAULTS, **(said or {})}
+        self.spans = spans
         self._server: dict[str, Any] = {}  # what clients said
         self._models: dict[str, dict[str, Any]] = {}
         self._own: dict[str, _Sampler] = {}  # of models that have settings of their own
@@ -121,39 +136,16 @@ class Tracer:
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> "Tracer":
-        """`[triton,]KEY=VALUE`, as Triton has them. raises ConfigError"""
-        found: dict[str, Any] = {}
-        for flag in flags:
-            mode, comma, setting = flag.partition(",")
-            key, equals, value = (setting if comma else flag).partition("=")
-            if (comma and mode != "triton") or (key == "mode" and value != "triton"):
-                what = f"{FLAG} {flag!r:.100} asks for another mode"
-                raise ConfigError(what, "triton, which writes files", "leave the mode out")
-            if not equals or key not in _FLAG_NAMES:
-                raise ConfigError(f"{FLAG} is {flag!r:.100}", "KEY=VALUE, " + nearest(key, _FLAG_NAMES), "write it so")
-            name = _FLAG_NAMES[key]
-            try:
-                if name == "trace_level":
-                    found[name] = level_of([*found.get(name, ()), value])
-                elif name in NUMBERS:
-                    found[name] = number_of(name, value)
-                elif name == "trace_file":
-                    found[name] = value
-            except StatusError as error:
-                raise ConfigError(f"{FLAG} {flag!r:.100}: {error}", "one of its values", "correct it") from None
-        if found and not found.get("trace_file") and found.get("trace_level", ("OFF",)) != ("OFF",):
-            raise ConfigError(f"{FLAG} names no file", "file=PATH", f"{FLAG} triton,file=trace.json")
-        if found.get("trace_file") and not Path(found["trace_file"]).absolute().parent.is_dir():
-            raise ConfigError(
-                f"{FLAG} file={found['trace_file']}", "a file in a folder that exists", "correct the path"
-            )
-        return cls(found)
+        """`[MODE,]KEY=VALUE`, as Triton has them. raises ConfigError"""
+        found = TraceFlags.of(flags)
+        return cls(found.said, Spans(found.exporting) if found.exporting is not None else None)
 
     # ------------------------------------------------------------------ settings
 
     def told(self, model: str = "") -> dict[str, Any]:
         """In effect for a model, or the server's, in Triton's words; numbers are strings there."""
-        return self._own.get(model, self._of_server).told()
+        found = self._own.get(model, self._of_server).told()
+        return found if self.spans is None else found | self.spans.to.told()
 
     def change(self, change: Change, model: str = "") -> None:
         """raises StatusError"""
@@ -164,7 +156,11 @@ class Tracer:
         new = {key: value for key, value in said.items() if value is not None}
         of_server = _Sampler(self._default | self._server) if model else _Sampler(self._default | new)
         level = new.get("trace_level", of_server.level)
-        if level != ("OFF",) and not self._default["trace_file"]:
+        if self.spans is not None:
+            if "TENSORS" in level or new.get("log_frequency") is not None:
+                what = "trace level TENSORS" if "TENSORS" in level else "log_frequency"
+                raise invalid(f"{what} is of trace mode triton, and the mode is {OTEL}")
+        elif level != ("OFF",) and not self._default["trace_file"]:
             what = "Attempting to set invalid trace setting :trace file name is not given"
             raise invalid(f"{what}; start the server with {FLAG} triton,file=PATH")
         self._files.write()
@@ -187,17 +183,35 @@ class Tracer:
 
     # ------------------------------------------------------------------ requests
 
+    def parent(self, parent: bytes | str | None, state: bytes | str | None) -> Parent | None:
+        """By the headers `traceparent` and `tracestate` of a client."""
+        return parent_of(parent, state) if self.spans is not None and self.is_on else None
+
     def begin(self, request: InferRequest, model: str) -> None:
         """It came; it is traced, or not."""
-        sampler = self._own.get(model, self._of_server)
-        if not request.is_inner and sampler.samples():
+        trace = request.trace
+        if request.is_inner:
+            if self.spans is not None and trace is not None and trace.above is not None:
+                trace.spans = self.spans.begin_part(model, trace.above)
+            return
+        call, sampler = request.came, self._own.get(model, self._of_server)
+        parent = call.parent if isinstance(call, Call) else None
+        if sampler.samples(parent):
             request.trace = Trace(next(self._ids), sampler)
+            if self.spans is not None:
+                began_ns = call.times[0] if isinstance(call, Call) else request.received_ns
+                request.trace.spans = self.spans.begin(model, began_ns, parent)
 
     def inner(self, request: InferRequest, outer: InferRequest) -> None:
         """One is a part of the other, and is traced where that is, and only there."""
-        request.is_inner = True
+        request.part_of(outer)
         if outer.trace is not None:
-            request.trace = Trace(next(self._ids), outer.trace.sampler, outer.trace.id)
+            above = outer.trace
+            request.trace = Trace(next(self._ids), above.sampler, above.id, above.spans)
+
+    def takes(self, parent: Parent | None) -> bool:
+        """Whether a request that no tensor model answers is to be told as a span now."""
+        return self.spans is not None and self._of_server.samples(parent)
 
     def end(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
         call = request.came
@@ -209,39 +223,40 @@ class Tracer:
     def write(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
         trace, request.trace = request.trace, None
         assert isinstance(trace, Trace), "it is traced"
-        records = [msgspec.json.encode(one) for one in _records(trace, request, model, version, done_ns, error)]
+        call = request.came if isinstance(request.came, Call) else None
+        if self.spans is None:
+            records = [msgspec.json.encode(one) for one in _records(trace, request, model, version, done_ns, error)]
+            self._files.add(trace.sampler.file, trace.sampler.frequency, records)
+        elif trace.spans is not None:
+            told = _attributes(trace, request, model, version)
+            around = (call.prefix.lower(), call.told()) if call is not None else ("", ())
+            self.spans.end(trace.spans, request, done_ns, error, told, *around)
         request.came = None
-        self._files.add(trace.sampler.file, trace.sampler.frequency, records)
 
-    def came(self, request: InferRequest, prefix: str, began_ns: int) -> None:
+    def came(self, request: InferRequest, prefix: str, began_ns: int, parent: Parent | None = None) -> None:
         """By a stream, or by what is answered like one."""
         if self.is_on:
-            request.came = Call(self, request, prefix, began_ns)
+            request.came = Call(self, request, prefix, began_ns, parent)
             request.came.answers_later = True
 
     def close(self) -> None:
+        """No request to a tensor model comes any more."""
         self._files.write()
 
-
-def level_of(said: Sequence[str]) -> tuple[str, ...]:
-    """raises StatusError"""
-    for one in said:
-        if one not in LEVELS:
-            raise invalid(f"Unsupported trace level: {one:.40}; expected: {', '.join(LEVELS)}")
-    if "OFF" in said and len(said) > 1:
-        raise invalid("Expect only one trace level 'OFF' is specified")
-    return tuple(dict.fromkeys(said)) or ("OFF",)
+    def close_spans(self) -> None:
+        """No request comes any more. It may take `spans.FLUSH_S`."""
+        if self.spans is not None:
+            self.spans.close()
 
 
-def number_of(name: str, said: str) -> int:
-    """raises StatusError"""
-    low, high = NUMBERS[name]
-    digits = said.removeprefix("-")
-    if not digits.isascii() or not digits.isdigit() or len(digits) > 20:
-        raise invalid(f"Unable to parse '{name}', got: {said:.40}")
-    if not low <= int(said) <= high:
-        raise invalid(f"Unable to parse '{name}', value is out of range [{low}, {high}], got: {said}")
-    return int(said)
+def _attributes(trace: Trace, request: InferRequest, model: str, version: int) -> Attributes:
+    """Of the spans of a request, in Triton's words; of its batch, in ours."""
+    found: dict[str, Any] = {"triton.model_name": model, "triton.model_version": version, "triton.trace_id": trace.id}
+    found |= {"triton.request_id": request.id} if request.id else {}
+    found |= {"triton.trace_parent_id": trace.parent_id} if trace.parent_id else {}
+    if trace.batch is not None:
+        found |= {BATCH: trace.batch.size, "millrace.batch_closed": trace.batch.closed.value}
+    return found
 
 
 def _records(

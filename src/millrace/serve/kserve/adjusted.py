@@ -9,7 +9,8 @@ from typing import Any
 from millrace.errors import nearest
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tracing import FIELDS, NUMBERS, level_of, number_of
+from millrace.serve.inference.trace_flags import NUMBERS, level_of, number_of
+from millrace.serve.inference.tracing import FIELDS
 from millrace.serve.log_switches import FORMATS, LogSwitches
 
 _LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error": bool, "log_verbose_level": int,
@@ -26,11 +27,11 @@ def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | N
             raise invalid(f"Request for unknown model : {model}") from None
     tracer = repository.common.tracer
     if change:
-        tracer.change(_trace_change(change), model)
+        tracer.change(_trace_change(change, least_rate=1 if tracer.spans is None else 0), model)
     return tracer.told(model)
 
 
-def _trace_change(said: Mapping[str, Any]) -> dict[str, Any]:
+def _trace_change(said: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
     """raises StatusError. None: as it was"""
     found: dict[str, Any] = {}
     for name, value in said.items():
@@ -46,7 +47,7 @@ def _trace_change(said: Mapping[str, Any]) -> dict[str, Any]:
                 raise StatusError(
                     Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-string as string"
                 )
-            found[name] = number_of(name, value)
+            found[name] = number_of(name, value, least_rate if name == "trace_rate" else None)
         else:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise StatusError(Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-array as array")

@@ -95,6 +95,9 @@ class KServe:
                     return await unless_gone(receive, self._answered(request, send))
             except StatusError as full:  # the front has answers to its own
                 return error_reply(STATUS[full.code], full.message)
+            finally:  # the call's end charges them
+                bill = request.bill
+                call.log.prompt_tokens, call.log.generated_tokens = bill.prompt or None, bill.generated or None
 
     async def _answered(self, request: Request, send: Send) -> Reply:
         """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""

@@ -139,12 +139,18 @@ async def generate(model: Model, request: InferRequest, aside: Aside) -> bytes:
     return written
 
 
+Write = Callable[[Model, InferRequest, InferResponse], bytes]
+
+
 class Events:
     """Server-sent events, one a response. What went wrong is one, too: the status is sent long since."""
 
-    def __init__(self, model: Model, request: InferRequest, aside: Aside) -> None:
-        """raises StatusError"""
-        self._model, self._request, self._aside = model, request, aside
+    def __init__(
+        self, model: Model, request: InferRequest, aside: Aside, write: Write = generated, *, lines: bool = False
+    ) -> None:
+        """write: a response as JSON; lines: one a line, in place of events. raises StatusError"""
+        self._model, self._request, self._aside, self._write = model, request, aside, write
+        self._around = (b"", b"\n") if lines else (b"data: ", b"\n\n")
         self._responses = Responses(model, request)
         self._first: bytes | None = None
 
@@ -153,7 +159,7 @@ class Events:
         try:
             self._first = await self._next()
         except StatusError as error:
-            self._first = _failed(error)
+            self._first = self._failed(error)
             return error.code
         except BaseException:  # the client is gone
             self.close()
@@ -169,7 +175,7 @@ class Events:
             try:
                 event = await self._next()
             except StatusError as error:
-                event = _failed(error)
+                event = self._failed(error)
         if not event:
             raise StopAsyncIteration
         return event
@@ -180,14 +186,13 @@ class Events:
         if response is None:
             return b""
         written: bytes = await self._aside(
-            lambda: generated(self._model, self._request, response), held_bytes(response.outputs.values())
+            lambda: self._write(self._model, self._request, response), held_bytes(response.outputs.values())
         )
-        return b"data: " + written + b"\n\n"
+        return written.join(self._around)
+
+    def _failed(self, error: StatusError) -> bytes:
+        return msgspec.json.encode({"error": error.message}).join(self._around)
 
     def close(self) -> None:
         """Nobody reads any more."""
         self._responses.close()
-
-
-def _failed(error: StatusError) -> bytes:
-    return b"data: " + msgspec.json.encode({"error": error.message}) + b"\n\n"

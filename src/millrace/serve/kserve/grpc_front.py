@@ -5,14 +5,16 @@ Codes and words of errors are Triton's. `grpc_server.py` joins it to gRPC, `grpc
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.request import Bill, InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.trace_context import Parent
 from millrace.serve.inference.tracing import Call
 from millrace.serve.kserve import adjusted, asked, told
 from millrace.serve.kserve.generate import Aside
@@ -30,6 +32,15 @@ ADJUSTED = ("LogSettings", "TraceSetting")
 _EXPECTED = {"string": "string_param", "boolean": "bool_param", "file": "bytes_param"}
 _SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
 _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are called there
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun"""
+
+    shown: Mapping[str, str] = field(default_factory=dict)
+    parent: Parent | None = None
+    bill: Bill = field(default_factory=Bill)
 
 
 class Front:
@@ -58,11 +69,16 @@ class Front:
             "ModelStatistics": self._statistics,
         }  # fmt: skip
 
-    async def answer(self, name: str, data: bytes, shown: Mapping[str, str]) -> bytes:
-        """One call. shown: of its metadata, what models see. raises StatusError, BusyError"""
+    def parent(self, metadata: Mapping[str, str]) -> Parent | None:
+        """Of the trace that its client has begun."""
+        tracer = self._repository.common.tracer
+        return tracer.parent(metadata.get("traceparent"), metadata.get("tracestate"))
+
+    async def answer(self, name: str, data: bytes, caller: Caller) -> bytes:
+        """One call. raises StatusError, BusyError"""
         match name:
             case "ModelInfer":
-                return await self._infer(data, shown)
+                return await self._infer(data, caller)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
                 found = await self._of_repository(name, read(f"{name}Request", data))
                 return written(name, found)
@@ -83,16 +99,15 @@ class Front:
         """A ModelInferRequest. raises StatusError, BusyError"""
         return await self._aside(lambda: read("ModelInferRequest", data), len(data))
 
-    async def checked(
-        self, request: Any, model: Model, n_bytes: int, shown: Mapping[str, str]
-    ) -> tuple[InferRequest, Wanted]:
-        """n_bytes: the request's; shown: of its metadata, what models see. raises StatusError, BusyError"""
+    async def checked(self, request: Any, model: Model, n_bytes: int, caller: Caller) -> tuple[InferRequest, Wanted]:
+        """n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
         found: tuple[InferRequest, Wanted] = await self._aside(
             lambda: read_infer(request, model, self._shared), n_bytes
         )
-        found[0].parameters.update(shown)
-        self._repository.common.tracer.came(found[0], "GRPC", began_ns)
+        found[0].parameters.update(caller.shown)
+        found[0].bill = caller.bill
+        self._repository.common.tracer.came(found[0], "GRPC", began_ns, caller.parent)
         return found
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
@@ -101,7 +116,7 @@ class Front:
         data: bytes = await self._aside(write, n_bytes)
         return data
 
-    async def _infer(self, data: bytes, shown: Mapping[str, str]) -> bytes:
+    async def _infer(self, data: bytes, caller: Caller) -> bytes:
         came_ns = time.monotonic_ns()
         request = await self.decoded(data)
         model = self.model(request)
@@ -109,8 +124,8 @@ class Front:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
-        asking, wanted = await self.checked(request, model, len(data), shown)
-        with Call(self._repository.common.tracer, asking, "GRPC", came_ns) as call:
+        asking, wanted = await self.checked(request, model, len(data), caller)
+        with Call(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
             response = await model.infer(asking)
             call.answered()
             return await self.packed(

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import grpc
 from millrace.errors import ConfigError, MillraceError
 from millrace.serve.backend import Models
 from millrace.serve.errors import BUG, HttpError, problem_of
+from millrace.serve.inference.request import Bill
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
-from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Front
+from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, Front
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
@@ -70,7 +72,7 @@ class GrpcServer:
         server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._most_bytes), ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),  # otherwise a port that is taken would be shared
+                ("grpc.so_reuseport", int(settings.reuse_port)),  # by default a port that is taken would be shared
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.keepalive_time_ms", int(settings.keep_alive_s * 1e3)),  # who does not answer is gone
                 ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_S * 1000),
@@ -119,12 +121,12 @@ class GrpcServer:
 
     def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def called(data: bytes, context: Any) -> bytes:
-            async with self._call(service, name, context) as metadata:
-                shown = self._guard.forwarded(metadata)
+            async with self._call(service, name, context) as called:
+                caller = self._caller(called)
                 if name not in ADMITTED:
-                    return await self._front.answer(name, data, shown)
+                    return await self._front.answer(name, data, caller)
                 with self._held(len(data), is_control=name.startswith("Repository")):
-                    return await self._front.answer(name, data, shown)
+                    return await self._front.answer(name, data, caller)
             raise AssertionError("a failed call is aborted")
 
         return called
@@ -157,10 +159,10 @@ class GrpcServer:
             data = await context.read()
             return None if data is grpc.aio.EOF else data
 
-        async with self._call(SERVICE, _STREAM, context) as metadata:
-            ends_with_error = metadata.get("triton_grpc_error") == "true"
-            shown, write_s = self._guard.forwarded(metadata), self._serving.settings.write_timeout_s
-            stream = Stream(self._front, self._held, write_s, ends_with_error, shown)
+        async with self._call(SERVICE, _STREAM, context) as called:
+            ends_with_error = called.metadata.get("triton_grpc_error") == "true"
+            caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
+            stream = Stream(self._front, self._held, write_s, ends_with_error, caller, called.grant)
             self._streams.add(stream)
             try:
                 await stream.run(read, context.write)
@@ -168,6 +170,11 @@ class GrpcServer:
                 self._streams.discard(stream)
             if stream.stopped:
                 raise StatusError(Code.UNAVAILABLE, "Server is stopping")
+
+    def _caller(self, called: "_Called") -> Caller:
+        """raises StatusError"""
+        metadata = called.metadata
+        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill)
 
     @contextmanager
     def _held(self, n_bytes: int, is_control: bool = False) -> Iterator[None]:
@@ -179,20 +186,20 @@ class GrpcServer:
                 yield
 
     @asynccontextmanager
-    async def _call(self, service: str, name: str, context: Any) -> AsyncIterator[dict[str, str]]:
-        """Around one: its metadata. What is raised ends it with its status; the log has a line of it."""
+    async def _call(self, service: str, name: str, context: Any) -> AsyncIterator["_Called"]:
+        """Around one. What is raised ends it with its status; the log has a line of it."""
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
-        grant: Grant | None = None
+        called = _Called(metadata)
         self._serving.load.n += 1
         try:
             if name not in OPEN:
-                grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
+                called.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
             if (header := self._guard.missing(group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
                 raise StatusError(Code.UNAVAILABLE, what)
-            yield metadata
+            yield called
             code = grpc.StatusCode.OK
         except StatusError as error:
             code, details = STATUS[error.code], error.message
@@ -203,8 +210,9 @@ class GrpcServer:
             code, details = grpc.StatusCode.INTERNAL, BUG.message
         finally:
             self._serving.load.n -= 1
-            if grant is not None:
-                grant.end()
+            entry.prompt_tokens, entry.generated_tokens = called.bill.prompt or None, called.bill.generated or None
+            if called.grant is not None:
+                called.grant.end(called.bill.settled())
             entry.status, entry.error = code.value[0], details or None
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)
@@ -219,6 +227,15 @@ class GrpcServer:
             return grpc.StatusCode.RESOURCE_EXHAUSTED, problem.message
         busy = problem.status in (429, 503)
         return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
+
+
+@dataclass(slots=True)
+class _Called:
+    """A call that goes on. grant: None of one that needs no key"""
+
+    metadata: dict[str, str]
+    grant: Grant | None = None
+    bill: Bill = field(default_factory=Bill)
 
 
 def _given_id(context: Any) -> bytes | None:

@@ -6,7 +6,7 @@ of decoupled ones as they are given, as Triton has it. An error is a message of 
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.grpc_front import Front
+from millrace.serve.keys import Grant
+from millrace.serve.kserve.grpc_front import Caller, Front
 from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
 
@@ -55,14 +56,15 @@ class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
     def __init__(
-        self, front: Front, admit: Admit, write_s: float, ends_with_error: bool, shown: Mapping[str, str]
-    ) -> None:
+        self, front: Front, admit: Admit, write_s: float, ends_with_error: bool, caller: Caller,
+        grant: Grant | None = None,
+    ) -> None:  # fmt: skip
         """admit: a request of so many bytes, while it is answered
         write_s: for a reader to take an answer
         ends_with_error: the first error ends the stream, with its status, as a client may ask for
-        shown: of its metadata, what models see"""
+        grant: is charged when a request has ended, for a stream may never end"""
         self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
-        self._shown = shown
+        self._caller, self._grant = caller, grant
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
         self._ready: asyncio.Queue[tuple[_Open, _Answer, int] | None] = asyncio.Queue()
@@ -122,11 +124,13 @@ class Stream:
         self._open.add(one)
         try:
             one.told = await self._front.decoded(data)  # first, for a refusal has its id
+            if self._grant is not None and (above := self._grant.above):
+                raise StatusError(Code.UNAVAILABLE, above)
             one.admitted.enter_context(self._admit(len(data)))
             model = self._front.model(one.told)
             if model.is_decoupled:
                 one.model = model
-            one.asking, one.wanted = await self._front.checked(one.told, model, len(data), self._shown)
+            one.asking, one.wanted = await self._front.checked(one.told, model, len(data), self._caller)
             if model.is_decoupled:
                 model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
             else:
@@ -211,6 +215,8 @@ class Stream:
     def _ended(self, one: _Open) -> None:
         self._open.discard(one)
         one.admitted.close()
+        if self._grant is not None:
+            self._grant.charge(self._caller.bill.settled())
         if one.unread is not None:
             one.unread.close()
         self._room.release()

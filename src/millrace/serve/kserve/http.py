@@ -12,25 +12,27 @@ import msgspec
 
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.request import Bill, InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.trace_context import Parent
 from millrace.serve.inference.tracing import Call
 from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
-from millrace.serve.kserve.infer_body import HEADER, read_infer
+from millrace.serve.kserve.infer_body import HEADER, Wanted, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.tensors import held_bytes
+from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER = HEADER.encode()
-_EVENTS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
-)  # fmt: skip
+_UNHELD = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold events back
+_LINES = b"application/x-ndjson"
+_STREAMS = {b"text/event-stream": b"text/event-stream; charset=utf-8", _LINES: _LINES}
+_EVENTS = ((b"content-type", _STREAMS[b"text/event-stream"]), *_UNHELD)
 _MOST_GROWTH = 1032  # times, of deflate
 _OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
 
@@ -45,6 +47,7 @@ class Request:
     body: bytes
     grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
     came_ns: int = 0  # time.monotonic_ns(), before its body
+    bill: Bill = field(default_factory=Bill)
 
 
 @dataclass(slots=True)
@@ -163,9 +166,29 @@ class Front:
         return Reply(200) if is_ready else error_reply(400, "Model version not ready")
 
     async def _infer(self, request: Request, model: Model) -> Reply:
-        if model.is_decoupled:
+        headers = request.headers
+        accepts = headers.get(b"accept", b"").split(b";")[0].strip()
+        if model.is_decoupled and accepts not in _STREAMS:
             what = "HTTP end point doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
+        asking, wanted = await self._read(request, model)
+        if model.is_decoupled:
+            return await self._stream(request, model, asking, wanted, accepts)
+        asking.hops = [] if TIMED in headers else None
+        with Call(self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)) as call:
+            response = await model.infer(asking)
+            call.answered()
+            n_bytes = held_bytes(response.outputs.values())
+            answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
+        found = [*infer_headers(n_head), *server_timing(asking, request.came_ns)]
+        accepted = headers.get(b"accept-encoding")
+        if accepted and (coding := encoding.chosen(accepted.decode("latin-1"))) != "identity":
+            answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
+            found.append((b"content-encoding", coding.encode()))
+        return Reply(200, answer, found)
+
+    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, Wanted]:
+        """raises StatusError"""
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
         body = request.body if coding in ("", "identity") else await self._unpacked(request, coding)
@@ -175,31 +198,42 @@ class Front:
             return read_infer(body, n_json, model.name, model.checker, self._shared)
 
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
+        asking: InferRequest
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
-        with Call(self._repository.common.tracer, asking, "HTTP", request.came_ns) as call:
-            response = await model.infer(asking)
-            call.answered()
-            n_bytes = held_bytes(response.outputs.values())
-            answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
-        found = infer_headers(n_head)
-        accepted = headers.get(b"accept-encoding")
-        if accepted and (coding := encoding.chosen(accepted.decode("latin-1"))) != "identity":
-            answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
-            found.append((b"content-encoding", coding.encode()))
-        return Reply(200, answer, found)
+        asking.bill = request.bill
+        return asking, wanted
+
+    async def _stream(
+        self, request: Request, model: Model, asking: InferRequest, wanted: Wanted, accepts: bytes
+    ) -> Reply:
+        """The responses of a decoupled model, as they are ready: each what `/infer` would answer. raises StatusError"""
+        if wanted.otherwise or any(wanted.binary.values()):
+            raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
+        self._repository.common.tracer.came(asking, "HTTP", request.came_ns, self._parent(request))
+        write = lambda model, asking, response: written(model, asking, response, wanted)[0]  # noqa: E731
+        events = Events(model, asking, self._aside, write, lines=accepts == _LINES)
+        failed = await events.begin()
+        headers = [(b"content-type", _STREAMS[accepts]), *_UNHELD]
+        return Reply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
 
     async def _generate(self, request: Request, model: Model, *, streamed: bool) -> Reply:
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(asked, request)
-        self._repository.common.tracer.came(asked, "HTTP", request.came_ns)
+        asked.bill = request.bill
+        self._repository.common.tracer.came(asked, "HTTP", request.came_ns, self._parent(request))
         if not streamed:
             return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
         events = Events(model, asked, self._aside)
         failed = await events.begin()
         return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
+
+    def _parent(self, request: Request) -> Parent | None:
+        """Of the trace that its client has begun."""
+        headers = request.headers
+        return self._repository.common.tracer.parent(headers.get(b"traceparent"), headers.get(b"tracestate"))
 
     def _show_headers(self, asking: InferRequest, request: Request) -> None:
         """Those that become parameters. raises StatusError"""

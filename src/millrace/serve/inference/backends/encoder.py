@@ -78,6 +78,8 @@ class Encoder(Instance):
             found.append(checked_ids(kept, limits, f"text {i}"))
         job = self._loop.submit(found)
         self._running[request] = job
+        if request.bill is not None:
+            request.bill.add(prompt=sum(map(len, found)))
         job.future.add_done_callback(lambda done: self._answer(request, done))
         if request.cancelled:
             job.future.cancel()

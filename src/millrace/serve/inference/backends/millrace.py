@@ -128,6 +128,8 @@ class _LanguageModel(Instance):
         wanted = request.outputs or [n for n in self._outputs if n not in _LOGPROBS or params.logprobs is not None]
         answer = _Answer(request, wanted, streams, self._running)
         asked = self._loop.submit(ids, params, answer.deliver, request.id or None)
+        if request.bill is not None:
+            request.bill.add(prompt=len(ids))
         self._running[request] = asked
         if answer.has_ended:  # the engine's thread was quicker
             self._running.pop(request, None)
@@ -159,6 +161,8 @@ class _Answer:
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         request = self._request
+        if request.bill is not None:
+            request.bill.add(generated=sum(len(delta.token_ids) for delta in deltas))
         for delta in deltas:
             self._text.append(delta.text)
             self._logprobs += [one.logprob for one in delta.logprobs or ()]

@@ -107,6 +107,7 @@ class ChildModel(Instance):
                     "r": number, "id": request.id, "outputs": list(request.outputs), "n": len(request.inputs),
                     "parameters": request.parameters, "correlation_id": request.correlation_id, "flags": request.flags,
                     "timeout_us": request.timeout_us, "cancelled": request.cancelled,
+                    **({"trace_context": request.trace.context} if request.trace is not None else {}),
                 }
             )  # fmt: skip
             tensors += request.inputs.items()

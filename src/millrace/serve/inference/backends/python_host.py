@@ -29,6 +29,7 @@ class HereRequest(Incoming):
         self.id, self.inputs, self.outputs = request.id, request.inputs, request.outputs
         self.parameters, self.correlation_id = request.parameters, request.correlation_id
         self.flags, self.timeout_us = request.flags, request.timeout_us
+        self.trace_context = request.trace.context if request.trace is not None else None
 
     @property
     def cancelled(self) -> bool:  # type: ignore[override]

@@ -26,7 +26,7 @@ class _Request(Incoming):
         self._host, self.number, self.inputs = host, said["r"], dict(tensors)
         self.id, self.outputs, self.parameters = said["id"], said["outputs"], said["parameters"]
         self.correlation_id, self.flags, self.timeout_us = said["correlation_id"], said["flags"], said["timeout_us"]
-        self.cancelled = said["cancelled"]
+        self.cancelled, self.trace_context = said["cancelled"], said.get("trace_context")
 
     def send(self, answer: Answer | None, final: bool) -> None:
         if final:

@@ -33,6 +33,7 @@ class Incoming(ABC):
     flags: int
     timeout_us: int
     cancelled: bool
+    trace_context: str | None  # headers of the trace that it is a part of, as JSON; None: nobody records it
 
     @abstractmethod
     def send(self, answer: Answer | None, final: bool) -> None:

@@ -39,9 +39,9 @@ class InferenceTrace:
     def __init__(self, of: Incoming | None = None) -> None:
         self._of = of
 
-    def get_context(self) -> None:
-        """None: no trace is taken."""
-        return
+    def get_context(self) -> str | None:
+        """W3C's headers as a JSON object, for whatever the model asks outside of the server; None: no trace is taken"""
+        return self._of.trace_context if self._of is not None else None
 
 
 # Triton's parameters, in its order.
