@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
+from numpy import ndarray
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from millrace.serve.errors import HttpError
@@ -43,12 +44,14 @@ _HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"
 
 
 class Place(NamedTuple):
-    """Where an input lies in what came."""
+    """Where an input lies in what came. It is copied from there, as NumPy takes three times as long for what begins at
+    an odd address, and it is short."""
 
     name: str
     dtype: Any
     shape: tuple[int, ...]
     at: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -154,7 +157,8 @@ class QuickConnection:
         began_ns = time.monotonic_ns()
         request_id = id_of(known.headers.get(b"x-request-id"))
         try:
-            answered = model.infer_at_once(known.like, taken(known.tensors, packet), began_ns)
+            inputs = {name: ndarray(shape, dtype, packet[at:end]) for name, dtype, shape, at, end in known.tensors}
+            answered = model.infer_at_once(known.like, inputs, began_ns)
             status, (head, body) = 200, _written(known, model, *answered)
         except StatusError as error:
             refused = error_of(error)
@@ -197,18 +201,13 @@ def _places(request: InferRequest, body: bytes, at: int) -> list[Place] | None:
         here = _address(array) - begin
         if not array.nbytes or not array.flags.c_contiguous or not 0 <= here <= len(body) - array.nbytes:
             return None
-        found.append(Place(name, array.dtype, array.shape, at + here))
+        found.append(Place(name, array.dtype, array.shape, at + here, at + here + array.nbytes))
     return found
 
 
 def _address(array: Array) -> int:
     found: int = array.__array_interface__["data"][0]
     return found
-
-
-def taken(places: Sequence[Place], data: bytes) -> dict[str, Array]:
-    """The inputs that lie there."""
-    return {name: np.ndarray(shape, dtype, data, at) for name, dtype, shape, at in places}
 
 
 def _written(

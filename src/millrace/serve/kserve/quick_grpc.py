@@ -12,6 +12,7 @@ from weakref import ref
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from numpy import ndarray
 
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -20,7 +21,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import Wanted, read_infer, response_message
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, ready, taken
+from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, ready
 from millrace.serve.kserve.tensors import Array
 from millrace.serve.wire import FREE_BYTES
 
@@ -90,7 +91,8 @@ class QuickCalls:
             ):  # what has to be converted is no place in a message
                 return None
             name = next(name for name, one in request.inputs.items() if one is array)
-            places.append(Place(name, array.dtype, array.shape, at + len(before)))
+            begin = at + len(before)
+            places.append(Place(name, array.dtype, array.shape, begin, begin + len(data)))
         request.inputs = {}
         return _Known(fixed, told.model_name, version, ref(model), places, request, wanted)
 
@@ -106,7 +108,8 @@ class QuickCalls:
                 model = ready(self._backend, known.name, known.version, known.model, len(data))
                 if model is None:
                     return None
-                outputs, parameters = model.infer_at_once(known.like, taken(known.places, data), came_ns)
+                inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in known.places}
+                outputs, parameters = model.infer_at_once(known.like, inputs, came_ns)
                 if known.told is not None and not parameters:
                     found = _as_before(known.told, outputs)
                     if found is not None:
@@ -153,12 +156,12 @@ def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array]) -> bytes | N
     """Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
     if len(told) != len(outputs):
         return None
-    parts = list[bytes]()
+    data = b""
     for (name, dtype, shape, before), (found, array) in zip(told, outputs.items(), strict=True):
         if name != found or dtype != array.dtype or shape != array.shape:
             return None
-        parts += before, array.tobytes()
-    return b"".join(parts)
+        data += before + array.tobytes()
+    return data
 
 
 def _written(known: _Known, model: Model, response: InferResponse) -> bytes:
