@@ -42,12 +42,16 @@ class TextFormatter(logging.Formatter):
 
 def _text(level: str, lines: Lines) -> str:
     """As a RequestLog says them, in a fifth of the time."""
-    found = []
+    found, second_s, second = [], -1, ""
     for at_s, method, path, request_id, status, total_ms, error in lines:
-        line = f"{method} {path} request_id={request_id} status={status} total_ms={total_ms:.1f}"
+        if not 0 <= at_s - second_s < 1:
+            second_s = int(at_s)
+            second = _second(second_s)
+        begin = f"{second}.{int((at_s - second_s) * 1000):03d}Z {level} "
         if error:
-            line = str(RequestLog(method, path, request_id, status, total_ms, error=error))
-        found.append(f"{_second(int(at_s))}.{int(at_s % 1 * 1000):03d}Z {level} {line}")
+            found.append(begin + str(RequestLog(method, path, request_id, status, total_ms, error=error)))
+        else:
+            found.append(f"{begin}{method} {path} request_id={request_id} status={status} total_ms={total_ms:.1f}")
     return "\n".join(found)
 
 

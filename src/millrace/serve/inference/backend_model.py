@@ -14,12 +14,11 @@ from millrace.serve.inference.backend import InstanceGiven, ModelBackend
 from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
 from millrace.serve.inference.instances import Outbox, Worker
 from millrace.serve.inference.iterative import Slots
-from millrace.serve.inference.model import Answered, Loadable, Model, Waiting
+from millrace.serve.inference.model import Loadable, Model, Waiting
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.inference.warm import warmed
-from millrace.serve.kserve.tensors import Array
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
@@ -52,7 +51,7 @@ class BackendModel(Model):
             for worker in self._workers:
                 self._limiter.add(worker, worker.given.group, self)
         self._idle = deque(self._workers)
-        self._at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop)
+        self.infer_at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
         self._is_never_quick = bool(
             self.is_decoupled or self.rules.delay_ns or self._slots is not None or self.cache is not None
             or self._limiter is not None
@@ -122,9 +121,6 @@ class BackendModel(Model):
         if self._n_open or self._is_never_quick or self._tracer.is_on or not self._idle:
             return False
         return n_bytes <= self._idle[0].quick_bytes
-
-    def infer_at_once(self, like: InferRequest, inputs: dict[str, Array], came_ns: int) -> Answered:
-        return self._at_once.infer(like, inputs, came_ns)
 
     async def retire(self) -> None:
         self._is_retired = True

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,27 +73,28 @@ class Statistics:
         if not alone:
             return
         self.alone.clear()
-        queued, took_in, took, took_out, succeeded = (
-            self.stages[stage].add for stage in ("queue", *COMPUTE, "success")
-        )  # fmt: skip
-        for came_ns, began_ns, done_ns, batch_size in alone:
-            n_items = batch_size or 1
-            self.n_inferences += n_items
-            self.closed[self.closed_alone(n_items)] += 1
-            sized = self.by_size.get(n_items)
-            if sized is None:
-                sized = self.by_size[n_items] = _durations()
-            queued(0)
-            took_in(began_ns - came_ns)
-            took(done_ns - began_ns)
-            took_out(0)
-            succeeded(done_ns - came_ns)
-            sized["compute_input"].add(began_ns - came_ns)
-            sized["compute_infer"].add(done_ns - began_ns)
-            sized["compute_output"].add(0)
-        self.n_executions += len(alone)
+        by_size: dict[int, list[_Alone]] = {}
+        for one in alone:
+            by_size.setdefault(one[3] or 1, []).append(one)
+        for n_items, ones in by_size.items():
+            self._computed(
+                n_items, [began - came for came, began, _, _ in ones], [done - began for _, began, done, _ in ones]
+            )
         ago_ns = time.monotonic_ns() - alone[-1][2]
         self.last_inference_ms = max(self.last_inference_ms, (time.time_ns() - ago_ns) // 1_000_000)
+
+    def _computed(self, n_items: int, input_ns: Sequence[int], infer_ns: Sequence[int]) -> None:
+        """Requests of so many items, each alone: the durations of each."""
+        n = len(input_ns)
+        self.n_inferences += n * n_items
+        self.n_executions += n
+        self.closed[self.closed_alone(n_items)] += n
+        sized, nothing = self.by_size.setdefault(n_items, _durations()), [0] * n
+        for stage, spent_ns in zip(COMPUTE, (input_ns, infer_ns, nothing), strict=True):
+            self.stages[stage].add_all(spent_ns)
+            sized[stage].add_all(spent_ns)
+        self.stages["queue"].add_all(nothing)
+        self.stages["success"].add_all([a + b for a, b in zip(input_ns, infer_ns, strict=True)])
 
     def failed(self, request: InferRequest, done_ns: int, reason: str) -> None:
         self.failures[reason] += 1

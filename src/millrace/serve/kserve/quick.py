@@ -178,7 +178,7 @@ def ready(
         model = backend.repository.get(name, version)
     except StatusError:
         return None
-    return model if model is known() and backend.has_room() and model.answers_at_once(n_bytes) else None
+    return model if model is known() and backend.has_room and model.answers_at_once(n_bytes) else None
 
 
 def _whole_head(headers: dict[bytes, bytes], packet: bytes) -> tuple[bytes, int]:
