@@ -143,7 +143,7 @@ class RequestHandle:
             if self.finished:
                 raise StopAsyncIteration
             assert self._wakeup is None, "a handle has one reader"
-            self._wakeup = asyncio.get_running_loop().create_future()
+            self._wakeup = self._engine.aio.create_future()
             try:
                 await self._wakeup
             finally:
@@ -151,15 +151,17 @@ class RequestHandle:
         deltas, n_tokens = [self._buffer.popleft()], 0
         while self._buffer and (n_tokens := n_tokens + max(1, deltas[-1].n_tokens)) < MAX_AT_ONCE:
             deltas.append(self._buffer.popleft())
-        self._undelivered_tokens -= sum(d.n_tokens for d in deltas)
+        for delta in deltas:
+            self._undelivered_tokens -= delta.n_tokens
         return deltas
 
     def _receive(self, deltas: list[Delta], max_undelivered_tokens: int) -> None:
         if self._dropped:
             return
         self._buffer += deltas
-        self._undelivered_tokens += sum(d.n_tokens for d in deltas)
-        self._unfinished -= sum(d.finish_reason is not None for d in deltas)
+        for delta in deltas:
+            self._undelivered_tokens += delta.n_tokens
+            self._unfinished -= delta.finish_reason is not None
         # a reader that waits is not slow: much came at once because this thread was held up
         if self._undelivered_tokens > max_undelivered_tokens * self._n_choices and self._wakeup is None:
             self._drop(f"the reader fell {self._undelivered_tokens} tokens behind, so the request was aborted")
@@ -221,6 +223,12 @@ class AsyncEngine:
         self._flush_due = False  # guarded by _lock
         self._turnover = Turnover(loop.limits.max_sequences)
         self._told = threading.Event()  # what the last step added was handed to its readers
+
+    @property
+    def aio(self) -> asyncio.AbstractEventLoop:
+        """In which it was started. (To ask asyncio which one runs costs a call of the kernel.)"""
+        assert self._aio is not None, "ask before start"
+        return self._aio
 
     @property
     def limits(self) -> ExecutorLimits:

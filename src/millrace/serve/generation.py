@@ -1,21 +1,13 @@
-"""The engine's side of one HTTP call: a request per prompt, read as one, measured, cancelled; and its stream of events.
+"""The engine's side of one call: a request per prompt, read as one, measured, cancelled. `events.py` streams it."""
 
-A stream is one write for each step of the engine, whatever the number of its tokens and choices.
-"""
-
-import contextlib
 import hashlib
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
-from starlette.types import Receive, Scope, Send
 
 from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said
@@ -26,8 +18,7 @@ from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.blocks import Blocks
 from millrace.serve.conversation import Conversation
-from millrace.serve.errors import GenerationFailedError, Problem
-from millrace.serve.protocol import StreamOptions
+from millrace.serve.errors import GenerationFailedError
 from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
 from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
@@ -168,11 +159,13 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        merged: dict[int, Delta] = {}
-        for delta in await anext(self.handle):
-            before = merged.get(delta.index)
-            merged[delta.index] = delta if before is None else _joined(before, delta)
-        deltas = list(merged.values())
+        deltas = await anext(self.handle)
+        if len(deltas) > 1:
+            merged: dict[int, Delta] = {}
+            for delta in deltas:
+                before = merged.get(delta.index)
+                merged[delta.index] = delta if before is None else _joined(before, delta)
+            deltas = list(merged.values())
         self._measure(deltas)
         for delta in deltas:
             if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
@@ -324,77 +317,3 @@ def _joined(a: Delta, b: Delta) -> Delta:
 
 def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None) -> tuple[TokenLogprobs, ...] | None:
     return None if a is None and b is None else (a or ()) + (b or ())
-
-
-class StreamUsage:
-    """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
-
-    def __init__(self, asked: StreamOptions | None, generation: Generation) -> None:
-        self.at_end = asked is not None and bool(asked.include_usage)
-        self._always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
-        self._generation = generation
-
-    def of(self, choice: int) -> Usage | UnsetType | None:
-        """For an event about that choice."""
-        if not self.at_end:
-            return UNSET
-        return self._generation.usage_so_far(choice) if self._always else None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamForm:
-    """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
-
-    content_type: bytes
-    failed: Callable[[Problem], bytes]
-    end: bytes = b""
-
-
-EVENTS = StreamForm(
-    b"text/event-stream; charset=utf-8", lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n"
-)
-_HEADERS = [
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
-]
-_ENCODER = msgspec.json.Encoder()
-log = logging.getLogger(__name__)
-
-
-def events(replies: Iterable[msgspec.Struct]) -> bytes:
-    """Each reply as one event."""
-    return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
-
-
-def named_event(name: str, reply: msgspec.Struct) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(reply) + b"\n\n"
-
-
-class EventStream:
-    """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
-
-    A generation that fails after the status line was sent becomes an error event. A reader that takes nothing loses its
-    connection (`connections.py`), and so the generation ends as for any client that goes away.
-    """
-
-    def __init__(
-        self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS, *, goes_on: bool = False
-    ) -> None:
-        """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
-        self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        headers = [(b"content-type", self._form.content_type), *_HEADERS]
-        async with contextlib.nullcontext() if self._goes_on else self._generation:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            try:
-                async for block in self._blocks:
-                    if block:
-                        await write(block)
-            except GenerationFailedError as error:
-                log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
-                await write(self._form.failed(error.problem))
-        await write(self._form.end, more=False)

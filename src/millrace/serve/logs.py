@@ -35,9 +35,24 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, IN_RECORD, None)
         if isinstance(entry, Lines):
-            return "\n".join(f"{_time(one.at_s)} {record.levelname} {one}" for one in entry)
+            return _text(record.levelname, entry)
         line = f"{_time(record.created)} {record.levelname} {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _text(level: str, lines: Lines) -> str:
+    """As a RequestLog says them, in a fifth of the time."""
+    found, second_s, second = [], -1, ""
+    for at_s, method, path, request_id, status, total_ms, error in lines:
+        if not 0 <= at_s - second_s < 1:
+            second_s = int(at_s)
+            second = _second(second_s)
+        begin = f"{second}.{int((at_s - second_s) * 1000):03d}Z {level} "
+        if error:
+            found.append(begin + str(RequestLog(method, path, request_id, status, total_ms, error=error)))
+        else:
+            found.append(f"{begin}{method} {path} request_id={request_id} status={status} total_ms={total_ms:.1f}")
+    return "\n".join(found)
 
 
 class JsonFormatter(logging.Formatter):
@@ -46,7 +61,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, IN_RECORD, None)
         if isinstance(entry, Lines):
-            return "\n".join(json.dumps(self._head(record, one.at_s) | one.entry().known()) for one in entry)
+            return "\n".join(json.dumps(self._head(record, at_s) | one.known()) for at_s, one in entry.entries())
         line = self._head(record, record.created)
         line |= entry.known() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
         if record.exc_info:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httptools
 from starlette.types import Receive, Scope
@@ -21,15 +21,9 @@ ACCESS = "millrace.serve.access"  # the logger of requests
 IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
 LATER_S, MOST_LATER = 0.1, 500
 QUIET_PATHS = (
-    "/health",
-    "/v1/health/",
-    "/v2/health/",
-    "/metrics",
-    "/v1/metrics",
-    "/inference.GRPCInferenceService/ServerLive",
-    "/inference.GRPCInferenceService/ServerReady",
-    "/grpc.health.v1.Health/",
-)  # asked every few seconds: logged at DEBUG
+    "/health", "/v1/health/", "/v2/health/", "/metrics", "/v1/metrics", "/grpc.health.v1.Health/",
+    "/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady",
+)  # fmt: skip  # asked every few seconds: logged at DEBUG
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
 _PLAIN = re.compile(r"[!-~]+")
 _UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
@@ -91,52 +85,44 @@ class LogLater:
     """Lines of requests that take less time than writing one does: written together, at most LATER_S late."""
 
     def __init__(self) -> None:
-        self._lines = Lines()
+        self._lines: list[tuple[float, str, str, str | None, int, float, str]] = []
         self._logger = logging.getLogger(ACCESS)
 
-    def add(self, method: str, path: str, request_id: str, status: int, total_ms: float, error: str = "") -> None:
-        """In the event loop's thread."""
+    def add(
+        self, method: str, path: str, request_id: str | None, status: int, total_ms: float, error: str = ""
+    ) -> None:
+        """In the event loop's thread. request_id: None where nobody was told of one"""
         if not self._logger.isEnabledFor(logging.INFO):
             return
         if not self._lines:
             asyncio.get_running_loop().call_later(LATER_S, self.write)
-        self._lines.append(Line(time.time(), method, path, request_id, status, total_ms, error))
+        self._lines.append((time.time(), method, path, request_id, status, total_ms, error))
         if len(self._lines) >= MOST_LATER:
             self.write()
 
     def write(self) -> None:
         if self._lines:
-            lines, self._lines = self._lines, Lines()
+            found, self._lines = self._lines, []
+            drawn = random.getrandbits(128 * len(found)).to_bytes(16 * len(found)).hex()
+            lines = Lines(
+                (row[0], row[1], row[2], row[3] or drawn[32 * i : 32 * i + 32], row[4], row[5], row[6])
+                for i, row in enumerate(found)
+            )
             self._logger.info("%s", lines, extra={IN_RECORD: lines})
 
 
-class Line(NamedTuple):
-    """What a short request's line says; at_s: time.time()"""
-
-    at_s: float
-    method: str
-    path: str
-    request_id: str
-    status: int
-    total_ms: float
-    error: str
-
-    def entry(self) -> RequestLog:
-        _, method, path, request_id, status, total_ms, error = self
-        return RequestLog(method, path, request_id, status, total_ms, error=error or None)
-
-    def __str__(self) -> str:
-        if self.error:
-            return str(self.entry())
-        _, method, path, request_id, status, total_ms, _ = self  # as a RequestLog says it, in a fourth of the time
-        return f"{method} {path} request_id={request_id} status={status} total_ms={round(total_ms, 1)}"
+Line = tuple[float, str, str, str, int, float, str]  # time.time(), method, path, id, status, total_ms, error
 
 
 class Lines(list[Line]):
-    """Of one record."""
+    """Of one record: what short requests' lines say."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        return "\n".join(str(entry) for _, entry in self.entries())
+
+    def entries(self) -> Iterator[tuple[float, RequestLog]]:
+        for at_s, method, path, request_id, status, total_ms, error in self:
+            yield at_s, RequestLog(method, path, request_id, status, total_ms, error=error or None)
 
 
 class Parsing(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.serve.inference.durations import N_BOUNDS, BoundedHistogram, Histogram, Recent
+from millrace.serve.inference.durations import N_BOUNDS, BoundedHistogram, Duration, Histogram, Recent
 from millrace.serve.inference.measures import Measures
 
 
@@ -69,3 +69,17 @@ def test_what_is_measured_is_said_in_tritons_words() -> None:
 def test_a_mistake_in_what_is_measured_is_said(said: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
         Measures.of(said)
+
+
+@pytest.mark.parametrize(
+    "make", [Duration, Histogram, lambda: BoundedHistogram((0.5, 3.0), 1_000_000), lambda: Recent(Histogram())]
+)
+def test_many_at_once_count_as_one_by_one(make: Callable[[], Duration | Histogram | Recent]) -> None:
+    each_ns = [ns for ns in edges() if ns >= 0]
+    together, apart = make(), make()
+    together.add_all(each_ns)
+    for ns in each_ns:
+        apart.add(ns)
+    assert together.told() == apart.told() == {"count": len(each_ns), "ns": sum(each_ns)}
+    if not isinstance(together, Duration) and not isinstance(apart, Duration):
+        assert [*together.up_to()] == [*apart.up_to()]

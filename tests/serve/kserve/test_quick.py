@@ -256,17 +256,18 @@ def test_a_model_that_is_loaded_anew_answers_and_the_old_one_is_forgotten(tmp_pa
 
 
 def test_lines_that_are_written_together_say_what_others_say() -> None:
-    first = Line(1.5, "POST", "/v2/models/a/infer", "i1", 200, 0.123, "")
-    second = Line(2.25, "GRPC", "/x", "i2", 3, 1.0, "no such thing")
-    together = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s", (Lines([first, second]),), None)
-    setattr(together, IN_RECORD, Lines([first, second]))
+    first: Line = (1.5, "POST", "/v2/models/a/infer", "i1", 200, 0.123, "")
+    second: Line = (2.25, "GRPC", "/x", "i2", 3, 1.0, "no such thing")
+    third: Line = (1_764_000_000.999, "GRPC", "/x", "i3", 0, 12_345.65, "")
+    lines = Lines([first, second, third])
+    together = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s", (lines,), None)
+    setattr(together, IN_RECORD, lines)
     for formatter in (TextFormatter(), JsonFormatter()):
         alone = []
-        for line in (first, second):
-            entry = RequestLog(line.method, line.path, line.request_id, line.status, line.total_ms)
-            entry.error = line.error or None
+        for at_s, method, path, request_id, status, total_ms, error in lines:
+            entry = RequestLog(method, path, request_id, status, total_ms, error=error or None)
             record = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s", (entry,), None)
-            record.created = line.at_s
+            record.created = at_s
             setattr(record, IN_RECORD, entry)
             alone.append(formatter.format(record))
         assert formatter.format(together).split("\n") == alone
@@ -290,7 +291,7 @@ def test_messages_are_answered_as_others(
     asked = [_sums(draw, **kind).SerializeToString() for kind in kinds for _ in range(5)]
     quick = [call(data, timeout=20) for data in asked]
     assert len(n_quick) == 3 * len(kinds)
-    monkeypatch.setattr(QuickCalls, "answer", lambda self, data: None)
+    monkeypatch.setattr(QuickCalls, "answer", lambda self, data, came_ns: None)
     assert [call(data, timeout=20) for data in asked] == quick
     for data, told in zip(asked[:5], quick[:5], strict=True):
         left, right = (

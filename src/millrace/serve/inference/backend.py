@@ -51,6 +51,9 @@ class InstanceGiven:
         return self.folder / str(self.version) / self.config.default_model_filename
 
 
+Computing = Callable[[Mapping[str, Array]], Mapping[str, Array]]  # outputs of inputs, by name
+
+
 class InstanceGoneError(Exception):
     """It was gone before it was given anything: what it was given goes to another one."""
 
@@ -93,6 +96,10 @@ class Instance(ABC):
         """What asks it whether it is ready, from any thread and at any time, and may raise; None: it always is."""
         return None
 
+    def alone(self) -> "Computing | None":
+        """All that `execute` does with the inputs of one request, where that is all that it looks at."""
+        return None
+
     def close(self) -> None:
         """After its last request."""
         return
@@ -123,6 +130,10 @@ class Batched(Instance):
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """All of its outputs. Where the model has a batch dimension, it is the first of every array."""
 
+    def alone(self) -> Computing | None:
+        is_own = type(self).execute is not Batched.execute
+        return None if self._is_ragged or is_own else self.compute
+
     def execute(self, requests: Sequence[InferRequest]) -> None:
         first = requests[0]
         is_plain = len(requests) == 1 and not self._is_ragged
@@ -141,9 +152,20 @@ class Batched(Instance):
 
 
 def _answer(request: InferRequest, outputs: Mapping[str, Array]) -> None:
-    """With those that it asks for, in its order; one that is not there is its own error, and nobody else's."""
+    """One that is not there is its own error, and nobody else's."""
+    try:
+        found = asked_of(request, outputs)
+    except StatusError as error:
+        request.fail(error)
+        return
+    request.send(InferResponse(found))
+
+
+def asked_of(request: InferRequest, outputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Those that it asks for, in its order. raises StatusError where one is not there"""
+    if not request.outputs:
+        return outputs
     missing = next((name for name in request.outputs if name not in outputs), None)
     if missing is not None:
-        request.fail(StatusError(Code.INTERNAL, f"{request.named}the model computed no output '{missing}'"))
-        return
-    request.send(InferResponse({name: outputs[name] for name in request.outputs} if request.outputs else outputs))
+        raise StatusError(Code.INTERNAL, f"{request.named}the model computed no output '{missing}'")
+    return {name: outputs[name] for name in request.outputs}

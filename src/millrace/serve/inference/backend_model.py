@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from millrace.serve.inference.at_once import AtOnce
 from millrace.serve.inference.backend import InstanceGiven, ModelBackend
 from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
 from millrace.serve.inference.instances import Outbox, Worker
 from millrace.serve.inference.iterative import Slots
-from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
+from millrace.serve.inference.model import Loadable, Model, Waiting
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
@@ -50,6 +51,11 @@ class BackendModel(Model):
             for worker in self._workers:
                 self._limiter.add(worker, worker.given.group, self)
         self._idle = deque(self._workers)
+        self.infer_at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
+        self._is_never_quick = bool(
+            self.is_decoupled or self.rules.delay_ns or self._slots is not None or self.cache is not None
+            or self._limiter is not None
+        )  # fmt: skip
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
         return Worker(given, lambda: warmed(backend.instance(given), given), self._outbox, self)
@@ -112,31 +118,9 @@ class BackendModel(Model):
 
     def answers_at_once(self, n_bytes: int) -> bool:
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
-        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns or self._slots is not None:
+        if self._n_open or self._is_never_quick or self._tracer.is_on or not self._idle:
             return False
-        if self.cache is not None or self._tracer.is_on or self._limiter is not None:
-            return False
-        return self._idle[0].is_quick(n_bytes)
-
-    def infer_at_once(self, request: InferRequest) -> InferResponse:
-        """As `infer`, where it `answers_at_once`. raises StatusError"""
-        answers: list[tuple[InferRequest, InferResponse | None, StatusError | None, bool]] = []
-        request.send_by = lambda *answer: answers.append(answer)
-        request.received_ns = request.queued_ns = request.started_ns = time.monotonic_ns()
-        batch = self._queue.alone(request)
-        self._idle[0].compute(batch)
-        done_ns = time.monotonic_ns()
-        for _, response, error, final in answers:
-            if error is None and response is not None and final:
-                self.statistics.answered_alone(request, batch, done_ns)
-                return response
-            if error is not None or final:
-                break
-        else:
-            error = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
-        self.statistics.executed(batch, done_ns)
-        self.statistics.failed(request, done_ns, "BACKEND")
-        raise error or StatusError(Code.INTERNAL, NO_RESPONSE)
+        return n_bytes <= self._idle[0].quick_bytes
 
     async def retire(self) -> None:
         self._is_retired = True

@@ -167,14 +167,19 @@ class BatchQueue:
     def alone(self, request: InferRequest) -> Batch:
         """The batch that it would be if it was put and taken at once, where nothing waits and nothing delays."""
         size = request.batch_size or 1
+        return Batch((request,), size, self.closed_alone(size))
+
+    def closed_alone(self, size: int) -> Closed:
+        """Why a batch of one request of that size, for which nothing waits and nothing delays, has no more."""
         closed = self._closed_alone.get(size)
         if closed is None:
-            other = BatchQueue(self._rules)
+            other, request = BatchQueue(self._rules), InferRequest({})
+            request.batch_size = size
             other.put(request, 0)
             batch = other.take(0)
             assert batch is not None, "there is a delay"
             closed = self._closed_alone[size] = batch.closed
-        return Batch((request,), size, closed)
+        return closed
 
     def expired(self, now_ns: int) -> list[InferRequest]:
         """Those that are refused because they waited too long, taken out; those that are only delayed are moved."""

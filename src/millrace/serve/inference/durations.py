@@ -26,6 +26,11 @@ class Duration:
         if ns > 0:
             self.ns += ns
 
+    def add_all(self, each_ns: Sequence[int]) -> None:
+        """None of them negative."""
+        self.count += len(each_ns)
+        self.ns += sum(each_ns)
+
     def told(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
 
@@ -49,6 +54,10 @@ class Histogram:
             self._n_in[((ns - 1) // 1000).bit_length()] += 1
         else:
             self._n_in[0] += 1
+
+    def add_all(self, each_ns: Sequence[int]) -> None:
+        for ns in each_ns:
+            self.add(ns)
 
     def told(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
@@ -90,6 +99,10 @@ class Recent:
     def add(self, ns: int) -> None:
         self._beside.add(ns)
         self._last.append((time.monotonic(), max(ns, 0)))
+
+    def add_all(self, each_ns: Sequence[int]) -> None:
+        for ns in each_ns:
+            self.add(ns)
 
     @property
     def count(self) -> int:

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from millrace.serve.inference.backend import Instance, InstanceGiven, InstanceGoneError
+from millrace.serve.inference.backend import Computing, Instance, InstanceGiven, InstanceGoneError
 from millrace.serve.inference.batching import Batch
 from millrace.serve.inference.guest.runner import said
 from millrace.serve.inference.readiness import Watch
@@ -113,7 +113,8 @@ class Worker:
         self.batch: Batch | None = None  # that it computes
         self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
         self.unready = ""  # as its owner knows: why its instance says that it is not ready
-        self.answers_later, self._quick_bytes = False, 0
+        self.answers_later, self.quick_bytes = False, 0
+        self.alone: Computing | None = None  # its instance's
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
         self._watch: Watch | None = None
@@ -134,7 +135,7 @@ class Worker:
     def run_here(self, batch: Batch) -> bool:
         """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
         held = (array.nbytes for r in batch.requests for array in r.inputs.values())
-        if self._instance is None or not self.is_quick(sum(held) if self._quick_bytes else 0):
+        if self._instance is None or not self.is_quick(sum(held) if self.quick_bytes else 0):
             return False
         self.compute(batch)
         return True
@@ -146,7 +147,7 @@ class Worker:
 
     def is_quick(self, n_bytes: int) -> bool:
         """Whether it would compute inputs of so many bytes in whatever thread asks."""
-        return bool(self._quick_bytes) and n_bytes <= self._quick_bytes
+        return bool(self.quick_bytes) and n_bytes <= self.quick_bytes
 
     def cancelled(self, request: InferRequest) -> None:
         if self._instance is not None:
@@ -186,7 +187,8 @@ class Worker:
         """raises whatever the model raises"""
         instance = self._make()
         self._lost_because = ""
-        self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
+        self.answers_later, self.quick_bytes = instance.answers_later, instance.quick_bytes
+        self.alone = instance.alone()
         self._instance = instance
         instance.when_lost(self._is_lost)
         asks = instance.says_ready()

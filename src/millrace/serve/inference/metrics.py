@@ -141,6 +141,8 @@ _HISTOGRAMS: tuple[_Family, ...] = (
 def metrics_text(models: Iterable[Model], measures: Measures) -> str:
     """models: every version that is served; families without a sample are left out"""
     everybody = [(model, _labels(model)) for model in models]
+    for model, _ in everybody:
+        model.statistics.settle()
     lines: list[str] = []
     for name, kind, help_text, samples in _families(measures):
         found = [f"{name}{s.suffix}{{{labels}{s.more}}} {s.value}" for m, labels in everybody for s in samples(m)]

@@ -15,9 +15,10 @@ from millrace.serve.inference.brought import BroughtFolder
 from millrace.serve.inference.cache import ResponseCache, key_of
 from millrace.serve.inference.check import Checker
 from millrace.serve.inference.common import Common
-from millrace.serve.inference.request import Hop, InferRequest, InferResponse, Receiver
+from millrace.serve.inference.request import Hop, InferRequest, InferResponse, Parameter, Receiver
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 NO_RESPONSE = "received an unexpected null response"
@@ -191,8 +192,8 @@ class Model(ABC):
         """Whether `infer_at_once` answers a request with inputs of so many bytes now."""
         return False
 
-    def infer_at_once(self, request: InferRequest) -> InferResponse:
-        """As `infer`, where it `answers_at_once`. raises StatusError"""
+    def infer_at_once(self, like: InferRequest, inputs: dict[str, Array], came_ns: int) -> "Answered":
+        """As `infer`, of `like` with these inputs, where it `answers_at_once`. raises StatusError"""
         raise AssertionError(f"{self.name} does not answer at once")
 
     async def infer(self, request: InferRequest) -> InferResponse:
@@ -246,4 +247,5 @@ class Model(ABC):
         return self.statistics.told(self.name, self.version)
 
 
+Answered = tuple[Mapping[str, Array], Mapping[str, Parameter]]  # an InferResponse's
 Waiting = tuple[Model, InferRequest]  # a request, and who has it

@@ -96,6 +96,7 @@ class RepositoryBackend(Backend):
         """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
         return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
 
+    @property
     def has_room(self) -> bool:
         """Whether `admitted` would let one more in."""
         return self._n_open < self._max_open and not self._admission.is_draining

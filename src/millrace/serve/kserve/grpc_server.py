@@ -5,7 +5,7 @@ It lives in the event loop that HTTP has, and shares with it what is served, its
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.serving import number_of_connections
-from millrace.serve.wire import RequestLog, id_of, log_request
+from millrace.serve.wire import LogLater, RequestLog, id_of, log_request
 
 STATUS = {
     Code.UNKNOWN: grpc.StatusCode.UNKNOWN, Code.INTERNAL: grpc.StatusCode.INTERNAL,
@@ -34,6 +34,7 @@ STATUS = {
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE, Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     Code.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS, Code.CANCELLED: grpc.StatusCode.CANCELLED,
 }  # fmt: skip
+_OK = grpc.StatusCode.OK
 _STREAM = "ModelStreamInfer"
 _UNARY = (
     "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics",
@@ -83,11 +84,11 @@ class GrpcServer:
             SERVICE: {name: grpc.unary_unary_rpc_method_handler(self._unary(SERVICE, name)) for name in _UNARY},
             _HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._unary(_HEALTH, "Check"))},
         }
-        services[SERVICE]["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer())
         services[SERVICE][_STREAM] = grpc.stream_stream_rpc_method_handler(self._stream)
-        server.add_generic_rpc_handlers(
-            tuple(grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items())
-        )
+        handlers = [grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items()]
+        if self._keys.are_open and self._guard.leaves_inference_alone:
+            handlers.insert(0, _Inferences(self._quick, self._backend.log, self._unary(SERVICE, "ModelInfer")))
+        server.add_generic_rpc_handlers(tuple(handlers))
         try:
             port = self._add_port(server)
         except RuntimeError:
@@ -128,29 +129,6 @@ class GrpcServer:
                 with self._held(len(data), is_control=name.startswith("Repository")):
                     return await self._front.answer(name, data, caller)
             raise AssertionError("a failed call is aborted")
-
-        return called
-
-    def _infer(self) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        """What is short and quick is answered without what the other calls need around them."""
-        otherwise = self._unary(SERVICE, "ModelInfer")
-        quick, log_later = self._quick, self._backend.log
-        is_open = self._keys.are_open and self._guard.leaves_inference_alone
-
-        async def called(data: bytes, context: Any) -> bytes:
-            began_s, details = time.perf_counter(), ""
-            try:
-                found = quick.answer(data) if is_open else None
-                code = grpc.StatusCode.OK
-            except StatusError as error:
-                found, code, details = b"", STATUS[error.code], error.message
-            if found is None:
-                return await otherwise(data, context)
-            took_ms = (time.perf_counter() - began_s) * 1e3
-            log_later.add("GRPC", _INFER, id_of(_given_id(context)), code.value[0], took_ms, details)
-            if details:
-                await context.abort(code, details)
-            return found
 
         return called
 
@@ -238,11 +216,49 @@ class _Called:
     bill: Bill = field(default_factory=Bill)
 
 
-def _given_id(context: Any) -> bytes | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == "x-request-id":
-            return value.encode() if isinstance(value, str) else bytes(value)
-    return None
+class _Inferences(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
+    """ModelInfer where anybody may ask: short and quick ones without what other calls need around them."""
+
+    def __init__(self, quick: QuickCalls, log_later: LogLater, otherwise: Callable[[bytes, Any], Awaitable[bytes]]):
+        self.quick, self.log_later, self.otherwise = quick, log_later, otherwise
+
+    def service(self, handler_call_details: Any) -> "_Inference | None":
+        is_ours = handler_call_details.method == _INFER
+        return _Inference(self, handler_call_details.invocation_metadata or ()) if is_ours else None
+
+
+@Awaitable.register  # of what is called that grpcio need not look whether its code is a coroutine's, call by call
+class _Inference:
+    """One of them, as grpcio's RpcMethodHandler. Its metadata is read once: of the context it would be read again."""
+
+    __slots__ = ("_metadata", "_of")
+    request_streaming = response_streaming = False
+    request_deserializer = response_serializer = None
+
+    def __init__(self, of: _Inferences, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self._of, self._metadata = of, metadata
+
+    @property
+    def unary_unary(self) -> "_Inference":
+        return self
+
+    async def __call__(self, data: bytes, context: Any) -> bytes:
+        came_ns, code, details = time.monotonic_ns(), _OK, ""
+        try:
+            found = self._of.quick.answer(data, came_ns)
+        except StatusError as error:
+            found, code, details = b"", STATUS[error.code], error.message
+        if found is None:
+            return await self._of.otherwise(data, context)
+        request_id = None  # drawn when the line is written
+        for key, value in self._metadata:
+            if key == "x-request-id":
+                request_id = id_of(value.encode() if isinstance(value, str) else bytes(value))
+        took_ms = (time.monotonic_ns() - came_ns) / 1e6
+        self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
+        if details:
+            await context.abort(code, details)
+        return found
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

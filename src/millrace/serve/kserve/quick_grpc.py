@@ -5,13 +5,14 @@ remembered, with where each tensor lies; a message of the same length, with the 
 same request with other numbers. The messages of answers are alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from numpy import ndarray
 
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -20,11 +21,15 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import Wanted, read_infer, response_message
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, likeness, ready
+from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, ready
+from millrace.serve.kserve.tensors import Array
 from millrace.serve.wire import FREE_BYTES
 
 MOST_LENGTHS, MOST_OF_LENGTH = 64, 4  # that are remembered
 _RAW_INPUT, _RAW_OUTPUT = 7, 6  # fields of the messages
+
+
+_Told = tuple[str, Any, tuple[int, ...], bytes]  # an output's name, dtype and shape, and what is in front of it
 
 
 @dataclass(slots=True)
@@ -38,7 +43,7 @@ class _Known:
     places: Sequence[Place]
     like: InferRequest  # but for its inputs
     wanted: Wanted
-    told: tuple[object, list[bytes]] | None = None  # of the last answer: its shapes, the bytes in front of each tensor
+    told: Sequence[_Told] | None = None  # of the last answer
 
 
 class QuickCalls:
@@ -86,21 +91,30 @@ class QuickCalls:
             ):  # what has to be converted is no place in a message
                 return None
             name = next(name for name, one in request.inputs.items() if one is array)
-            places.append(Place(name, array.dtype, array.shape, at + len(before)))
+            begin = at + len(before)
+            places.append(Place(name, array.dtype, array.shape, begin, begin + len(data)))
         request.inputs = {}
         return _Known(fixed, told.model_name, version, ref(model), places, request, wanted)
 
     # ------------------------------------------------------------------ what comes again
 
-    def answer(self, data: bytes) -> bytes | None:
-        """The whole response; None: it must go the usual way. raises StatusError"""
+    def answer(self, data: bytes, came_ns: int) -> bytes | None:
+        """The whole response; None: it must go the usual way. came_ns: time.monotonic_ns(). raises StatusError"""
         for known in self._known.get(len(data), ()):
-            if all(data.startswith(part, at) for at, part in known.fixed):
+            for at, part in known.fixed:
+                if not data.startswith(part, at):
+                    break
+            else:
                 model = ready(self._backend, known.name, known.version, known.model, len(data))
                 if model is None:
                     return None
-                request = known.like.copied({place.name: place.of(data) for place in known.places})
-                return _written(known, model, request, model.infer_at_once(request))
+                inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in known.places}
+                outputs, parameters = model.infer_at_once(known.like, inputs, came_ns)
+                if known.told is not None and not parameters:
+                    found = _as_before(known.told, outputs)
+                    if found is not None:
+                        return found
+                return _written(known, model, InferResponse(outputs, parameters))
         return None
 
 
@@ -138,19 +152,26 @@ def _is_whole(front: bytes) -> bool:
         return False
 
 
-def _written(known: _Known, model: Model, request: InferRequest, response: InferResponse) -> bytes:
+def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array]) -> bytes | None:
     """Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
-    data: bytes
-    like = likeness(response.outputs)
-    if known.told is not None and known.told[0] == like and not response.parameters:
-        data = b""
-        for before, array in zip(known.told[1], response.outputs.values(), strict=True):
-            data += before + array.tobytes()
-        return data
-    data = response_message(model, request, response, known.wanted).SerializeToString()
+    if len(told) != len(outputs):
+        return None
+    data = b""
+    for (name, dtype, shape, before), (found, array) in zip(told, outputs.items(), strict=True):
+        if name != found or dtype != array.dtype or shape != array.shape:
+            return None
+        data += before + array.tobytes()
+    return data
+
+
+def _written(known: _Known, model: Model, response: InferResponse) -> bytes:
+    """And what is to be known of it for the next one."""
+    data: bytes = response_message(model, known.like, response, known.wanted).SerializeToString()
     plain = not (response.parameters or known.wanted.n_classes)
     arrays = list(response.outputs.values())
     if plain and not any(array.dtype == np.object_ for array in arrays):
         _, fixed = _around(data, _RAW_OUTPUT, [array.tobytes() for array in arrays])
-        known.told = (like, [part for _, part in fixed]) if fixed else None
+        befores = [part for _, part in fixed]
+        told = zip(response.outputs, arrays, befores, strict=True) if fixed else ()
+        known.told = [(name, array.dtype, array.shape, before) for name, array, before in told] or None
     return data

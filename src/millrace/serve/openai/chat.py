@@ -8,12 +8,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.checkpoint.tool_calls.reader import CallPart
+from millrace.checkpoint.tool_calls.reader import CallPart, Said
 from millrace.runtime.params import Delta, TokenLogprobs
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import Conversation
+from millrace.serve.events import EventStream, StreamUsage, TextEvents, events
 from millrace.serve.fields import chat_params, let_go, rendering_of, terms_of, wants_receipt
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, converse, events
+from millrace.serve.generation import Generation, Whole, converse
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.openai.replies import (
     AssistantMessage,
@@ -110,27 +111,41 @@ class _Answer:
         first = self._chunk(roles, usage)
         first.millrace = self._generation.asked
         head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
+        is_plain = self._generation.params.logprobs is None and not usage.always
+        plain = TextEvents(b'"content"', partial(self._empty, usage)) if is_plain else None
         async for deltas in self._generation:
-            is_much = self._generation.is_much(deltas)
-            yield head + await self._backend.written(is_much, partial(self._block, deltas, usage))
+            if self._generation.is_much(deltas):
+                yield head + await self._backend.written(True, partial(self._block, deltas, usage, None))
+            else:
+                yield head + self._block(deltas, usage, plain)
             head = b""
         if usage.at_end:
             last = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, [])
             last.usage = self._generation.usage
             yield events([last])
 
-    def _block(self, deltas: list[Delta], usage: StreamUsage) -> bytes:
-        choices = [choice for choice in map(self._choice, deltas) if choice is not None]
-        return events(self._chunk([choice], usage) for choice in choices)
+    def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextEvents | None) -> bytes:
+        """plain: of events that say nothing but a text, where there are such"""
+        found = []
+        for delta in deltas:
+            said = self._generation.said(delta)
+            if plain is not None and said.content and not (said.reasoning or said.calls or delta.finish_reason):
+                found.append(plain.event(delta.index, said.content))
+            elif (choice := self._choice(delta, said)) is not None:
+                found.append(events([self._chunk([choice], usage)]))
+        return b"".join(found)
+
+    def _empty(self, usage: StreamUsage, choice: int) -> ChatChunk:
+        """What an event in the middle of a stream would be without its text."""
+        return self._chunk([ChatChunkChoice(choice, ChatDelta(content=""))], usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
         chunk = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, choices)
         chunk.usage = usage.of(choices[0].index)
         return chunk
 
-    def _choice(self, delta: Delta) -> ChatChunkChoice | None:
+    def _choice(self, delta: Delta, said: Said) -> ChatChunkChoice | None:
         """None where there is nothing to say yet: half a character, or the beginning of a mark."""
-        said = self._generation.said(delta)
         choice = ChatChunkChoice(delta.index, ChatDelta())
         if said.content:
             choice.delta.content = said.content

@@ -12,8 +12,9 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, check_context
 from millrace.serve.blocks import Kind
+from millrace.serve.events import EventStream, StreamUsage, TextEvents, events
 from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
+from millrace.serve.generation import Generation, Whole, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.openai.replies import CompletionChoice, CompletionReply
 from millrace.serve.protocol import CompletionRequest
@@ -111,6 +112,8 @@ class _Answer:
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
         asked: Asked | None = self._generation.asked  # told in the first event
+        is_plain = not (self._offsets or self._prompt_only or usage.always)
+        plain = TextEvents(b'"text"', partial(self._empty, usage)) if is_plain else None
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
         if self._echoes is not None:
             echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._generation.n_choices)]
@@ -118,6 +121,10 @@ class _Answer:
                 echoed[choice].logprobs = piece
             head, asked = self._events([echoed], usage, asked), None
         async for deltas in self._generation:
+            if plain is not None and not (head or asked) and len(deltas) == 1 and deltas[0].finish_reason is None:
+                if deltas[0].text:
+                    yield plain.event(deltas[0].index, deltas[0].text)
+                continue
             block = await self._backend.written(
                 self._generation.is_much(deltas), partial(self._block, deltas, usage, asked)
             )
@@ -133,6 +140,12 @@ class _Answer:
         choices = [choice for delta in deltas for choice in self._choices(delta)]
         said = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
         return self._events(said, usage, asked) if said else b""
+
+    def _empty(self, usage: StreamUsage, choice: int) -> CompletionReply:
+        """What an event in the middle of a stream would be without its text."""
+        reply = self._reply([CompletionChoice(choice, "", None, None)])
+        reply.usage = usage.of(choice)
+        return reply
 
     def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: Asked | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]
