@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.serve.events import TextEvents, events
+from millrace.serve.generation import TextEvents, events
 from millrace.serve.openai.replies import (
     ChatChunk,
     ChatChunkChoice,

@@ -19,8 +19,8 @@ _OPERATIONS = {"chat/completions": "chat", "responses": "chat", "messages": "cha
 
 
 def trace(tracer: Tracer, call: Call, scope: Scope) -> None:
-    """It has ended; where it was for a model it is told, or not, as the tracer's settings have it."""
-    if not tracer.is_on or not call.model:
+    """Of a tracer that is on. It has ended; where it was for a model it is told, or not, as the settings have it."""
+    if not call.model:
         return
     parent = tracer.parent(header(scope, PARENT.encode()), header(scope, STATE.encode()))
     if tracer.spans is None or not tracer.takes(parent):

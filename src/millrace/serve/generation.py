@@ -1,24 +1,32 @@
-"""The engine's side of one call: a request per prompt, read as one, measured, cancelled. `events.py` streams it."""
+"""The engine's side of one call: a request per prompt, read as one, measured, cancelled; and the events that
+a stream writes of it: one write for each step of the engine, however many tokens and choices it has.
+"""
 
+import contextlib
 import hashlib
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
+from starlette.types import Receive, Scope, Send
 
 from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said
 from millrace.engine.executor import IntArray
-from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.blocks import Blocks
 from millrace.serve.conversation import Conversation
-from millrace.serve.errors import GenerationFailedError
+from millrace.serve.errors import GenerationFailedError, Problem
+from millrace.serve.logprobs import check_whole
+from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
 from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
@@ -277,23 +285,6 @@ async def start(
     return Generation(handle, params, call, backend, heard)
 
 
-def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int, n: int) -> None:
-    """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
-
-    Of its log probabilities only: its text is a small part of them. n: as it was asked; not all protocols have it
-    """
-    n_bytes = n_tokens * (1 + n_top) * bytes_each
-    if n_bytes > most_bytes:
-        fields = "n, max_tokens" if n > 1 else "max_tokens"
-        raise RequestError(
-            f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
-            f"is some {n_bytes // 2**20} MiB",
-            f"at most {most_bytes // 2**20} MiB in one piece",
-            f"lower {fields} or the number of log probabilities, or have a chat or completion streamed",
-            param="logprobs",
-        )
-
-
 def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0) -> Usage:
     """n_cached: tokens of the prompt that were found in the prefix cache; n_thought: generated, but thoughts"""
     details = PromptTokensDetails(n_cached), CompletionTokensDetails(n_thought)
@@ -317,3 +308,93 @@ def _joined(a: Delta, b: Delta) -> Delta:
 
 def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None) -> tuple[TokenLogprobs, ...] | None:
     return None if a is None and b is None else (a or ()) + (b or ())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
+
+    content_type: bytes
+    failed: Callable[[Problem], bytes]
+    end: bytes = b""
+
+
+EVENTS = StreamForm(
+    b"text/event-stream; charset=utf-8", lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n"
+)
+_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+_ENCODER = msgspec.json.Encoder()
+log = logging.getLogger(__name__)
+
+
+class StreamUsage:
+    """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
+
+    def __init__(self, asked: StreamOptions | None, generation: Generation) -> None:
+        self.at_end = asked is not None and bool(asked.include_usage)
+        self.always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
+        self._generation = generation
+
+    def of(self, choice: int) -> Usage | UnsetType | None:
+        """For an event about that choice."""
+        if not self.at_end:
+            return UNSET
+        return self._generation.usage_so_far(choice) if self.always else None
+
+
+def events(replies: Iterable[msgspec.Struct]) -> bytes:
+    """Each reply as one event."""
+    return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
+
+
+class TextEvents:
+    """Events of a stream that differ in their text alone, so that it is all that is encoded of them."""
+
+    def __init__(self, field: bytes, empty: Callable[[int], msgspec.Struct]) -> None:
+        """field: the text's, with its value where that is empty; empty: such a reply about a choice"""
+        self._field, self._empty = field + b':""', empty
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, choice: int, text: str) -> bytes:
+        around = self._around.get(choice)
+        if around is None:  # within a string of JSON no quote stands without a backslash: the first is the field
+            before, _, after = events([self._empty(choice)]).partition(self._field)
+            around = self._around[choice] = before + self._field[:-2], after
+        return around[0] + _ENCODER.encode(text) + around[1]
+
+
+def named_event(name: str, reply: msgspec.Struct) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(reply) + b"\n\n"
+
+
+class EventStream:
+    """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
+
+    A generation that fails after the status line was sent becomes an error event. A reader that takes nothing loses its
+    connection (`connections.py`), and so the generation ends as for any client that goes away.
+    """
+
+    def __init__(
+        self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS, *, goes_on: bool = False
+    ) -> None:
+        """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
+        self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        headers = [(b"content-type", self._form.content_type), *_HEADERS]
+        async with contextlib.nullcontext() if self._goes_on else self._generation:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                async for block in self._blocks:
+                    if block:
+                        await send({"type": "http.response.body", "body": block, "more_body": True})
+            except GenerationFailedError as error:
+                log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
+                await write(self._form.failed(error.problem))
+        await write(self._form.end, more=False)

@@ -13,6 +13,7 @@ import msgspec
 
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.checkpoint.tool_calls.reader import Said
+from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
@@ -223,3 +224,20 @@ class WholeCompletion:
 
 def _number(logprob: float) -> float:
     return max(logprob, LOWEST)
+
+
+def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int, n: int) -> None:
+    """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
+
+    Of its log probabilities only: its text is a small part of them. n: as it was asked; not all protocols have it
+    """
+    n_bytes = n_tokens * (1 + n_top) * bytes_each
+    if n_bytes > most_bytes:
+        fields = "n, max_tokens" if n > 1 else "max_tokens"
+        raise RequestError(
+            f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
+            f"is some {n_bytes // 2**20} MiB",
+            f"at most {most_bytes // 2**20} MiB in one piece",
+            f"lower {fields} or the number of log probabilities, or have a chat or completion streamed",
+            param="logprobs",
+        )

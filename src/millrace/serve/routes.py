@@ -192,10 +192,12 @@ class Edge:
             log_request(call.log)
             if call.ended is not None:
                 call.ended((call.log.prompt_tokens or 0) + (call.log.generated_tokens or 0))
-            trace(self._models.serving.tracer, call, scope)
-            self._models.serving.load.n -= 1
+            serving = self._models.serving
+            if serving.tracer.is_on:
+                trace(serving.tracer, call, scope)
+            serving.load.n -= 1
             path = getattr(scope.get("route"), "path", "other")
-            self._models.serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
+            serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
         headers: dict[str, str] = {}

@@ -28,9 +28,8 @@ from millrace.serve.anthropic.protocol import (
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem, not_yet
-from millrace.serve.events import EventStream, StreamForm, named_event
 from millrace.serve.fields import let_go, terms_of
-from millrace.serve.generation import Generation, converse
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply

@@ -22,9 +22,8 @@ from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem
-from millrace.serve.events import EventStream, StreamForm
 from millrace.serve.fields import check_neutral, let_go, terms_of
-from millrace.serve.generation import Generation, converse, start
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
 from millrace.serve.ollama.protocol import (
     OllamaChatRequest,
     OllamaDetails,

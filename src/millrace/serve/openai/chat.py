@@ -12,9 +12,8 @@ from millrace.checkpoint.tool_calls.reader import CallPart, Said
 from millrace.runtime.params import Delta, TokenLogprobs
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import Conversation
-from millrace.serve.events import EventStream, StreamUsage, TextEvents, events
 from millrace.serve.fields import chat_params, let_go, rendering_of, terms_of, wants_receipt
-from millrace.serve.generation import Generation, Whole, converse
+from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, Whole, converse, events
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.openai.replies import (
     AssistantMessage,

@@ -12,9 +12,8 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, check_context
 from millrace.serve.blocks import Kind
-from millrace.serve.events import EventStream, StreamUsage, TextEvents, events
 from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
-from millrace.serve.generation import Generation, Whole, start, usage_of
+from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.openai.replies import CompletionChoice, CompletionReply
 from millrace.serve.protocol import CompletionRequest

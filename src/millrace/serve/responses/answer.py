@@ -8,8 +8,7 @@ from millrace.checkpoint.tool_calls.reader import Said
 from millrace.runtime.params import Delta
 from millrace.serve.blocks import Block, Blocks, Happening, Kind, Turn
 from millrace.serve.errors import GenerationFailedError, HttpError, Problem
-from millrace.serve.events import named_event
-from millrace.serve.generation import Generation
+from millrace.serve.generation import Generation, named_event
 from millrace.serve.logprobs import ContentLogprobs, JsonList, chat_logprobs
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import TokenLogprob

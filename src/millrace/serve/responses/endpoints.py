@@ -22,9 +22,8 @@ from millrace.errors import BusyError, RequestError
 from millrace.serve.backend import Models
 from millrace.serve.conversation import Conversation, Rendering
 from millrace.serve.errors import GenerationFailedError, Problem
-from millrace.serve.events import EventStream, StreamForm
 from millrace.serve.fields import let_go, terms_of
-from millrace.serve.generation import Generation, converse
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse
 from millrace.serve.logprobs import CHAT_BYTES
 from millrace.serve.protocol import Message
 from millrace.serve.replies import json_reply
