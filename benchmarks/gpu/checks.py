@@ -16,7 +16,8 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.loaded import Loaded, coded_products
+from millrace.engine.cuda.loaded import Loaded
+from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs

@@ -26,6 +26,7 @@ from millrace.kernels.rope.ref import rope
 from tests.support.one_step import i32
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+from millrace.kernels.matmul import cuda as products  # noqa: E402 (Triton's)
 from millrace.kernels.matmul.cuda import MANY_ROWS, block_k, scaled_mm_takes  # noqa: E402 (Triton's)
 
 PAGE = 64
@@ -214,6 +215,18 @@ def test_rows_that_are_not_finite_stay_so(kind: str) -> None:
         with np.errstate(invalid="ignore"):  # the interpreter's own products
             y = kernels.product(rows, weights(matrix, torch.device("cpu")), torch.float32)
         assert y.isfinite().all(1).tolist() == [True, False, False], kernels.__name__
+
+
+def test_many_rows_meet_some_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose floats are there together only as far as SLAB allows."""
+    rng = np.random.default_rng(2)
+    matrix = weights(rounded_codes(rng.normal(size=(33, 48)).astype(np.float32), 4, 48), torch.device("cpu"))
+    x = torch.from_numpy(rng.normal(size=(MANY_ROWS, 48)).astype(np.float32))
+    whole = triton_kernels.product(x, matrix, torch.float32)
+    monkeypatch.setattr(products, "SLAB", 5 * 48 + 1)
+    torch.testing.assert_close(triton_kernels.product(x, matrix, torch.float32), whole)
+    monkeypatch.setattr(products, "SLAB", 1)
+    torch.testing.assert_close(triton_kernels.product(x, matrix, torch.float32), whole)
 
 
 @pytest.mark.parametrize(("arch", "spilled"), [(80, 40), (89, 64), (90, 0)])

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.step import FEW_ROWS, MANY_ROWS, blocks, splits
+from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS
+from millrace.engine.cuda.step import blocks, splits
 from millrace.engine.cuda.transfer import pinned
 from millrace.engine.executor import StepInputs
 from millrace.kernels.attention.paged import StepTables
