@@ -74,7 +74,7 @@ def _apart(name: str, precision: str, kv: KvFormat | None, device: str, lengths:
     kernels, worst = executor._kernels, 0.0
     told = {}
     for which, used in (("kernels", kernels), ("plain", plain)):
-        executor._kernels, executor._replays = used, {}
+        executor._kernels, executor._replays = used, {}  # which were captured with the others
         told[which] = [executor.logits(step).cpu().numpy().copy() for step in steps]
     for got, want in zip(told["kernels"], told["plain"], strict=True):
         worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))

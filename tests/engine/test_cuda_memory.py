@@ -18,9 +18,11 @@ from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.pipeline import gpu, run_passes
 from millrace.compile.source import Source
+from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.memory import SHARE, Needs, needs_of, page_bytes, plan_device
+from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
 from millrace.engine.kv import KvFormat
@@ -50,7 +52,7 @@ def check_exactly(executor: CudaExecutor, dtype: str, kv: KvFormat | None) -> No
     assert planned.weights_bytes == nbytes(*executor._loaded.tensors.values(), *coded)
     pages = [x for p in executor._pages.values() for x in (p.keys, p.values, p.key_scales, p.value_scales)]
     assert planned.page_bytes * (LIMITS.n_pages + 1) == nbytes(*pages)
-    held = [(b._held, b._starts, *(t.blocks for t in b._tables.values())) for b, _ in executor._replays.values()]
+    held = [(b._held, b._starts, b._lines, *(t.blocks for t in b._tables.values())) for b in executor._inputs.values()]
     inputs = sum(nbytes(*tensors) for tensors in held)
     without = needs_of(executor._graph, executor.limits, dtype=dtype, kv=kv)
     assert len(held) == 2 and inputs < planned.graphs_bytes and without.graphs_bytes == 0
@@ -108,8 +110,12 @@ def most_allocated(executor: CudaExecutor, steps: list[StepInputs]) -> int:
 @pytest.mark.parametrize(("precision", "width", "vocab"), [
     ("bf16", 80, 503), ("bf16", 320, 97), ("w4a16", 80, 503), ("w8a8", 80, 503), ("bf16", 80, 9001),
 ])  # fmt: skip
-def test_what_a_step_computes_is_bounded(precision: str, width: int, vocab: int) -> None:
-    """From above, and not by far: an executor gives back what nobody reads any more."""
+def test_what_a_step_computes_is_bounded(
+    precision: str, width: int, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """From above, and not by far: an executor gives back what nobody reads any more. The kernel of a GPU draws from
+    what is given, where here it would be sorted."""
+    monkeypatch.setattr(plain, "draw", lambda p, *_: p.argmax(1))
     config = replace(TINY, hidden_size=width, n_layers=6, max_context=256, vocab_size=vocab)
     limits = replace(LIMITS, max_rows=24, vocab_size=config.vocab_size)
     graph = graph_of(config, precision)
@@ -117,6 +123,19 @@ def test_what_a_step_computes_is_bounded(precision: str, width: int, vocab: int)
     planned = needs_of(graph, limits, dtype="bf16").step_bytes
     taken = most_allocated(executor, largest(limits))
     assert taken <= planned <= 2 * taken
+
+
+def test_what_a_captured_step_computes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its draws, which are most of it."""
+    monkeypatch.setattr(plain, "draw", lambda p, *_: p.argmax(1))
+    graph, vocab = graph_of(replace(TINY, vocab_size=9001, max_context=256), "bf16"), 9001
+    limits = replace(LIMITS, vocab_size=vocab)
+    buckets = CudaExecutor(graph, limits, dtype="bf16", buckets=(8,), device="cpu")
+    planned = needs_of(graph, limits, dtype="bf16", buckets=(8,)).graphs_bytes
+    decode = dummy_step([1] * 8, 0, 8, vocab=vocab)
+    decode.sampling["temperature"] = 1
+    taken = most_allocated(buckets, [decode, decode])
+    assert taken <= planned <= 3 * taken and list(buckets._replays) == [(8, Way.DRAWN)]
 
 
 GRAPHS = cache(graph_of)

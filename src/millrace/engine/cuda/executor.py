@@ -20,7 +20,7 @@ from millrace.engine.cuda.gpu import CODES, check_gpu, check_runs, precisions_us
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.memory import ATTENTION, read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
-from millrace.engine.cuda.sampling import sample
+from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
@@ -65,7 +65,8 @@ class CudaExecutor(Executor):
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
         self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
-        self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()
+        self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
+        self._replays = dict[tuple[int, Way | None], Callable[[], Tensor]]()
         self._flights: deque[OnItsWay] = deque()
         self._drawn: Tensor | None = None  # by the last step that was launched
 
@@ -75,7 +76,12 @@ class CudaExecutor(Executor):
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode():
-            found = sample(self.logits(step), step)
+            size, way = bucket_of(step, self._buckets), way_of(step)
+            if size is None or way is None:
+                found = sample(self.logits(step), step, self._kernels.draw)
+            else:
+                self._copy_pages(step)
+                found = tokens_alone(self._replayed(step, size, way))
             self._flights.append(OnItsWay.of(found))
         self._drawn = found.tokens
 
@@ -86,11 +92,14 @@ class CudaExecutor(Executor):
     def logits(self, step: StepInputs) -> Tensor:
         """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
         with torch.inference_mode():
-            for source, target in () if step.copies is None else step.copies.tolist():
-                for pages in self._pages.values():
-                    pages.copy(source, target)
+            self._copy_pages(step)
             size = bucket_of(step, self._buckets)
-            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size)
+            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)
+
+    def _copy_pages(self, step: StepInputs) -> None:
+        for source, target in () if step.copies is None else step.copies.tolist():
+            for pages in self._pages.values():
+                pages.copy(source, target)
 
     def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables]:
         given = {
@@ -112,19 +121,26 @@ class CudaExecutor(Executor):
             tokens = tokens.index_copy(0, at, self._drawn[rows].clamp(min=0))
         return tokens
 
-    def _replayed(self, step: StepInputs, size: int) -> Tensor:
-        if size not in self._replays:
+    def _replayed(self, step: StepInputs, size: int, way: Way | None) -> Tensor:
+        """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
+        if size not in self._inputs:
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
-            bucket = Bucket(size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors)
-            bucket.fill(step)  # what is captured runs once before: its keys go where this step's do
-            compute = partial(self._computed, bucket.inputs(), bucket.tables)
-            self._replays[size] = bucket, captured(compute, self.device, self._graph_memory)
-        bucket, replay = self._replays[size]
+            self._inputs[size] = Bucket(
+                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors
+            )
+        bucket = self._inputs[size]
         bucket.fill(step)
         tokens = bucket.inputs()["tokens"]
         tokens.copy_(self._known(tokens, step))
-        return replay()[: len(step.sampling)]
+        if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
+            compute = partial(self._of_bucket, bucket, way)
+            self._replays[size, way] = captured(compute, self.device, self._graph_memory)
+        return self._replays[size, way]()[: len(step.sampling)]
+
+    def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
+        logits = self._computed(bucket.inputs(), bucket.tables)
+        return logits if way is None else drawn_plainly(logits, bucket.rows, way, self._kernels.draw)
 
     def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
         self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
@@ -139,7 +155,8 @@ class CudaExecutor(Executor):
 
     def close(self) -> None:
         self._flights.clear()
-        self._loaded, self._pages, self._values, self._replays = Loaded({}, {}), {}, {}, {}
+        self._loaded, self._pages, self._values = Loaded({}, {}), {}, {}
+        self._inputs, self._replays = {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
 

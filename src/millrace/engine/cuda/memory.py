@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.engine.cuda.placement import PRODUCTS, Placement, elements
-from millrace.engine.executor import ExecutorLimits
+from millrace.engine.executor import SAMPLING, ExecutorLimits
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.graph.types import Graph, Node, Symbol, Value
@@ -24,7 +24,7 @@ PROGRAMS, MOST_SPLITS = 2, 64  # for each multiprocessor, at least; of one progr
 ELEMENTS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes, by the engine's type
 SHARE = 0.9  # of a device's free memory; the rest is what an allocator loses, and others that come
 RESERVE = 512 << 20  # workspaces of libraries, kernels' code
-DRAWN = 96  # bytes for each row and token of the vocabulary while tokens are drawn
+DRAWN, CAPTURED = 72, 24  # bytes for each row and token of the vocabulary while tokens are drawn; in a graph
 _WORKED = 8  # bytes a node takes beside its result for each element that it reads or writes: two of float32
 _CODED = 16  # of a slab of codes that become floats, for each
 
@@ -78,7 +78,9 @@ def needs_of(
     most_pages = -(-limits.max_context // limits.page_tokens)
     largest = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     step = max(_computed(graph, largest, element, multiprocessors), DRAWN * limits.max_rows * vocab)
-    captured = [_computed(graph, dict.fromkeys("TSR", n), element, multiprocessors) for n in buckets]
+    captured = [
+        max(_computed(graph, dict.fromkeys("TSR", n), element, multiprocessors), CAPTURED * n * vocab) for n in buckets
+    ]
     inputs = sum(bucket_bytes(graph, n, most_pages) for n in buckets)
     return Needs(
         weights_bytes=Placement.of(graph).bytes(element), step_bytes=step,
@@ -95,11 +97,12 @@ def page_bytes(graph: Graph, page_tokens: int, element: int, kv: KvFormat | None
 
 
 def bucket_bytes(graph: Graph, sequences: int, most_pages: int) -> int:
-    """Of a bucket's inputs: tokens, positions, slots, rows, page tables; and the programs of each kind of attention."""
+    """Of a bucket's inputs: tokens, positions, slots, rows and what they ask for, pages, programs of attention."""
     kinds = {(size(n.inputs[0], 1) // size(n.inputs[1], 1), size(n.inputs[1], 1)) for n in graph.nodes
              if n.op in ATTENTION}  # fmt: skip
     programs = sum(-(-group // (FEW_ROWS if group <= FEW_ROWS else MANY_ROWS)) for group, _ in kinds)
-    return 4 * (5 * sequences + 1 + sequences * most_pages + sequences + 1 + 2 * sequences * programs)
+    lines = 8 * len(SAMPLING.names or ()) * sequences
+    return lines + 4 * (5 * sequences + 1 + sequences * most_pages + sequences + 1 + 2 * sequences * programs)
 
 
 def read_last(graph: Graph) -> list[tuple[Value, ...]]:
