@@ -23,6 +23,7 @@ from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warp
 from millrace.kernels.elementwise import cuda as elementwise
 from millrace.kernels.matmul.cuda import BLOCK_K, MANY_ROWS, coded_product, tile
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
+from millrace.kernels.sample import cuda as sample
 
 ARCHITECTURES = 80, 89, 90
 FP8_FROM = 89  # an A100 has no E4M3
@@ -34,7 +35,8 @@ _TYPES = {
     "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
     "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16", "M": "i32", "N": "i32", "K": "i32",
     "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32", "residual": "*fp32",
-    "total": "*fp32", "scales": "*fp32",
+    "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp64",
+    "u": "*fp64", "tokens": "*i64", "V": "i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -74,6 +76,7 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         for to in ("", " to fp8")
     ),
     *((coded_product, precision, _product(precision, 1)) for precision in _CODED),
+    (sample.draw_rows, "any vocabulary", {"BLOCK": sample.BLOCK}),
     (coded_product, "w4a16 minimums", _product("w4a16", 1, minimums=True)),
     *((coded_product, f"{precision} many", _product(precision, MANY_ROWS)) for precision in ("fp8", "w8a8", "w4a8")),
 )
@@ -94,6 +97,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
         options["num_warps"] = warps(constants["BLOCK_M"])
     if kernel is elementwise.gated:
         options["num_warps"] = elementwise.warps(constants["WIDTH"])
+    if kernel is sample.draw_rows:
+        options["num_warps"] = sample.WARPS
     if kernel is coded_product:
         options["num_warps"] = tile(constants["BLOCK_M"])[2]
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

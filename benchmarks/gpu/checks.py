@@ -16,7 +16,8 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.loaded import Loaded, coded_products
+from millrace.engine.cuda.loaded import Loaded
+from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
@@ -73,7 +74,7 @@ def _apart(name: str, precision: str, kv: KvFormat | None, device: str, lengths:
     kernels, worst = executor._kernels, 0.0
     told = {}
     for which, used in (("kernels", kernels), ("plain", plain)):
-        executor._kernels, executor._replays = used, {}
+        executor._kernels, executor._replays = used, {}  # which were captured with the others
         told[which] = [executor.logits(step).cpu().numpy().copy() for step in steps]
     for got, want in zip(told["kernels"], told["plain"], strict=True):
         worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))

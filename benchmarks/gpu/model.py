@@ -13,7 +13,8 @@ from millrace.compile.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.loaded import PRODUCTS, Loaded, coded_products
+from millrace.engine.cuda.loaded import Loaded
+from millrace.engine.cuda.placement import PRODUCTS, coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs

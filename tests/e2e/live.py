@@ -56,6 +56,15 @@ def live(
     opened = open_engine(MODEL, Engine.open(engine), RunSettings())
     if template is not None:
         opened = replace(opened, chat_template=ChatTemplate(template, {}, ChatLimits(timeout_s=2.0)))
+    with serving(opened, settings, options) as server:
+        yield server
+
+
+@contextmanager
+def serving(
+    opened: Opened, settings: ServerSettings | None = None, options: ServiceOptions | None = None
+) -> Iterator[Live]:  # fmt: skip
+    """As `live`, of a model that was opened; closed at the end."""
     async_engine = AsyncEngine(opened.loop(), options)
     model = _served(opened, async_engine, MODEL)
     try:

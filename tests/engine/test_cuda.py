@@ -20,6 +20,7 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda.executor import DTYPES, CudaExecutor
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
+from millrace.engine.cuda.sampling import likeliest
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
@@ -265,3 +266,13 @@ def test_a_loop_tells_the_same_stories(seed: int, tmp_path: Path) -> None:
         found.append([o.outputs[0].token_ids for o in outputs])
         assert loop.stats().pages_used == 0
     assert found[0] == found[1] and {len(tokens) for tokens in found[0]} == {40}
+
+
+@pytest.mark.parametrize("top", [0, 1, 3, 7, 9])
+def test_the_likeliest_are_found_without_sorting_all(top: int) -> None:
+    """As a stable sort has them: of equal ones the lower id first, of those that a mask forbids, too."""
+    rng = np.random.default_rng(top)
+    logits = torch.from_numpy(rng.choice([-np.inf, -1, 0, 2, 3], (200, 9), p=[0.4, 0.2, 0.2, 0.1, 0.1]))
+    values, ids = likeliest(logits, top)
+    want = logits.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, want.values[:, :top]) and torch.equal(ids, want.indices[:, :top])

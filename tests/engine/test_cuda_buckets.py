@@ -86,7 +86,7 @@ def test_bucketed_steps_are_the_others(kv: KvFormat | None, tmp_path: Path) -> N
         got, want = (executor.logits(step).numpy() for executor in (bucketed, plainly))
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
-    assert sorted(bucketed._replays) == [1, 4] and not plainly._replays
+    assert sorted(bucketed._inputs) == [1, 4] and not plainly._replays
 
 
 def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
@@ -103,4 +103,4 @@ def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
         prompts = [[1], [1, 403, 407], list(range(300, 390)), [1, 403]]
         outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
         found.append([o.outputs[0].token_ids for o in outputs])
-    assert found[0] == found[1] and set(bucketed._replays) >= {1, 2, 4}
+    assert found[0] == found[1] and set(bucketed._inputs) >= {1, 2, 4}

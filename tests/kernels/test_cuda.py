@@ -26,6 +26,7 @@ from millrace.kernels.rope.ref import rope
 from tests.support.one_step import i32
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+from millrace.kernels.matmul import cuda as products  # noqa: E402 (Triton's)
 from millrace.kernels.matmul.cuda import MANY_ROWS, block_k, scaled_mm_takes  # noqa: E402 (Triton's)
 
 PAGE = 64
@@ -216,6 +217,18 @@ def test_rows_that_are_not_finite_stay_so(kind: str) -> None:
         assert y.isfinite().all(1).tolist() == [True, False, False], kernels.__name__
 
 
+def test_many_rows_meet_some_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose floats are there together only as far as SLAB allows."""
+    rng = np.random.default_rng(2)
+    matrix = weights(rounded_codes(rng.normal(size=(33, 48)).astype(np.float32), 4, 48), torch.device("cpu"))
+    x = torch.from_numpy(rng.normal(size=(MANY_ROWS, 48)).astype(np.float32))
+    whole = triton_kernels.product(x, matrix, torch.float32)
+    monkeypatch.setattr(products, "SLAB", 5 * 48 + 1)
+    torch.testing.assert_close(triton_kernels.product(x, matrix, torch.float32), whole)
+    monkeypatch.setattr(products, "SLAB", 1)
+    torch.testing.assert_close(triton_kernels.product(x, matrix, torch.float32), whole)
+
+
 @pytest.mark.parametrize(("arch", "spilled"), [(80, 40), (89, 64), (90, 0)])
 def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     """In a process of its own, which interprets nothing. Of an H200 none may spill; of others so many bytes at most."""
@@ -225,7 +238,7 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     )
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {
-        "add_normalise", "attend", "coded_product", "gated", "merge", "normalise", "rotate_and_keep",
+        "add_normalise", "attend", "coded_product", "draw_rows", "gated", "merge", "normalise", "rotate_and_keep",
     }  # fmt: skip
     for row in found:
         assert row["spilled_bytes"] <= spilled and row["registers"] <= 255, row

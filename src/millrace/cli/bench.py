@@ -28,6 +28,7 @@ from millrace.cli.bench_flags import (
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
+from millrace.engine.cuda.found import CPU
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
 
@@ -68,6 +69,7 @@ class Bench(TheirFlags):
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
 @click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
+@click.option("--device", metavar="NAME", help="Where --engine runs: cpu, cuda, or cuda:1; default: cpu.")
 @certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
 @png_option
@@ -94,6 +96,9 @@ def command(
     targets = [target for target in (url, url_given, engine) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
+    device: str | None = given.pop("device")
+    if device is not None and engine is None:
+        raise ConfigError("--device is given for a server", "--engine MODEL, which runs here", "leave it out")
     limits = parse_limits(goodput)
     check_pictures(output, as_png := given.pop("as_png"))
     if engine is None:
@@ -112,7 +117,7 @@ def command(
 
         plan = planned_in_process(engine, given)
         ready_folder(output, NAMES)
-        certificate, run = None, in_process(engine, plan, env, as_json)
+        certificate, run = None, in_process(engine, plan, env, as_json, device or CPU)
     done = Finished.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
     told = report(done)
     told_and_written(

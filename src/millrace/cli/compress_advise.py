@@ -187,7 +187,7 @@ class _Trial:
 
     def _speed(self, out: Path, folder: Path, report: Progress) -> Speeds:
         with _engine(out, folder / "engine", self.batch, report) as made:
-            found = paces(self.source.executor, made.executor, report, ROUNDS, (1, self.batch))
+            found = paces(self.source.native, made.native, report, ROUNDS, (1, self.batch))
             return Speeds(
                 machine=cpu_model(), threads=usable_cores(), isa=made.isa, paces=found,
                 source_precision=precision_of(self.source), made_precision=precision_of(made),

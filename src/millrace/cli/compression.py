@@ -160,7 +160,7 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
     ):
         return Speeds(
             machine=cpu_model(), threads=usable_cores(), isa=made.isa, source_precision=precision_of(source),
-            made_precision=precision_of(made), paces=paces(source.executor, made.executor, report),
+            made_precision=precision_of(made), paces=paces(source.native, made.native, report),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from millrace.cli.eval_questions import of_a_file, of_mmlu
 from millrace.cli.eval_texts import agreement_with, perplexity_of
 from millrace.cli.options import json_option, made, settings_options
 from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.found import CPU
 from millrace.env import Env
 from millrace.errors import ConfigError, nearest
 from millrace.evaluate import mmlu, perplexity
@@ -70,6 +71,9 @@ def command(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> 
         raise ConfigError(f"--task is {task!r:.80}", nearest(task, _TASKS), "correct --task")
     taken = _taken(kind, given)
     build, run = made(BuildSettings, given), made(RunSettings, given)
+    if run.device != CPU:
+        what = f"--device is {run.device}, and --task {kind} reads logits as the CPU's executor keeps them"
+        raise ConfigError(what, "the CPU", "leave --device out")
     _TASKS[kind](Asked(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **taken))
 
 

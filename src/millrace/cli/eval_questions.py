@@ -74,7 +74,7 @@ def of_a_file(asked: Asked) -> None:
 
 def _choose(of: _Grouped, found: Opened, kept: Kept[Chosen], report: Progress) -> None:
     groups = of.groups(found.tokenizer, found.executor.limits.context_tokens)
-    choice.answer(found.executor, groups, kept, report)
+    choice.answer(found.native, groups, kept, report)
 
 
 def _generate(of: Questions, judged: Sequence[Judge], found: Opened, kept: Kept[Said], report: Progress) -> None:

@@ -36,7 +36,7 @@ def perplexity_of(asked: Asked) -> None:
             closing(Kept(asked.kept_at(mine, asked.out), mine, Sums)) as kept,
             progress(asked.as_json) as report,
         ):
-            sums = measure(found.executor, read, asked.limit, kept, report)
+            sums = measure(found.native, read, asked.limit, kept, report)
     values, n = perplexities(asked.definition, sums), sum(one.n for one in sums)
     if asked.as_json:
         print_json({
@@ -73,7 +73,7 @@ def agreement_with(asked: Asked) -> None:
     ):
         mine, read = _beside(asked, text, found, reference)
         with closing(Kept(asked.kept_at(mine, asked.out), mine, Told)) as kept, progress(quiet) as report:
-            tokens = compare(found.executor, reference.executor, read, asked.limit, kept, report)
+            tokens = compare(found.native, reference.native, read, asked.limit, kept, report)
         other = {"model": reference.name, "precision": precision_of(reference)}
         bos = "at each window" if found.tokenizer.special_around[0] else "none"
     result, (n_windows, window) = agreement(tokens), read.ids[: asked.limit].shape

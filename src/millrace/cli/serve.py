@@ -15,10 +15,11 @@ from millrace.cli.models import opened_to_serve
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.serve_repository import repository_model
-from millrace.cli.tables import Tables
+from millrace.cli.tables import precision_told
 from millrace.compile.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
 from millrace.engine.bound import DecodeWork
+from millrace.engine.cuda.engine import GpuEngine
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
@@ -308,8 +309,10 @@ def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
 
 
 def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock | None:
-    """None where `millrace doctor` has not measured such a run."""
-    roofline = kept_roofline(env.cache, model.executor.isa, model.executor.threads)
+    """None where `millrace doctor` has not measured such a run: it measures CPUs."""
+    if isinstance(model.engine, GpuEngine):
+        return None
+    roofline = kept_roofline(env.cache, model.isa, model.native.threads)
     return None if roofline is None else DecodeClock(DecodeWork.of(model.engine), roofline, budget)
 
 
@@ -338,7 +341,7 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     heading(f"{served.name}", err=True)
     pairs(
         [
-            ("model", f"{m.architecture}, {Tables(model.engine).precision()}, on {model.isa}"),
+            ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),

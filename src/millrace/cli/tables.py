@@ -10,8 +10,10 @@ from typing import Any
 from msgspec import to_builtins
 
 from millrace.cli.screen import size
+from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.manifest import Manifest
 from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
 from millrace.engine.tactics import TacticTable, read_tables, table_for
 from millrace.errors import plain
@@ -131,15 +133,9 @@ class Tables:
 
     def precision(self) -> str:
         """ "w4a8 g128, lm_head w8a8", as prices name it."""
-        m = self.engine.manifest
-        patterns = [(p, value) for p, value in m.precision.items() if p != "default"]
-        if len(patterns) > 4:  # a GGUF may name dozens of layers
-            patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
         named = [re.match(r"w[48](g\d+)", name) for name in self.bytes_by_format()]
         groups = sorted({found[1] for found in named if found}, key=lambda group: int(group[1:]))
-        default = " ".join([m.precision.get("default", "?"), *([" and ".join(groups)] if groups else [])])
-        sums = ["bf16 summed by tiles"] if m.cpu.bf16_sums == "tiles" else []
-        return ", ".join([default, *(f"{pattern} {value}" for pattern, value in patterns), *sums])
+        return _precision(self.engine.manifest, " and ".join(groups))
 
     def summary(self) -> dict[str, Any]:
         """JSON-able."""
@@ -206,6 +202,23 @@ def tuned(tables: Tables) -> str:
         f"{found['changed']} of {len(table.compared())} choices are not the rule"
         + (f"; {table.note}" if table.note else "")
     )
+
+
+def precision_told(engine: Engine) -> str:
+    """As `Tables.precision`; of an engine on a GPU, which has no tables, without groups that a checkpoint keeps."""
+    if not isinstance(engine, GpuEngine):
+        return Tables(engine).precision()
+    m = engine.manifest
+    return _precision(m, f"g{m.group}" if m.precision.get("default", "")[:2] in ("w4", "w8") else "")
+
+
+def _precision(m: Manifest, groups: str) -> str:
+    patterns = [(p, value) for p, value in m.precision.items() if p != "default"]
+    if len(patterns) > 4:  # a GGUF may name dozens of layers
+        patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
+    default = f"{m.precision.get('default', '?')} {groups}".strip()
+    sums = ["bf16 summed by tiles"] if m.cpu.bf16_sums == "tiles" else []
+    return ", ".join([default, *(f"{pattern} {value}" for pattern, value in patterns), *sums])
 
 
 def machine(fingerprint: Mapping[str, str | int]) -> str:

@@ -9,7 +9,7 @@ import click
 
 from millrace.cli.screen import decoded, note, size
 from millrace.cli.stream import Answered
-from millrace.cli.tables import Tables
+from millrace.cli.tables import precision_told
 from millrace.cli.wrap import WordWrap
 from millrace.errors import MillraceError
 from millrace.runtime.open import Opened
@@ -94,7 +94,7 @@ class Terminal(Screen):
             readline.parse_and_bind("set enable-bracketed-paste on")
 
     def welcome(self, model: Opened) -> None:
-        precision, memory = Tables(model.engine).precision(), size(model.plan.total_bytes)
+        precision, memory = precision_told(model.engine), size(model.plan.total_bytes)
         self._console.print(model.name, style="bold", end="", markup=False)
         self._console.print(f"  {precision}, {memory}", style="dim", markup=False)
         self._console.print("  /help for commands, Ctrl-D leaves", style="dim", markup=False)

@@ -143,8 +143,13 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     _check_context(traced, chosen.max_context)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
-    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
-    return Plan(precision, traced, _program(traced, chosen), tuple(map(plain, notes)))
+    return Plan(precision, traced, _program(traced, chosen), notes_of(source, chosen))
+
+
+def notes_of(source: Source, chosen: Settled) -> tuple[str, ...]:
+    """To be said aloud to the user."""
+    rounded = rounding_notes(source.stored, chosen.precision)
+    return tuple(map(plain, (*source.notes, *rounded, *_table_note(source.stored_table, chosen.table))))
 
 
 def plan_pieces(

@@ -53,7 +53,7 @@ class BuildSettings(Settings):
     max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
     max_batch: int | None = setting(
         None,
-        "sequences that run at the same time; default: 16, of an encoder all that its step holds",
+        "sequences that run at the same time; default: 16, on a GPU 64, of an encoder all that its step holds",
         low=1,
         high=1024,
     )

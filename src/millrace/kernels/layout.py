@@ -9,6 +9,7 @@ from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 
 PANEL = 32  # outputs side by side in one weight panel: two 16-lane vectors
 LINE = 64  # bytes of a cache line
+SLAB = 1 << 24  # codes that become floats at a time, on a GPU: of a large head all together take gigabytes
 
 
 def up(x: int, multiple: int) -> int:

@@ -139,8 +139,8 @@ class LLM:
     model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
     precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; what it costs is measured.
     settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_kl, evaluate,
-    calibration, max_context, max_batch, tune, kv_memory, threads, prefix_cache, isa), and vLLM's (max_model_len,
-    max_num_seqs, dtype, enable_prefix_caching, tensor_parallel_size=1).
+    calibration, max_context, max_batch, tune, kv_memory, threads, prefix_cache, isa, device="cuda"), and vLLM's
+    (max_model_len, max_num_seqs, dtype, enable_prefix_caching, tensor_parallel_size=1).
     Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
     raises MillraceError, each with its mend
     """
@@ -150,7 +150,7 @@ class LLM:
         with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(
-                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing
+                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing, device=run.device
             )
             self._opened, self._loop = _open(name, engine, run, vllm_names.asks_for_embeddings(settings))
         self._threading = threading.Lock()

@@ -11,7 +11,10 @@ from millrace.checkpoint.checkpoint import open_chat_template
 from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.cuda.found import CPU, check_name
 from millrace.engine.engine import Engine
+from millrace.engine.executor import Executor
 from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
@@ -21,7 +24,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
 from millrace.runtime.tier import PageMemory, Tier
-from millrace.settings import Settings, setting
+from millrace.settings import Settings, flag_of, setting
 
 TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said
 
@@ -49,9 +52,15 @@ class RunSettings(Settings):
     isa: str | None = setting(
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
+    device: str = setting(CPU, "where it runs: cpu, or an NVIDIA GPU: cuda, or cuda:1 for the second", metavar="NAME")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_name(self.device)
+        of_cpus = {"threads": self.threads, "isa": self.isa, "kv_tier": self.kv_tier}
+        if self.device != CPU and (given := [name for name, value in of_cpus.items() if value is not None]):
+            what = f"{flag_of(given[0])} is given, and --device is {self.device}"
+            raise ConfigError(what, "nothing: that is for a CPU", "leave one of them out")
         if self.kv_tier_size is not None and self.kv_tier is None:
             what = "--kv-tier-size is given, and --kv-tier is not: there is no second tier of KV pages"
             raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
@@ -64,7 +73,7 @@ class Opened:
     name: str
     engine: Engine
     plan: RunPlan
-    executor: NativeExecutor
+    executor: Executor
     tokenizer: VocabularyTokenizer
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
@@ -84,8 +93,15 @@ class Opened:
         )
 
     @property
+    def native(self) -> NativeExecutor:
+        """Of what does not run on a GPU."""
+        assert isinstance(self.executor, NativeExecutor), "asked of a model on a GPU"
+        return self.executor
+
+    @property
     def isa(self) -> str:
-        return self.executor.isa
+        """Of a GPU its name."""
+        return self.engine.gpu.name if isinstance(self.engine, GpuEngine) else self.native.isa
 
     @property
     def kv_bytes(self) -> int:
@@ -109,7 +125,7 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     raises MachineError before anything large is touched, CheckpointError where tokenizer or template cannot be used
     sequences: KV pages for no more than these at full context, unless `run` says how much memory they may take
     """
-    folder, plan = engine.folder, plan_run(engine, memory(), run.kv_memory)
+    folder, plan = engine.folder, _plan(engine, run)
     if sequences is not None and run.kv_memory is None:
         n_pages = min(plan.n_pages, sequences * engine.pages_per_sequence)
         plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.page_bytes)
@@ -118,6 +134,9 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
+    if isinstance(engine, GpuEngine):
+        on_gpu = engine.on_gpu(plan.n_pages)
+        return Opened(name, engine, plan, on_gpu, tokenizer, template, defaults, run.prefix_cache)
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
     try:
         tier = None if run.kv_tier is None else _tier(engine, executor, run, Path(run.kv_tier))
@@ -125,6 +144,14 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
         executor.close()
         raise
     return Opened(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache, tier)
+
+
+def _plan(engine: Engine, run: RunSettings) -> RunPlan:
+    if not isinstance(engine, GpuEngine):
+        return plan_run(engine, memory(), run.kv_memory)
+    found = engine.plan(run.kv_memory)
+    needs, n = found.needs, found.n_pages
+    return RunPlan(n, needs.weights_bytes, needs.step_bytes + needs.graphs_bytes, n * needs.page_bytes)
 
 
 def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path) -> Tier:

@@ -38,8 +38,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "download_dir": ((None,), "the environment variable HF_HOME"),
     "hf_token": ((None,), "the environment variable HF_TOKEN"),
     "block_size": ((None, 64), "KV pages have 64 tokens"),
-    "device": (("auto", "cpu", None), '"cpu": engines run on the processor, with as many threads= as you like'),
-    "n_gpu_layers": ((0,), "0: engines run on the processor"),
+    "n_gpu_layers": ((0,), 'device="cuda", for a whole model on a GPU'),
     "task": (("auto", "generate", "embed", "embedding", None), "generate, or embed for an encoder of sentences"),
     "runner": (("auto", "generate", "pooling"), "generate, or pooling for an encoder of sentences"),
     "convert": (("auto", "none", "embed"), "another library for this: a model does here what it was made for"),
@@ -162,6 +161,8 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in _NEUTRAL:
             _check_neutral(name, value, _NEUTRAL)
+        elif name == "device" and value in (None, "auto"):
+            continue
         elif name == "dtype":
             _add(ours, given, name, "precision", _precision(value))
         elif name == "kv_cache_dtype" and value in _KV_DTYPES:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.step import FEW_ROWS, MANY_ROWS, blocks, splits
+from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS
+from millrace.engine.cuda.sampling import FIELDS, Rows, as_lines
+from millrace.engine.cuda.step import blocks, splits
 from millrace.engine.cuda.transfer import pinned
 from millrace.engine.executor import StepInputs
 from millrace.kernels.attention.paged import StepTables
@@ -38,7 +40,7 @@ def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
 
 @dataclass(slots=True)
 class Bucket:
-    """Inputs of a decode step of `size` sequences, on the device, where they stay; written by one copy from the host.
+    """Inputs of a decode step of `size` sequences, on the device, where they stay; written by two copies from the host.
 
     scratch: the page of rows that fill it | most_pages: of one sequence | multiprocessors: of the device
     """
@@ -52,9 +54,15 @@ class Bucket:
     _host: Tensor = field(init=False)
     _held: Tensor = field(init=False)
     _starts: Tensor = field(init=False)
+    rows: Rows = field(init=False)
+    _lines: Tensor = field(init=False)
+    _host_lines: Tensor = field(init=False)
     _tables: dict[tuple[int, int], StepTables] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._host_lines = torch.zeros((len(FIELDS), self.size), dtype=torch.float64)
+        self._lines = self._host_lines.clone().to(self.device)
+        self.rows = Rows(self._lines)
         n = 5 * self.size + 1 + self.size * self.most_pages
         self._host = torch.zeros(n, dtype=torch.int32)
         self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
@@ -72,6 +80,10 @@ class Bucket:
         table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
         tables[:used], tables[used : used + padding] = step.pages, self.scratch
         end = len(self._host) - len(tables) + used + padding
+        lines = self._host_lines.numpy()
+        as_lines(step.sampling, lines[:, : len(step.sampling)])
+        lines[:, len(step.sampling) :] = 0
+        self._lines.copy_(pinned(self._host_lines, self.device), non_blocking=True)
         self._held[:end].copy_(pinned(self._host[:end], self.device), non_blocking=True)
 
     def inputs(self) -> dict[str, Tensor]:

@@ -16,24 +16,22 @@ from torch import Tensor
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
 from millrace.engine.cuda.glue import glue_of, is_silu_mul
-from millrace.engine.cuda.gpu import check_gpu, precisions_used
+from millrace.engine.cuda.gpu import CODES, check_gpu, check_runs, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
+from millrace.engine.cuda.memory import ATTENTION, read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
-from millrace.engine.cuda.sampling import sample
+from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
-from millrace.engine.kv import KEPT, KvFormat
-from millrace.errors import EngineError
+from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages
-from millrace.kernels.matmul.coded import E4M3, Matrix, e4m3_rows
+from millrace.kernels.matmul.coded import Matrix, e4m3_rows
 from millrace.kernels.operators import number, size
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ATTENTION = ("attention", "rope_attention")
-_CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
 
 
 class CudaExecutor(Executor):
@@ -53,27 +51,22 @@ class CudaExecutor(Executor):
         self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
         fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda",
     ) -> None:  # fmt: skip
-        unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
-        if unknown:
-            raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
-                              "run it on the CPU")  # fmt: skip
+        check_runs(graph, kv)
         self.limits, self.dtype, self.device = limits, DTYPES[dtype], torch.device(device)
         self._kept, self._fp8_rows = kv, frozenset(fp8_rows)
-        if kv is not None and kv not in _CODES:
-            raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
-                              "choose one of them")  # fmt: skip
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
             check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
-        self._graph, self._loaded = graph, self._load(graph)
+        self._graph, self._loaded, self._read_last = graph, self._load(graph), read_last(graph)
         self._glue = glue_of(graph, self._takes_e4m3)
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
         self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
-        self._buckets, self._replays = tuple(buckets), dict[int, tuple[Bucket, Callable[[], Tensor]]]()
+        self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
+        self._replays = dict[tuple[int, Way | None], Callable[[], Tensor]]()
         self._flights: deque[OnItsWay] = deque()
         self._drawn: Tensor | None = None  # by the last step that was launched
 
@@ -83,7 +76,12 @@ class CudaExecutor(Executor):
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode():
-            found = sample(self.logits(step), step)
+            size, way = bucket_of(step, self._buckets), way_of(step)
+            if size is None or way is None:
+                found = sample(self.logits(step), step, self._kernels.draw)
+            else:
+                self._copy_pages(step)
+                found = tokens_alone(self._replayed(step, size, way))
             self._flights.append(OnItsWay.of(found))
         self._drawn = found.tokens
 
@@ -94,11 +92,14 @@ class CudaExecutor(Executor):
     def logits(self, step: StepInputs) -> Tensor:
         """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
         with torch.inference_mode():
-            for source, target in () if step.copies is None else step.copies.tolist():
-                for pages in self._pages.values():
-                    pages.copy(source, target)
+            self._copy_pages(step)
             size = bucket_of(step, self._buckets)
-            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size)
+            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)
+
+    def _copy_pages(self, step: StepInputs) -> None:
+        for source, target in () if step.copies is None else step.copies.tolist():
+            for pages in self._pages.values():
+                pages.copy(source, target)
 
     def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables]:
         given = {
@@ -120,33 +121,42 @@ class CudaExecutor(Executor):
             tokens = tokens.index_copy(0, at, self._drawn[rows].clamp(min=0))
         return tokens
 
-    def _replayed(self, step: StepInputs, size: int) -> Tensor:
-        if size not in self._replays:
+    def _replayed(self, step: StepInputs, size: int, way: Way | None) -> Tensor:
+        """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
+        if size not in self._inputs:
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
-            bucket = Bucket(size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors)
-            bucket.fill(step)  # what is captured runs once before: its keys go where this step's do
-            compute = partial(self._computed, bucket.inputs(), bucket.tables)
-            self._replays[size] = bucket, captured(compute, self.device, self._graph_memory)
-        bucket, replay = self._replays[size]
+            self._inputs[size] = Bucket(
+                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors
+            )
+        bucket = self._inputs[size]
         bucket.fill(step)
         tokens = bucket.inputs()["tokens"]
         tokens.copy_(self._known(tokens, step))
-        return replay()[: len(step.sampling)]
+        if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
+            compute = partial(self._of_bucket, bucket, way)
+            self._replays[size, way] = captured(compute, self.device, self._graph_memory)
+        return self._replays[size, way]()[: len(step.sampling)]
+
+    def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
+        logits = self._computed(bucket.inputs(), bucket.tables)
+        return logits if way is None else drawn_plainly(logits, bucket.rows, way, self._kernels.draw)
 
     def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
         self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
-        for node in self._graph.nodes:
-            if node.outputs[0] in self._values:
-                continue  # a norm that came with the sum before it
-            found = OPERATORS[node.op](node, self)
-            self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        for node, gone in zip(self._graph.nodes, self._read_last, strict=True):
+            if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
+                found = OPERATORS[node.op](node, self)
+                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            for value in gone:
+                self._values.pop(value, None)
         (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
         return self.tensor(output).float()
 
     def close(self) -> None:
         self._flights.clear()
-        self._loaded, self._pages, self._values, self._replays = Loaded({}, {}), {}, {}, {}
+        self._loaded, self._pages, self._values = Loaded({}, {}), {}, {}
+        self._inputs, self._replays = {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
 
@@ -199,11 +209,8 @@ class CudaExecutor(Executor):
     def _page_memory(self, node: Node) -> LayerPages:
         """The last page is for rows that fill a bucket."""
         heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
-        if self._kept == KvFormat.FP8 and sizes[0] & sizes[0] - 1:
-            raise EngineError(f"keys and values in fp8 of heads of {sizes[0]} on a GPU", "heads of a power of two",
-                              "keep them in int8")  # fmt: skip
         shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
-        return LayerPages.empty(shape, sizes, _CODES[self._kept] if self._kept else self.dtype, self.device)
+        return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
 def _kernels() -> ModuleType:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from millrace.engine.cuda.loaded import PRODUCTS
+from millrace.engine.cuda.placement import PRODUCTS
 from millrace.graph.trees import Tree, as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.declare import RowFormat

@@ -4,13 +4,19 @@ from collections.abc import Collection
 
 import torch
 
-from millrace.engine.cuda.loaded import PRODUCTS
-from millrace.engine.kv import KvFormat
-from millrace.errors import MachineError
+from millrace.engine.cuda.memory import ATTENTION
+from millrace.engine.cuda.operators import OPERATORS
+from millrace.engine.cuda.placement import PRODUCTS
+from millrace.engine.kv import KEPT, KvFormat
+from millrace.errors import EngineError, MachineError
 from millrace.graph.types import Graph
 from millrace.kernels.declare import WeightFormat
+from millrace.kernels.matmul.coded import E4M3
 from millrace.kernels.matmul.op import precision_of
+from millrace.kernels.operators import size
 from millrace.machine.devices import check_multiplies
+
+CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
 
 
 def precisions_used(
@@ -29,6 +35,21 @@ def precisions_used(
     if kv == KvFormat.FP8:
         found["fp8"] = True
     return tuple(found)
+
+
+def check_runs(graph: Graph, kv: KvFormat | None) -> None:
+    """raises EngineError for an operator, or keys and values, that have no kernel here. kv: as of CudaExecutor"""
+    unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
+    if unknown:
+        raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
+                          "run it on the CPU")  # fmt: skip
+    if kv is not None and kv not in CODES:
+        raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
+                          "choose one of them")  # fmt: skip
+    sizes = {size(n.inputs[1], 2) for n in graph.nodes if n.op in ATTENTION}
+    if kv == KvFormat.FP8 and (odd := [n for n in sorted(sizes) if n & n - 1]):
+        raise EngineError(f"keys and values in fp8 of heads of {odd[0]} on a GPU", "heads of a power of two",
+                          "keep them in int8")  # fmt: skip
 
 
 def check_gpu(device: torch.device, needed: Collection[str]) -> None:

@@ -6,13 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.engine.cuda.placement import Placement, transform_of
 from millrace.graph.types import DType, Graph, Node, Value
 from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
 from millrace.kernels.matmul.op import codes_of, group_of, matrices_of, precision_of
 from millrace.kernels.places import constant_of
-from millrace.kernels.storage import storage_of
-
-PRODUCTS = ("linear", "gated_linear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +28,17 @@ class Loaded:
         return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
 
 
-def coded_products(graph: Graph) -> list[Node]:
-    """Whose weights are codes."""
-    return [n for n in graph.nodes if n.op in PRODUCTS and precision_of(n).coded]
-
-
 def load(graph: Graph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
     """given: what is there already, and is not read
 
     raises CheckpointError for weights that are not finite, where they become codes
     """
-    producers, held = graph.producers(), given or Loaded({}, {})
-    coded = {
-        n: held.coded[n] if n in held.coded else _coded(n, producers.get(n.inputs[0]), device)
-        for n in coded_products(graph)
-    }
-    narrow = {w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)}
-    narrow |= {n.inputs[1] for n in graph.nodes if n.op == "embedding"}
-    narrow |= {n.inputs[2] for n in graph.nodes if n.op == "linear" and n.attrs.get("bias")}
-    alone = {w for n in coded for w in matrices_of(n)} - narrow  # read as codes, and by nobody else
+    placement, held = Placement.of(graph), given or Loaded({}, {})
+    coded = {n: held.coded[n] if n in held.coded else _coded(n, rows, device) for n, rows in placement.coded.items()}
+    kinds = (placement.narrow, dtype), (placement.wide, torch.float32)
     tensors = {
-        value: held.tensors[value] if value in held.tensors
-        else _tensor(value, dtype if value in narrow else torch.float32, device)
-        for value in graph.constants() if value not in alone
+        value: held.tensors[value] if value in held.tensors else _tensor(value, kind, device)
+        for values, kind in kinds for value in values
     }  # fmt: skip
     return Loaded(tensors, coded)
 
@@ -65,7 +51,6 @@ def _tensor(value: Value, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _coded(node: Node, rows: Node | None, device: torch.device) -> tuple[CodedRows, ...]:
     """rows: what made those that its weights meet"""
-    bits, group = precision_of(node).bits, group_of(node)
-    transform = storage_of(rows).hadamard_group if rows else 0
+    bits, group, transform = precision_of(node).bits, group_of(node), transform_of(rows)
     constants = [constant_of(w) for w in matrices_of(node)]
     return tuple(weights(codes_of(c, c.load, bits, group, transform), device) for c in constants)

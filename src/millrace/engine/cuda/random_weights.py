@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.loaded import PRODUCTS, Loaded, coded_products, load
+from millrace.engine.cuda.loaded import Loaded, load
+from millrace.engine.cuda.placement import PRODUCTS, coded_products
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.matmul.coded import E4M3, LARGEST, CodedRows
 from millrace.kernels.matmul.op import group_of, matrices_of, precision_of

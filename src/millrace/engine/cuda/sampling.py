@@ -1,6 +1,7 @@
 """Sampling on a device: all rows at once, in the order of kernels/sample/ref.py, with its counter-based draws."""
 
-from typing import NamedTuple
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,15 +25,57 @@ class Drawn(NamedTuple):
     top_logprobs: Tensor
 
 
-class Rows:
-    """What R rows ask for, on the device: one copy."""
+class Draw(Protocol):
+    """Of the kernels: kernels/sample/cuda.py."""
 
-    def __init__(self, of: NDArray[np.void], device: torch.device) -> None:
-        names, self.device = SAMPLING.names or (), device
-        table = np.empty((len(names), len(of)), np.float64)  # it has all int32 and float32
-        for line, name in zip(table, names, strict=True):
-            line[:] = of[name].copy().view(np.float64) if name == "seed" else of[name]
-        self._lines = dict(zip(names, on_device(table, device), strict=True))
+    def __call__(self, p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, /) -> Tensor: ...
+
+
+class Way(Enum):
+    """In which a step that was captured draws all of its rows."""
+
+    LIKELIEST = auto()
+    DRAWN = auto()  # where a row's temperature says so
+
+
+def way_of(step: StepInputs) -> Way | None:
+    """None: a row asks for more, which is not captured: log probabilities, masks, biases, penalties."""
+    of = step.sampling
+    plain = (of["n_top"] < 0) & (of["target"] < 0) & (of["mask"] == 0) & (of["bias_count"] == 0) & _neutral(of)
+    if not plain.all():
+        return None
+    return Way.DRAWN if (of["temperature"] >= GREEDY_BELOW).any() else Way.LIKELIEST
+
+
+def _neutral(of: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Rows without penalties."""
+    found: NDArray[np.bool_] = (
+        (of["repetition_penalty"] == 1) & (of["presence_penalty"] == 0) & (of["frequency_penalty"] == 0)
+    )
+    return found
+
+
+FIELDS = SAMPLING.names or ()
+
+
+def as_lines(of: NDArray[np.void], into: NDArray[np.float64]) -> None:
+    """into (FIELDS, R): a line for each field; float64 has all int32 and float32, and a seed's bits."""
+    for line, name in zip(into, FIELDS, strict=True):
+        line[:] = of[name].copy().view(np.float64) if name == "seed" else of[name]
+
+
+class Rows:
+    """What R rows ask for, on the device: (FIELDS, R) float64."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.device, self._lines = table.device, dict(zip(FIELDS, table, strict=True))
+
+    @classmethod
+    def of(cls, rows: NDArray[np.void], device: torch.device) -> "Rows":
+        """One copy."""
+        table = np.empty((len(FIELDS), len(rows)), np.float64)
+        as_lines(rows, table)
+        return cls(on_device(table, device))
 
     def column(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """(R, 1)"""
@@ -44,31 +87,47 @@ class Rows:
         return self._lines["seed"].view(torch.int64)
 
 
-def sample(logits: Tensor, step: StepInputs) -> Drawn:
+def tokens_alone(tokens: Tensor) -> Drawn:
+    """(R,) int32, of which nothing else is told."""
+    none, no_ids = torch.zeros_like(tokens), tokens.new_zeros(len(tokens), 0)
+    return Drawn(tokens, none.float(), none, no_ids, no_ids.float())
+
+
+def drawn_plainly(logits: Tensor, rows: Rows, way: Way, draw: Draw) -> Tensor:
+    """(R,) int32 of logits (R, V) float32, for rows of `way_of`. Nothing waits, nor has a shape that data decide."""
+    tokens = logits.argmax(1)
+    if way is Way.DRAWN:
+        drawn = _draw(logits.double(), rows, draw)
+        tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, drawn, tokens)
+    return torch.where(logits.isfinite().all(1), tokens, NOT_FINITE).int()
+
+
+def sample(logits: Tensor, step: StepInputs, draw: Draw) -> Drawn:
     """logits (R, V) float32, one row for each of the step's sampling rows
 
-    Where no row asks for log probabilities there are none; where all want the likeliest token, nothing is sorted.
+    Where no row asks for log probabilities there are none; where all want the likeliest token, none is drawn.
     """
-    rows, of = Rows(step.sampling, logits.device), step.sampling
+    rows, of = Rows.of(step.sampling, logits.device), step.sampling
+    if (way := way_of(step)) is not None:
+        return tokens_alone(drawn_plainly(logits, rows, way, draw))
     V = logits.shape[1]
     finite = logits.isfinite().all(1)
     seen = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)
     good = finite & seen.isfinite().any(1)
-    tokens = _tokens(seen, step, rows)
+    tokens = _tokens(seen, step, rows, draw)
     wrong = torch.where(finite, torch.full_like(tokens, NOTHING_ALLOWED), torch.full_like(tokens, NOT_FINITE))
     drawn = torch.where(good, tokens, wrong).int()
     if (of["n_top"] < 0).all():
-        none, no_ids = torch.zeros_like(drawn), drawn.new_zeros(len(of), 0)
-        return Drawn(drawn, none.float(), none, no_ids, no_ids.float())
+        return tokens_alone(drawn)
     return _with_logprobs(drawn, tokens, seen, good, rows, max(int(of["n_top"].max()), 0))
 
 
-def _tokens(seen: Tensor, step: StepInputs, rows: Rows) -> Tensor:
+def _tokens(seen: Tensor, step: StepInputs, rows: Rows, draw: Draw) -> Tensor:
     """(R,) drawn, or those that are scored; of rows that are not good any."""
     of, adjusted = step.sampling, _adjusted(seen, step, rows)
     tokens = adjusted.argmax(1)
     if (of["temperature"] >= GREEDY_BELOW).any():
-        drawn = draw(adjusted.double(), rows)
+        drawn = _draw(adjusted.double(), rows, draw)
         tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, drawn, tokens)
     target = rows.column("target", torch.int64)[:, 0]
     return torch.where(target >= 0, target, tokens)
@@ -78,8 +137,7 @@ def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, ro
     """top: alternatives that a row asks for at most"""
     logp = seen.double().log_softmax(1)
     chosen = seen.gather(1, tokens[:, None])
-    best_logits, best = seen.sort(dim=1, descending=True, stable=True)
-    best_logits, best = best_logits[:, :top], best[:, :top]
+    best_logits, best = likeliest(seen, top)
     n_top = rows.column("n_top", torch.int64).clamp(min=0)
     asked = (torch.arange(top, device=rows.device)[None] < n_top) & good[:, None]
     told = asked & best_logits.isfinite()
@@ -90,6 +148,24 @@ def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, ro
         torch.where(told, best, torch.where(asked, -1, 0)).int(),
         torch.where(told, logp.gather(1, best), 0).float(),
     )
+
+
+def likeliest(seen: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The largest `top` of each row, and where they are; of equal ones the lower id first, where `topk` takes any."""
+    V = seen.shape[1]
+    if not top:
+        return seen[:, :0], seen[:, :0].long()
+    values, ids = seen.topk(min(top, V), dim=1)
+    least = values[:, -1:]
+    above = values > least  # these are all of them; the others are the first by their ids that have just `least`
+    order = torch.where(seen == least, torch.arange(V, 0, -1, device=seen.device)[None], 0)
+    ties = order.topk(values.shape[1], dim=1).indices
+    n = above.sum(1, keepdim=True)
+    place = torch.arange(values.shape[1], device=seen.device)[None]
+    ids = torch.where(above, ids, ties.gather(1, (place - n).clamp(min=0)))
+    by_ids = ids.sort(dim=1).values
+    found, at = seen.gather(1, by_ids).sort(dim=1, descending=True, stable=True)
+    return found, by_ids.gather(1, at)
 
 
 def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
@@ -107,8 +183,7 @@ def _adjusted(logits: Tensor, step: StepInputs, rows: Rows) -> Tensor:
         index, at = _ranges(of["bias_start"], of["bias_count"], rows.device)
         ids, values = (on_device(x[at], rows.device) for x in (step.bias_ids, step.bias_values))
         found = found.double().index_put((index, ids.long()), values.double(), accumulate=True)
-    neutral = (of["repetition_penalty"] == 1) & (of["presence_penalty"] == 0) & (of["frequency_penalty"] == 0)
-    if neutral.all():
+    if _neutral(of).all():
         return found
     found = found.double()
     counts = [torch.zeros(found.shape, dtype=torch.float64, device=rows.device) for _ in range(2)]
@@ -133,24 +208,12 @@ def _ranges(
     return on_device(row, device), at.astype(np.int64)
 
 
-def draw(logits: Tensor, rows: Rows) -> Tensor:
-    """(R,) tokens: temperature, min_p, top_k, top_p, then that in whose share of [0, 1) the row's number falls."""
-    V = logits.shape[1]
+def _draw(logits: Tensor, rows: Rows, draw: Draw) -> Tensor:
+    """(R,) tokens of logits (R, V) float64."""
     temperature = rows.column("temperature").double().clamp(min=GREEDY_BELOW)
-    p = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
-    sorted_p, order = p.sort(dim=1, descending=True, stable=True)
-    place = torch.arange(V, device=rows.device)[None]
-    top_k = rows.column("top_k", torch.int64)
-    kept = (sorted_p >= rows.column("min_p").double()) & ((top_k <= 0) | (place < top_k))
-    mass = (sorted_p * kept).cumsum(1)
-    before = (mass - sorted_p * kept) / mass[:, -1:]
-    top_p = rows.column("top_p").double()
-    kept &= (before < top_p - 1e-12) | (top_p >= 1) | (place == 0)
-    left = torch.zeros_like(p).scatter(1, order, sorted_p * kept)
-    share = (left / left.sum(1, keepdim=True)).cumsum(1)
-    falls = torch.searchsorted(share, uniform(rows)[:, None], right=True)[:, 0]
-    last = V - 1 - (left > 0).flip(1).int().argmax(1)
-    return torch.minimum(falls, last)
+    p = logits.sub(logits.amax(1, keepdim=True)).div_(temperature).exp_()
+    top_p, min_p = (rows.column(name)[:, 0].double() for name in ("top_p", "min_p"))
+    return draw(p, rows.column("top_k", torch.int64)[:, 0], top_p, min_p, uniform(rows))
 
 
 def uniform(rows: Rows) -> Tensor:

@@ -3,12 +3,10 @@
 import numpy as np
 import torch
 
+from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS, MOST_SPLITS, PROGRAMS
 from millrace.engine.cuda.transfer import on_device
 from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables
-
-FEW_ROWS, MANY_ROWS = 16, 64  # that a program of attention takes: a tensor core's least, and what prompts fill
-PROGRAMS, MOST_SPLITS = 2, 64  # for each multiprocessor, at least; of one program's pages
 
 
 def step_tables(

@@ -1,6 +1,6 @@
 """Rows of codes and scales on a GPU: weights of INT8, INT4 and E4M3, and the activations of 8 bits that they meet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeAlias
 
@@ -44,6 +44,11 @@ class CodedRows:
             codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, : self.width].to(torch.int8) - self.zero
         found = codes.float() * self._wide(self.scales)
         return found if self.minimums is None else found + self._wide(self.minimums)
+
+    def some(self, first: int, end: int) -> "CodedRows":
+        """Of its rows; views."""
+        minimums = None if self.minimums is None else self.minimums[first:end]
+        return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], minimums=minimums)
 
     def _wide(self, of_groups: Tensor) -> Tensor:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.width]

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 
 MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
@@ -85,12 +86,17 @@ def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype) -> Tensor:
     if isinstance(x, Tensor):
         return by_kernel(x, w, dtype, depth) if len(x) < MANY_ROWS and depth else _as_floats(x, w, dtype)
     if not depth:
-        return functional.linear(x.dense(), w.dense()).to(dtype)
+        return _as_floats(x.dense(), w, dtype)
     return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else by_kernel(x, w, dtype, depth)
 
 
 def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
-    return functional.linear(x, w.dense().to(x.dtype)).to(dtype)
+    """Weights become floats of x's type, SLAB codes at a time."""
+    n, rows = len(w.codes), max(1, SLAB // w.width)
+    y = torch.empty((len(x), n), dtype=dtype, device=x.device)
+    for first in range(0, n, rows):
+        y[:, first : first + rows] = functional.linear(x, w.some(first, first + rows).dense().to(x.dtype))
+    return y
 
 
 def block_k(x: Matrix, w: CodedRows) -> int:

@@ -1,0 +1,75 @@
+"""A model as it will run on a GPU: an engine that is made at every start, with the checkpoint's own weights."""
+
+import shutil
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import mkdtemp
+
+from millrace.engine.cuda.found import Gpu
+from millrace.engine.cuda.memory import DevicePlan, Needs, plan_device
+from millrace.engine.engine import Engine
+from millrace.engine.executor import Executor, ExecutorLimits
+from millrace.engine.kv import KvFormat
+from millrace.graph.types import Graph
+
+
+class Files:
+    """A folder for what is needed while an engine is open; gone after `remove`, or with this object."""
+
+    def __init__(self) -> None:
+        self.folder = Path(mkdtemp(prefix="millrace-"))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuModel:
+    """What CudaExecutor takes: a graph after the passes of `pipeline.gpu`, whose constants are not read yet.
+
+    limits: but for how many pages there are
+    """
+
+    graph: Graph
+    limits: ExecutorLimits
+    dtype: str
+    kv: KvFormat | None
+    fp8_rows: frozenset[str]
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuEngine(Engine):
+    """Its folder has the tokenizer's files, and is there until `close`; its manifest is of this start alone.
+
+    smaller: what could be asked for instead where this does not fit, and what that takes
+    """
+
+    model: GpuModel
+    gpu: Gpu
+    needs: Needs
+    smaller: Callable[[], Iterable[tuple[str, Needs]]]
+    files: Files = field(compare=False, repr=False)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.needs.page_bytes
+
+    def plan(self, kv_memory: int | None) -> DevicePlan:
+        """raises MachineError where it does not fit, naming what would"""
+        most = self.pages_per_sequence * self.manifest.max_sequences
+        return plan_device(self.needs, self.gpu.free_bytes, most, kv_memory=kv_memory, smaller=self.smaller())
+
+    def on_gpu(self, n_pages: int) -> Executor:
+        """Reads the weights, each once. raises CheckpointError, MachineError, ConfigError"""
+        from millrace.engine.cuda.executor import CudaExecutor  # and with it PyTorch
+
+        model = self.model
+        return CudaExecutor(
+            model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
+            fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        Engine.close(self)
+        self.files.remove()

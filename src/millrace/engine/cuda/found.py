@@ -1,0 +1,60 @@
+"""The GPU that was asked for: found, or one clear error, before anything else is done. PyTorch is imported for it."""
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigError, MachineError
+
+CPU = "cpu"
+_NAMED = re.compile(r"cpu|cuda(:\d{1,4})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """device: as PyTorch names it; capability: (9, 0) of a Hopper; free_bytes: of its memory"""
+
+    device: str
+    name: str
+    capability: tuple[int, int]
+    free_bytes: int
+    multiprocessors: int
+
+
+def check_name(device: str) -> None:
+    """raises ConfigError"""
+    if not _NAMED.fullmatch(device):
+        mend = "write --device cuda" if device.lower() in ("gpu", "nvidia", "auto") else "choose one of them"
+        raise ConfigError(f'--device is "{device}"', "cpu, cuda, or cuda:1 for the second GPU", mend)
+
+
+def find_gpu(device: str) -> Gpu:
+    """raises MachineError where PyTorch, its part for CUDA, a driver or such a GPU is not there, or it has failed"""
+    try:
+        import torch
+        import triton  # noqa: F401 - the kernels are written in it
+    except ImportError as error:
+        raise MachineError(
+            f"--device {device}: {error.name} is not installed", "PyTorch for CUDA, and Triton",
+            "pip install 'millrace[gpu]', or leave --device out to run on the CPU",
+        ) from error  # fmt: skip
+    if torch.version.cuda is None:
+        raise MachineError(
+            f"--device {device}: this PyTorch ({torch.__version__}) was built without CUDA",
+            "PyTorch for CUDA",
+            "install it as https://pytorch.org/get-started says, or leave --device out to run on the CPU",
+        )
+    try:
+        torch.cuda.init()
+        n = torch.cuda.device_count()
+        index = int(device.partition(":")[2] or torch.cuda.current_device())
+        if index >= n:
+            there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_properties(i).name})" for i in range(n))
+            raise MachineError(f"there is no GPU cuda:{index}", f"one of {there}", "choose one of them")
+        found, (free_bytes, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+    except (RuntimeError, AssertionError) as error:  # no driver, one too old, none that may be used, one that failed
+        raise MachineError(
+            f"--device {device}: no GPU to run on: {(str(error) or type(error).__name__).splitlines()[0]}",
+            f"an NVIDIA GPU, with a driver for CUDA {torch.version.cuda}",
+            "see what nvidia-smi says, or leave --device out to run on the CPU",
+        ) from error
+    return Gpu(f"cuda:{index}", found.name, (found.major, found.minor), free_bytes, found.multi_processor_count)

@@ -1,0 +1,118 @@
+"""Draws of tokens on a GPU, in Triton, without sorting a vocabulary: a row is a program's.
+
+What top_k and top_p keep is all from some probability on, and the first few by their ids that have just this one. That
+probability is searched for as its bits, which as an integer order numbers that are not negative: each look at the row
+sums up what lies above a guess, and the next guess lies between two that some token has. A few tens of looks at what a
+multiprocessor finds in its cache, of whatever shape a row is; nothing depends on what comes out but how many they are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # tokens at a time
+WARPS = 8
+_ONE = tl.constexpr(0x3FF0000000000000)  # the bits of 1.0, which no probability beside the likeliest's exceeds
+_SLACK = tl.constexpr(1e-12)  # that sums may lack of top_p, as in ref.py
+
+
+@triton.jit
+def _keys(p, at, V):
+    """The bits of tokens' probabilities; below all others behind the last token."""
+    return tl.load(p + at, mask=at < V, other=-1.0).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _above(p, V, key, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    """From `key` on: their sum, or how many; the least key of these, and the greatest below."""
+    weight = tl.zeros((BLOCK,), tl.float64)
+    least = tl.full((BLOCK,), _ONE + 1, tl.int64)
+    most = tl.full((BLOCK,), -1, tl.int64)
+    for first in range(0, V, BLOCK):
+        keys = _keys(p, first + tl.arange(0, BLOCK), V)
+        above = keys >= key
+        value = keys.to(tl.float64, bitcast=True)
+        weight += tl.where(above, 1.0 if COUNTS else value, 0.0)
+        least = tl.minimum(least, tl.where(above, keys, _ONE + 1))
+        most = tl.maximum(most, tl.where(above, -1, keys))
+    return tl.sum(weight, 0), tl.min(least, 0), tl.max(most, 0)
+
+
+@triton.jit
+def _greatest(p, V, low, want, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest key from which on there is as much as wanted, which is more than nothing; from `low` on there is."""
+    high = tl.full((), _ONE + 1, tl.int64)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        weight, least, most = _above(p, V, middle, COUNTS, BLOCK)
+        enough = weight >= want
+        low = tl.where(enough, least, low)
+        high = tl.where(enough, high, most + 1)
+    return low
+
+
+@triton.jit
+def _walk(p, V, key, ties, mark, BLOCK: tl.constexpr):
+    """By ids over what is kept: above `key`, and the first `ties` of it. Their sum; the first token at which that
+    exceeds `mark`, V if at none; the last token."""
+    total = tl.zeros((), tl.float64)
+    equal = tl.zeros((), tl.int64)
+    found = tl.full((), 0, tl.int32) + V
+    last = tl.zeros((), tl.int32)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        keys = _keys(p, at, V)
+        same = (keys == key).to(tl.int64)
+        before = equal + tl.cumsum(same, 0) - same
+        kept = (keys > key) | ((same > 0) & (before < ties))
+        value = tl.where(kept, keys.to(tl.float64, bitcast=True), 0.0)
+        sums = total + tl.cumsum(value, 0)
+        found = tl.minimum(found, tl.min(tl.where((value > 0) & (sums > mark), at, V), 0))
+        last = tl.maximum(last, tl.max(tl.where(value > 0, at, 0), 0))
+        total += tl.sum(value, 0)
+        equal += tl.sum(same, 0)
+    return total, found, last
+
+
+@triton.jit
+def draw_rows(p, top_k, top_p, min_p, u, tokens, V, BLOCK: tl.constexpr):
+    """p (R, V) float64 from 0 to 1, which the likeliest has; of each row top_k, 0 for all, top_p, min_p and u in [0, 1)
+
+    tokens (R,) int64: that in whose share of what is kept u falls, ids ascending
+    """
+    row = tl.program_id(0)
+    p += row.to(tl.int64) * V
+    least = tl.load(min_p + row)
+    key = tl.where(least > 0, least, 0.0).to(tl.int64, bitcast=True)
+    count, _, _ = _above(p, V, key, True, BLOCK)
+    k, share = tl.load(top_k + row), tl.load(top_p + row)
+    ties = tl.full((), 0, tl.int64) + V
+    if (k > 0) & (k < count):
+        key = _greatest(p, V, key, k.to(tl.float64), True, BLOCK)
+        more, _, _ = _above(p, V, key + 1, True, BLOCK)
+        ties = k - more.to(tl.int64)
+    if share < 1:
+        whole, _, _ = _walk(p, V, key, ties, 2.0, BLOCK)
+        want = tl.maximum(share - _SLACK, _SLACK) * whole
+        low = key
+        key = _greatest(p, V, low, want, False, BLOCK)
+        more, _, _ = _above(p, V, key + 1, False, BLOCK)
+        value = key.to(tl.float64, bitcast=True)
+        needed = tl.maximum(tl.ceil((want - more) / tl.maximum(value, 1e-300)), 1.0)
+        needed = tl.minimum(needed, V.to(tl.float64)).to(tl.int64)
+        ties = tl.where(key == low, tl.minimum(ties, needed), needed)
+    whole, _, _ = _walk(p, V, key, ties, 2.0 * V, BLOCK)
+    _, found, last = _walk(p, V, key, ties, tl.load(u + row) * whole, BLOCK)
+    tl.store(tokens + row, tl.minimum(found, last).to(tl.int64))
+
+
+def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
+    """p (R, V) float64, each row's largest 1; of each row top_k int64, top_p, min_p and u float64 -> (R,) tokens."""
+    p = p.contiguous()
+    rows, vocab = p.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=p.device)
+    draw_rows[(rows,)](
+        p, top_k, top_p, min_p, u, tokens, vocab, BLOCK=min(BLOCK, triton.next_power_of_2(vocab)), num_warps=WARPS
+    )
+    return tokens
