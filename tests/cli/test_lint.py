@@ -50,6 +50,9 @@ def test_what_is_right(millrace: Millrace, tmp_path: Path) -> None:
     result = millrace("lint", tmp_path)
     assert result.code == 0 and "1 of 1 models can be served; no remarks" in result.err
     millrace("lint", tmp_path / "none").assert_mistake("none is no folder")
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "identity"')
+    one = millrace("lint", tmp_path / "m")
+    one.assert_mistake("m is the folder of one model", "expected: the model repository", f"say {tmp_path}")
     millrace("lint", tmp_path, "--model-config-name", "../x").assert_mistake("--model-config-name ../x")
 
 
