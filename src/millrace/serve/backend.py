@@ -66,7 +66,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def warm_up(self) -> str | None:
-        """So that the first client waits for nothing. What went wrong, so that it will never be ready; or None."""
+        """So that the first client waits for nothing. What went wrong, so that it is not ready; or None."""
+
+    async def mended(self) -> bool:
+        """After a `warm_up` that failed: waits until what went wrong is put right. False: it never will be"""
+        return False
 
     @abstractmethod
     def pulse(self) -> Pulse:

@@ -1,5 +1,6 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from millrace.serve.kserve.shared_memory import Regions
 from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
 from millrace.serve.wire import Bodies, LogLater
 
+LOOK_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
 
 
@@ -81,7 +83,15 @@ class RepositoryBackend(Backend):
 
     async def warm_up(self) -> str | None:
         failed = await self.repository.start()
-        return "; ".join(failed) if failed else None
+        return "; ".join(one.removesuffix(";") for one in failed) if failed else None
+
+    async def mended(self) -> bool:
+        """By clients that load and unload, or in the folders; what is loaded once stays as it is."""
+        if self.repository.flags.model_control_mode == "none":
+            return False
+        while not self.repository.is_ready():
+            await asyncio.sleep(LOOK_S)
+        return True
 
     def pulse(self) -> _Working:
         return _Working()
