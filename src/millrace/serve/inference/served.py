@@ -9,6 +9,7 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.health import Heartbeat
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
@@ -51,6 +52,10 @@ class RepositoryModel(ServedModel):
 
 class RepositoryBackend(Backend):
     what = "a repository of tensor models"
+    elsewhere = (
+        "ask its models at /v2/models/NAME/infer or /generate; here are those of "
+        "`millrace serve MODEL --model-repository DIR`"
+    )
 
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
@@ -105,6 +110,10 @@ class RepositoryBackend(Backend):
     async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
         """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
         return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+
+    def is_ready(self, heartbeat: Heartbeat) -> bool:
+        """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
+        return heartbeat.ready().ok and self.repository.is_ready()
 
     @property
     def has_room(self) -> bool:
