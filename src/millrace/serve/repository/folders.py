@@ -124,7 +124,7 @@ def read_repositories(roots: Sequence[Path], config_name: str = "", *, namespaci
         others = {m.name: m.folder for j, r in enumerate(found) if j != i for m in r.models}
         for model in () if namespacing else repository.models:
             if model.name in others:
-                expected = f"{others[model.name]} to be the only one, or --model-namespacing"
+                expected = f"{others[model.name]} to be the only one"
                 what = "model appears in two or more repositories"
                 model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, "rename one of them"))
     return found
