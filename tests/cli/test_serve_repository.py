@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -61,9 +62,25 @@ def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, besid
             asked = {"prompt": "Once", "max_tokens": 2, "seed": 1}
             assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()["usage"]["completion_tokens"] == 2
         assert 'nv_inference_request_summary_us{model="simple"' in httpx.get(f"{url}/metrics").text
+        until_s = time.monotonic() + 10
+        while not (tmp_path / "trace.json").exists() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert json.loads((tmp_path / "trace.json").read_text())[0]["model_name"] == "simple", "while it runs"
         server.terminate()
         assert server.wait(30) == 0
-    assert json.loads((tmp_path / "trace.json").read_text())[0]["model_name"] == "simple"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_terminal_is_told_where_it_is(root: Path, built_tiny: Path, tmp_path: Path, beside: bool) -> None:
+    command = [sys.executable, "-m", "millrace", "serve", *[str(built_tiny)][:beside], "--model-repository", str(root),
+               "--port", "0"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(tmp_path)) as server:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if line.startswith("Ready after"))
+        server.terminate()
+        server.stderr.read()
+        assert server.wait(30) == 0
+    assert ("tensor models at http://" in line, "/v1," in line, "/docs" in line) == (beside,) * 3 and "/v2" in line
 
 
 def test_a_key_is_asked_for_but_for_health(root: Path, tmp_path: Path) -> None:

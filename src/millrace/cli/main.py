@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import click
 
 from millrace import __version__
+from millrace.cli.other_names import as_here, meant_by
 from millrace.env import is_plain_terminal, read_env
 from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
@@ -106,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
     color = False if is_plain_terminal() else None  # None: where the output is a terminal
     try:
         _check_text(given)
-        code = cli.main(given, prog_name="millrace", standalone_mode=False, color=color)
+        code = cli.main(as_here(given), prog_name="millrace", standalone_mode=False, color=color)
         return code if isinstance(code, int) else 0
     except MillraceError as error:
         return _mistake(error, color)
@@ -148,23 +149,14 @@ def _mistake(error: MillraceError, color: bool | None) -> int:
     return MISTAKE
 
 
-# Options of vLLM and llama.cpp, as far as there are some that mean the same here.
-_OTHER_NAMES = {
-    "--max-model-len": "--max-context", "--ctx-size": "--max-context", "-c": "--max-context",
-    "--max-num-seqs": "--max-batch", "--parallel": "--max-batch", "--dtype": "--precision",
-    "--quantization": "--precision", "--n-predict": "--max-tokens", "--temp": "--temperature",
-    "--cache-type-k": "--kv-cache-dtype", "--model": "MODEL", "-m": "MODEL",
-}  # fmt: skip
-
-
 def _as_error(error: click.UsageError) -> ConfigError:
     """What click says of a wrong command line, in our three parts."""
     path = error.ctx.command_path if error.ctx else "millrace"
     mend = f"`{path} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption) and error.ctx:
         known = [o for p in error.ctx.command.params for o in p.opts if o.startswith("--")]
-        ours = _OTHER_NAMES.get(error.option_name)
-        meant = f"did you mean {ours}?" if ours in ("MODEL", *known) else nearest(error.option_name, known)
+        meant = meant_by(error.option_name, known) or nearest(error.option_name, known)
+        mend = "leave it out" if meant.startswith("nothing") else mend
         return ConfigError(f"there is no option {error.option_name}", meant, mend)
     usage = error.ctx.get_usage().removeprefix("Usage: ") if error.ctx else "millrace COMMAND"
     return ConfigError(error.format_message().rstrip("."), usage, mend)

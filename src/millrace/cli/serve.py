@@ -210,9 +210,8 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
         served = _to_serve(opened, flags, turns, warm, profile, env)
         if not as_json:
             _introduce(opened, served)
-        serve(
-            [served, repository] if repository else [served], settings, _announcer(as_json, served, opened), last=True
-        )
+        announce = _announcer(as_json, served, opened, and_tensors=repository is not None)
+        serve([served, repository] if repository else [served], settings, announce, last=True)
 
 
 def _repository(given: Mapping[str, Any]) -> RepositoryModel | None:
@@ -283,15 +282,22 @@ def _to_serve(
     return replace(_served(opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile)
 
 
-def _announcer(as_json: bool, served: ServedModel, opened: Opened | OpenedEncoder | None = None) -> Announce:
+def _announcer(
+    as_json: bool, served: ServedModel, opened: Opened | OpenedEncoder | None = None, *, and_tensors: bool = False
+) -> Announce:
+    """opened: a model of text; None where there are tensor models alone, of which /docs says nothing"""
+
     def ready(url: str, **also: str) -> None:
         seconds, memory = age_s(), _memory(opened) if opened else {}
         if as_json:
             said(json.dumps({"url": url, **also, "model": served.name, "ready_s": seconds, **memory}))
         else:
-            base = url if url.startswith("unix:") else url + ("/v1" if opened else "/v2")
-            more = "".join(f", {_DOORS[door]} at {click.style(place, bold=True)}" for door, place in also.items())
-            docs = "" if url.startswith("unix:") else f"   (docs: {url}/docs)"
+            is_unix = url.startswith("unix:")
+            base = url if is_unix else url + ("/v1" if opened else "/v2")
+            doors = {"tensor models": f"{url}/v2"} if and_tensors and not is_unix else {}
+            doors |= {_DOORS[door]: place for door, place in also.items()}
+            more = "".join(f", {door} at {click.style(place, bold=True)}" for door, place in doors.items())
+            docs = f"   (docs: {url}/docs)" if opened and not is_unix else ""
             note(f"Ready after {seconds:.1f} s: {click.style(base, bold=True)}{more}{docs}")
 
     return ready

@@ -50,6 +50,7 @@ class Backend(ABC):
     """One model behind one engine: started, asked by its endpoints' handlers, aborted and closed, in order."""
 
     what: str  # kind of model this is, in an error: "a language model"
+    elsewhere = ""  # where it is asked, if no endpoint of these protocols does
 
     def __init__(self, model: ServedModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings
@@ -66,7 +67,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def warm_up(self) -> str | None:
-        """So that the first client waits for nothing. What went wrong, so that it will never be ready; or None."""
+        """So that the first client waits for nothing. What went wrong, so that it is not ready; or None."""
+
+    async def mended(self) -> bool:
+        """After a `warm_up` that failed: waits until what went wrong is put right. False: it never will be"""
+        return False
 
     @abstractmethod
     def pulse(self) -> Pulse:
@@ -127,8 +132,8 @@ class Models:
             404,
             "model_not_found",
             f'the model "{name}" does not exist',
-            "one of " + ", ".join(f'"{known}"' for known in self._by_name),
-            "correct the model's name; /v1/models lists them",
+            "one of " + ", ".join(f'"{known}"' for known in self._by_name) if self._by_name else "no name",
+            "correct the model's name; /v1/models lists them" if self._by_name else self.first.elsewhere,
         ).about("model")
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, P
 from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
-from millrace.serve.wire import Call
+from millrace.serve.wire import EVENT_STREAM, UNHELD, Call
 
 
 @dataclass(slots=True)
@@ -319,13 +319,7 @@ class StreamForm:
     end: bytes = b""
 
 
-EVENTS = StreamForm(
-    b"text/event-stream; charset=utf-8", lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n"
-)
-_HEADERS = [
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
-]
+EVENTS = StreamForm(EVENT_STREAM, lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n")
 _ENCODER = msgspec.json.Encoder()
 log = logging.getLogger(__name__)
 
@@ -387,7 +381,7 @@ class EventStream:
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        headers = [(b"content-type", self._form.content_type), *_HEADERS]
+        headers = [(b"content-type", self._form.content_type), *UNHELD]
         async with contextlib.nullcontext() if self._goes_on else self._generation:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:

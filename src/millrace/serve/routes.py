@@ -149,7 +149,7 @@ class Handler:
             return backend
         can = [e.path for e in self.all_endpoints if e.backend is not None and isinstance(backend, e.backend)]
         another = f"another model: {', '.join(b.model.name for b in able)}" if able else "a server of another model"
-        mend = f"choose {another}"
+        mend = f"choose {another}" if able or not backend.elsewhere else backend.elsewhere
         raise HttpError(
             400,
             "model_cannot",

@@ -149,15 +149,18 @@ class Server:
 
     async def _get_ready(self, models: Models, web: Web, url: str, also: Mapping[str, str]) -> None:
         heartbeat = models.heartbeat
-        trouble = next(filter(None, await asyncio.gather(*(b.warm_up() for b in models.backends))), None)
+        troubles = await asyncio.gather(*(b.warm_up() for b in models.backends))
         while not web.started:
             await asyncio.sleep(0.002)
         if heartbeat.phase is not Phase.WARMING:
             return
-        if trouble is not None:
-            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, trouble
-            log.error("the warm-up failed, so this server will not be ready: %s", trouble)
-            return
+        failed = {backend: trouble for backend, trouble in zip(models.backends, troubles, strict=True) if trouble}
+        if failed:
+            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, next(iter(failed.values()))
+            log.error("the warm-up failed, so this server is not ready: %s", heartbeat.trouble)
+            are_mended = await asyncio.gather(*(backend.mended() for backend in failed))
+            if not all(are_mended) or heartbeat.phase is not Phase.BROKEN:
+                return
         heartbeat.phase = Phase.SERVING
         log.info("serving %s at %s", ", ".join(b.model.name for b in models.backends), url)
         if self._announce is not None:

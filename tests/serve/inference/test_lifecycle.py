@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from millrace.serve.settings import ServerSettings
 from tests.support.loaded import BATCHES
 from tests.support.repository import ADD_SUB, serving, write_models
 
+HEALTH = ("/v2/health/ready", "/v1/health/ready")
 ONE = {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [7]}]}
 
 
@@ -38,6 +40,27 @@ def index(url: str) -> list[dict[str, str]]:
 
 def infer(url: str, model: str = "m", body: Any = ONE) -> httpx.Response:
     return httpx.post(f"{url}/v2/models/{model}/infer", json=body, timeout=30)
+
+
+def becomes(what: Callable[[], bool]) -> None:
+    """Also where nobody listens yet."""
+    until_s, found = time.monotonic() + 10, False
+    while not found and time.monotonic() < until_s:
+        with contextlib.suppress(httpx.TransportError):
+            found = what()
+        time.sleep(0.02)
+    assert found
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def answers(url: str, *paths: str) -> list[int]:
+    return [httpx.get(url + path).status_code for path in paths]
 
 
 def test_models_come_and_go_by_request(root: Path) -> None:
@@ -172,12 +195,6 @@ def test_a_client_that_goes_away_cancels_what_it_asked(root: Path) -> None:
 
 
 def test_folders_are_followed(root: Path) -> None:
-    def becomes(what: Any) -> None:
-        until_s = time.monotonic() + 10
-        while not what() and time.monotonic() < until_s:
-            time.sleep(0.02)
-        assert what()
-
     with serving(root, model_control_mode="poll", repository_poll_secs=0.1) as url:
         assert infer(url).status_code == 200
         write_models(root, {"second": BATCHES % ""})
@@ -196,21 +213,57 @@ def test_folders_are_followed(root: Path) -> None:
 
 def test_a_server_with_a_model_that_cannot_be_loaded_is_not_ready(tmp_path: Path) -> None:
     write_models(tmp_path, {"bad": ADD_SUB.replace("TYPE_INT32", "TYPE_STRING"), "good": BATCHES % ""})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with serving(tmp_path, ServerSettings(port=port), wait=False) as url:
-        until_s = time.monotonic() + 10
-        while time.monotonic() < until_s:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/v2/models/good/ready").status_code == 200:
-                    break
-            time.sleep(0.02)
+    with serving(tmp_path, ServerSettings(port=free_port()), wait=False) as url:
+        becomes(lambda: answers(url, "/v2/models/good/ready") == [200])
         assert httpx.get(f"{url}/v2/health/live").status_code == 200
         assert httpx.get(f"{url}/v2/health/ready").status_code == 400
         bad, good = index(url)
         assert (bad["state"], good["state"]) == ("UNAVAILABLE", "READY")
         assert bad["reason"] == "model 'bad' must have inputs and outputs of one type of numbers"
+
+
+def load(root: Path, url: str) -> None:
+    write_models(root, {"bad": BATCHES % ""})
+    assert control(url, "bad", "load") == (200, "")
+
+
+def unload(root: Path, url: str) -> None:
+    assert control(url, "bad", "unload") == (200, "")
+
+
+def mend(root: Path, url: str) -> None:
+    write_models(root, {"bad": BATCHES % ""})
+
+
+def remove(root: Path, url: str) -> None:
+    (root / "bad").rename(root / ".bad")
+
+
+@pytest.mark.parametrize("what", [load, unload, mend, remove])
+@pytest.mark.parametrize("config", [ADD_SUB.replace("TYPE_INT32", "TYPE_STRING"), "nonsense: 1"])
+def test_what_failed_at_the_start_can_be_mended(root: Path, config: str, what: Callable[[Path, str], None]) -> None:
+    write_models(root, {"bad": config})
+    settings = ServerSettings(port=free_port())
+    mode: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("*",)}
+    if what in (mend, remove):
+        mode = {"model_control_mode": "poll", "repository_poll_secs": 0.1}
+    with serving(root, settings, wait=False, **mode) as url:
+        becomes(lambda: answers(url, "/v2/models/m/ready") == [200])
+        time.sleep(0.3)
+        assert answers(url, *HEALTH) == [400, 503]
+        what(root, url)
+        becomes(lambda: answers(url, *HEALTH) == [200, 200])
+
+
+def test_a_model_that_is_not_there_at_the_start_is_missed_until_it_is(root: Path) -> None:
+    settings = ServerSettings(port=free_port())
+    with serving(root, settings, wait=False, model_control_mode="explicit", load_model=("m", "later")) as url:
+        becomes(lambda: answers(url, "/v2/models/m/ready") == [200])
+        time.sleep(0.3)
+        assert answers(url, *HEALTH) == [400, 503]
+        write_models(root, {"later": BATCHES % ""})
+        assert control(url, "later", "load") == (200, "")
+        becomes(lambda: answers(url, *HEALTH) == [200, 200])
 
 
 def test_a_name_that_no_folder_has_is_refused(root: Path) -> None:

@@ -56,6 +56,20 @@ def test_what_goes_wrong_in_a_model_is_the_answer(tmp_path: Path, body: str, say
     asyncio.run(run())
 
 
+def test_the_line_is_told_of_a_repository_without_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("models"), "m", HEAD + "    def execute(self, requests):\n        return [1 / 0]\n", ANY % "")
+
+    async def run() -> None:
+        async with loaded(Path("models")) as repository:
+            with pytest.raises(StatusError, match=r"ZeroDivisionError: division by zero; at model.py\(9\): execute"):
+                await one(repository, "m", text("x"))
+
+    asyncio.run(run())
+
+
 def test_errors_that_a_model_returns_keep_their_code(tmp_path: Path) -> None:
     body = (
         "return [pb_utils.InferenceResponse(error=pb_utils.TritonError('not now', pb_utils.TritonError.UNAVAILABLE))]"

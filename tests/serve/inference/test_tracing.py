@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,24 @@ def test_files_are_json_whenever_they_are_read(tmp_path: Path, seed: int) -> Non
     assert {one["id"] for one in json.loads((tmp_path / "t").read_text())} == set(range(n))
 
 
+def test_a_few_traces_are_written_soon(tmp_path: Path) -> None:
+    due: list[tuple[float, Callable[[], None]]] = []
+    one = trace_files.TraceFiles(lambda seconds, call: due.append((seconds, call)))
+    one.add(str(tmp_path / "t"), 0, [b'{"id":1}'])
+    one.add(str(tmp_path / "t"), 0, [b'{"id":2}'])
+    assert [seconds for seconds, _ in due] == [trace_files.FLUSH_S] and not (tmp_path / "t").exists()
+    due.pop()[1]()
+    assert json.loads((tmp_path / "t").read_text()) == [{"id": 1}, {"id": 2}]
+    one.add(str(tmp_path / "t"), 0, [b'{"id":3}'])
+    one.write()
+    due.pop()[1]()
+    assert json.loads((tmp_path / "t").read_text())[2:] == [{"id": 3}], "nothing is written twice"
+    one.add(str(tmp_path / "t"), 3, [b'{"id":4}'])
+    assert not due, "a file of its own is written when it is whole"
+    one.write()
+    assert json.loads((tmp_path / "t.0").read_text()) == [{"id": 4}], "or at the end, as one of them"
+
+
 def test_a_number_of_traces_is_a_file(tmp_path: Path) -> None:
     one = tracer(tmp_path / "t", log_frequency=2)
     come(one, "m", 5)
@@ -265,9 +284,10 @@ def test_flags_are_tritons() -> None:
         (("mode=opentelemetry", "bsp_max_queue_size=0"), "out of range"),
         (("mode=opentelemetry", "bsp_max_queue_size=8"), "bsp_max_export_batch_size=512"),
         (("level=TIMESTAMPS",), "names no file"),
-        (("file=x", "level=ALL"), "Unsupported trace level"),
+        (("file=x", "level=ALL"), "Unsupported trace level: ALL\n  expected: OFF, TIMESTAMPS, TENSORS"),
         (("rate=0",), "out of range"),
-        (("rate=many",), "Unable to parse"),
+        (("rate=many",), "Unable to parse(?s:.)*expected: a whole number from 1 to 4294967295"),
+        (("mode=opentelemetry", "url=x"), "'url=x': url is 'x'(?s:.)*expected: http://HOST:PORT"),
         (("speed=1",), "KEY=VALUE"),
         (("file=/nowhere/t.json", "level=TIMESTAMPS"), "a folder that exists"),
     ],

@@ -148,6 +148,9 @@ def test_server_and_models_are_told(url: str) -> None:
     index = httpx.post(f"{url}/v2/repository/index").json()
     assert {"name": "simple", "version": "1", "state": "READY"} in index and len(index) == 22
     assert httpx.get(f"{url}/v1/models").json()["data"] == []
+    for name, code in (({}, "model_cannot"), ({"model": "simple"}, "model_not_found")):
+        error = httpx.post(f"{url}/v1/completions", json={"prompt": "a", **name}).json()["error"]
+        assert error["code"] == code and "to mend: ask its models at /v2/models/NAME/infer" in error["message"]
 
 
 def test_statistics_count_items_and_executions(url: str) -> None:

@@ -200,6 +200,8 @@ def test_what_protobuf_takes_and_we_do_not() -> None:
 def test_what_is_probably_meant() -> None:
     found = read("max_batchsize: 8 input { data_type: TYPE_FLOAT32 }")
     assert [p.expected for p in found.problems] == ['did you mean "max_batch_size"?', 'did you mean "TYPE_FP32"?']
+    found = read("input { data_type: FP32 } instance_group { kind: CPU }")  # as they are called over the network
+    assert [p.expected for p in found.problems] == ['did you mean "TYPE_FP32"?', 'did you mean "KIND_CPU"?']
 
 
 def test_what_may_be_written_otherwise() -> None:

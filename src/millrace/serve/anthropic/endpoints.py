@@ -37,7 +37,7 @@ from millrace.serve.routes import Endpoint, Protocol
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import Tools, tools_of
-from millrace.serve.wire import Call
+from millrace.serve.wire import EVENT_STREAM, Call
 
 _ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -51,9 +51,7 @@ def write_error(problem: Problem) -> bytes:
     return msgspec.json.encode(AnthropicErrorReply(AnthropicError(kind, problem.message)))
 
 
-_STREAM = StreamForm(
-    b"text/event-stream; charset=utf-8", lambda problem: b"event: error\ndata: " + write_error(problem) + b"\n\n"
-)
+_STREAM = StreamForm(EVENT_STREAM, lambda problem: b"event: error\ndata: " + write_error(problem) + b"\n\n")
 
 
 async def messages(backend: TextBackend, call: Call, asked: MessagesRequest) -> ASGIApp:

@@ -17,6 +17,9 @@ class State(Enum):
     UNAVAILABLE = "UNAVAILABLE"
 
 
+UNLOADED = "unloaded"  # the reason of what is gone because somebody wanted it so
+
+
 @dataclass(slots=True)
 class Entry:
     """models: those that are served, by version. states: of every version that was ever tried, with its reason"""
@@ -28,6 +31,13 @@ class Entry:
     # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
     given: Brought = field(default_factory=Brought)
+
+    @property
+    def is_as_wished(self) -> bool:
+        """Each version is ready, and whole, or on its way out by wish."""
+        by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, UNLOADED))
+        is_there = all(state[0] is State.READY or state in by_wish for state in self.states.values())
+        return is_there and not any(model.troubles for model in self.models.values())
 
     @property
     def ensembles(self) -> list[Ensemble]:

@@ -18,7 +18,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.dry_run import what_would_change
 from millrace.serve.inference.ensemble import Ensemble
-from millrace.serve.inference.entries import Entry, State, Turns
+from millrace.serve.inference.entries import UNLOADED, Entry, State, Turns
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
@@ -33,7 +33,6 @@ from millrace.serve.repository.problems import Level
 from millrace.serve.repository.stamps import stamps
 
 log = logging.getLogger(__name__)
-_UNLOADED = "unloaded"
 _NOTHING = Brought()
 _MOST_CHANGES = 16  # of one model that wait for their turn
 _CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found", Code.UNSUPPORTED: "Unsupported"}
@@ -48,6 +47,7 @@ class ModelRepository:
         self._entries: dict[str, Entry] = {}
         self._turns: dict[str, Turns] = {}  # of the models that are being changed
         self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
+        self._missing: set[str] = set()  # that failed at the start, until they are loaded or unloaded
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
         self._others: Others | None = None  # by which models ask models
         self.custom = CustomMetrics()
@@ -82,11 +82,7 @@ class ModelRepository:
 
     def is_ready(self) -> bool:
         """Every model that was to be loaded is, whole; one that is on its way out by wish is not missed."""
-        if any(model.troubles for model in self.models()):
-            return False
-        states = (state for entry in self._entries.values() for state in entry.states.values())
-        by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, _UNLOADED))
-        return all(state[0] is State.READY or state in by_wish for state in states)
+        return not self._missing and all(entry.is_as_wished for entry in self._entries.values())
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
@@ -115,7 +111,10 @@ class ModelRepository:
         if self.flags.model_control_mode == "poll":  # now: one that hangs must not keep the others from changing
             self._in_background(self._poll())
         self._asked.update(names)
-        return [str(e) for e in await asyncio.gather(*(self._tried(name) for name in names)) if e is not None]
+        tried = zip(names, await asyncio.gather(*map(self._tried, names)), strict=True)
+        failed = {name: str(error) for name, error in tried if error is not None}
+        self._missing.update(failed)
+        return list(failed.values())
 
     async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None:
         """By a client. config: in place of its file's. files: of all its folder, as `BroughtFolder` has them.
@@ -198,8 +197,9 @@ class ModelRepository:
             entry = self._entries.setdefault(name, Entry())
             old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
             entry.read = read
-            entry.states = {v: (State.UNAVAILABLE, _UNLOADED) for v in entry.states}
+            entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
+            self._missing.discard(name)
             for model in old.values():
                 self._in_background(model.retire())
             for what in self.common.unused(read.config) if read is not None else ():
@@ -323,12 +323,15 @@ class ModelRepository:
         if not entry.models:
             entry.states = {version: (State.UNAVAILABLE, str(error)) for version in versions}
 
-    def _remove(self, name: str, reason: str = _UNLOADED) -> None:
+    def _remove(self, name: str, reason: str = UNLOADED) -> None:
         """With the ensembles that need it, which come back when it does."""
         entry = self._entries[name]
-        entry.wanted = frozenset[str]() if reason == _UNLOADED else entry.members
+        entry.wanted = frozenset[str]() if reason == UNLOADED else entry.members
+        if reason == UNLOADED:
+            self._missing.discard(name)
+            entry.states = {version: (State.UNAVAILABLE, UNLOADED) for version in entry.states}
         for version, model in entry.models.items():
-            entry.states[version] = (State.UNLOADING, "" if reason == _UNLOADED else reason)
+            entry.states[version] = (State.UNLOADING, "" if reason == UNLOADED else reason)
             self._in_background(self._retired(entry, version, model, reason))
         entry.models, entry.stamp = {}, None
         for other in self._made_of(name):
@@ -358,7 +361,8 @@ class ModelRepository:
                 if name not in self._turns and (entry is None or entry.stamp != of_files):
                     self._in_background(self._followed(name, of_files))
             for name, entry in self._entries.items():
-                if name not in self._turns and name not in found and entry.models:
+                is_left = entry.models or name in self._missing or not entry.is_as_wished
+                if name not in self._turns and name not in found and is_left:
                     self._remove(name)
 
     async def _followed(self, name: str, of_files: object) -> None:

@@ -1,5 +1,6 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.health import Heartbeat
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
@@ -20,6 +22,7 @@ from millrace.serve.kserve.shared_memory import Regions
 from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
 from millrace.serve.wire import Bodies, LogLater
 
+LOOK_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
 
 
@@ -49,6 +52,10 @@ class RepositoryModel(ServedModel):
 
 class RepositoryBackend(Backend):
     what = "a repository of tensor models"
+    elsewhere = (
+        "ask its models at /v2/models/NAME/infer or /generate; here are those of "
+        "`millrace serve MODEL --model-repository DIR`"
+    )
 
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
@@ -81,7 +88,15 @@ class RepositoryBackend(Backend):
 
     async def warm_up(self) -> str | None:
         failed = await self.repository.start()
-        return "; ".join(failed) if failed else None
+        return "; ".join(one.removesuffix(";") for one in failed) if failed else None
+
+    async def mended(self) -> bool:
+        """By clients that load and unload, or in the folders; what is loaded once stays as it is."""
+        if self.repository.flags.model_control_mode == "none":
+            return False
+        while not self.repository.is_ready():
+            await asyncio.sleep(LOOK_S)
+        return True
 
     def pulse(self) -> _Working:
         return _Working()
@@ -95,6 +110,10 @@ class RepositoryBackend(Backend):
     async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
         """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
         return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+
+    def is_ready(self, heartbeat: Heartbeat) -> bool:
+        """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
+        return heartbeat.ready().ok and self.repository.is_ready()
 
     @property
     def has_room(self) -> bool:

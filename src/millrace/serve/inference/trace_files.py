@@ -1,19 +1,25 @@
 """Files of traces: JSON that can be read at any time, and that ends at a number of bytes."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 MOST_BYTES = 1 << 30  # of all files of one server
 _BUFFERED = 64  # traces that wait to be written where one file takes all
 _BUFFERED_BYTES = 1 << 20
+FLUSH_S = 1.0  # after which the first of them is written: whoever tries a few requests finds them
 log = logging.getLogger(__name__)
+Later = Callable[[float, Callable[[], None]], object]  # seconds, and what is called then
 
 
 class TraceFiles:
     """Of one server. A file that cannot be written, or too many bytes, end tracing and not the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, later: Later | None = None) -> None:
+        """later: None: what waits is written when there is enough of it, and by `write`"""
         self._files: dict[str, _TraceFile] = {}
+        self._later = later
         self._n_bytes, self.is_full = 0, False
 
     def add(self, path: str, frequency: int, records: list[bytes]) -> None:
@@ -23,20 +29,29 @@ class TraceFiles:
         file = self._files.setdefault(path, _TraceFile(path))
         file.records += records
         file.n_traces += 1
+        file.frequency = frequency
         file.n_buffered_bytes += sum(map(len, records))
         if file.n_traces >= (frequency or _BUFFERED) or file.n_buffered_bytes > _BUFFERED_BYTES:
-            self._write(file, is_own=frequency > 0)
+            self._write(file)
+        elif self._later is not None and not frequency and not file.is_due:
+            file.is_due = True
+            self._later(FLUSH_S, partial(self._when_due, file))
 
     def write(self) -> None:
         """What is not written yet."""
         for file in self._files.values():
-            self._write(file, is_own=file.n_files > 0)
+            self._write(file)
 
-    def _write(self, file: "_TraceFile", *, is_own: bool) -> None:
+    def _when_due(self, file: "_TraceFile") -> None:
+        file.is_due = False
+        if not file.frequency:  # it may have changed since
+            self._write(file)
+
+    def _write(self, file: "_TraceFile") -> None:
         if not file.records or self.is_full:
             return
         try:
-            self._n_bytes += file.write(is_own)
+            self._n_bytes += file.write()
         except OSError as error:
             self._end(f"{file.path} cannot be written ({error.strerror})")
         if self._n_bytes > MOST_BYTES:
@@ -52,16 +67,18 @@ class _TraceFile:
         self.path = path
         self.records: list[bytes] = []
         self.n_traces = self.n_buffered_bytes = 0
-        self.n_files = 0  # that have some of them
+        self.frequency = 0  # of the last trace
+        self.is_due = False  # it is written soon
+        self._n_files = 0  # that have so many
         self._is_begun = False  # the one that has all
 
-    def write(self, is_own: bool) -> int:
+    def write(self) -> int:
         """So many bytes. raises OSError"""
         data = b",\n".join(self.records)
         self.records, self.n_traces, self.n_buffered_bytes = [], 0, 0
-        if is_own:
-            Path(f"{self.path}.{self.n_files}").write_bytes(b"[%b]" % data)
-            self.n_files += 1
+        if self.frequency:
+            Path(f"{self.path}.{self._n_files}").write_bytes(b"[%b]" % data)
+            self._n_files += 1
         elif self._is_begun:
             with Path(self.path).open("r+b") as opened:
                 opened.seek(-1, 2)  # onto the bracket that ends it

@@ -25,6 +25,7 @@ _BATCHES = {"bsp_max_queue_size": (1, 10**6), "bsp_schedule_delay": (1, 10**7), 
 _OF_SPANS = ("url", "resource", *_BATCHES)
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _RESOURCE = re.compile(r"[A-Za-z][\w.\-/]*=.+")
+_EXPECTED = re.compile("[;,] expected: ")
 _EXTRA = "millrace[otel]"
 
 
@@ -66,7 +67,9 @@ class TraceFlags:
             try:
                 _take(found, key, value)
             except StatusError as error:
-                raise ConfigError(f"{FLAG} {flag!r:.100}: {error}", "one of its values", "correct it") from None
+                why, *expected = _EXPECTED.split(str(error), 1)
+                what = f"{FLAG} {flag!r:.100}: {why}"
+                raise ConfigError(what, "".join(expected) or _range(key), "correct it") from None
         chosen = found.get("trace_mode", TRITON)
         for mode, theirs in asked.items():
             if mode != chosen:
@@ -134,6 +137,11 @@ def _take(found: dict[str, Any], key: str, value: str) -> None:
         "resource": lambda: found.get(name, {}) | dict([_like(_RESOURCE, name, value, "KEY=VALUE").split("=", 1)]),
     }  # fmt: skip
     found[name] = taken[name]() if name in taken else number_of(name, value)
+
+
+def _range(key: str) -> str:
+    low, high = (NUMBERS | _BATCHES).get(_NAMES.get(key, key), (0, 0))
+    return f"a whole number from {low} to {high}" if high else "one of its values"
 
 
 def _like(form: re.Pattern[str], key: str, value: str, expected: str) -> str:

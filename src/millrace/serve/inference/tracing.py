@@ -4,10 +4,11 @@ Settings of a model stand before the server's, these before those of the command
 spans of OpenTelemetry (`spans.py`); of these a client's own trace decides, where it says that a request belongs to one.
 """
 
+import asyncio
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.spans import BATCH, Attributes, Open, Spans
 from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.inference.trace_context import Parent, parent_of
-from millrace.serve.inference.trace_files import TraceFiles
+from millrace.serve.inference.trace_files import Later, TraceFiles
 from millrace.serve.inference.trace_flags import DEFAULTS, FLAG, NUMBERS, OTEL, TraceFlags
 from millrace.serve.kserve.tensors import WIRE_NAMES, Array
 
@@ -123,22 +124,24 @@ class Call:
 class Tracer:
     """Of one server, in its event loop."""
 
-    def __init__(self, said: Mapping[str, Any] | None = None, spans: Spans | None = None) -> None:
-        """spans: in mode opentelemetry"""
+    def __init__(
+        self, said: Mapping[str, Any] | None = None, spans: Spans | None = None, later: Later | None = None
+    ) -> None:
+        """spans: in mode opentelemetry. later: calls what writes the files; None: they are whole when it is closed"""
         self._default: dict[str, Any] = {**DEFAULTS, **(said or {})}
         self.spans = spans
         self._server: dict[str, Any] = {}  # what clients said
         self._models: dict[str, dict[str, Any]] = {}
         self._own: dict[str, _Sampler] = {}  # of models that have settings of their own
         self._of_server = _Sampler(self._default)
-        self._ids, self._files = itertools.count(1), TraceFiles()
+        self._ids, self._files = itertools.count(1), TraceFiles(later)
         self.is_on = self._of_server.is_on  # of any model
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> "Tracer":
         """`[MODE,]KEY=VALUE`, as Triton has them. raises ConfigError"""
         found = TraceFlags.of(flags)
-        return cls(found.said, Spans(found.exporting) if found.exporting is not None else None)
+        return cls(found.said, Spans(found.exporting) if found.exporting is not None else None, _later)
 
     # ------------------------------------------------------------------ settings
 
@@ -247,6 +250,10 @@ class Tracer:
         """No request comes any more. It may take `spans.FLUSH_S`."""
         if self.spans is not None:
             self.spans.close()
+
+
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, call)
 
 
 def _attributes(trace: Trace, request: InferRequest, model: str, version: int) -> Attributes:

@@ -14,7 +14,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.guarded import group_of_path, named
-from millrace.serve.kserve.http import STATUS, Front, Reply, Request, error_reply
+from millrace.serve.kserve.http import OF_MODEL, STATUS, Front, Reply, Request, error_reply
 from millrace.serve.routes import Protocol
 from millrace.serve.wire import CALL, header, read_body, unless_gone
 
@@ -49,7 +49,7 @@ class KServe:
         self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
         self._front = Front(
             repository,
-            lambda: models.heartbeat.ready().ok and repository.is_ready(),
+            lambda: backend.is_ready(models.heartbeat),
             backend.aside,
             backend.shared,
             self._guard,
@@ -117,6 +117,6 @@ def route_of(path: str) -> _Route:
     """A pattern, never what a client wrote, so that there are few."""
     parts = path.split("/")
     if parts[2:3] == ["models"] and len(parts) > 3 and parts[3] != "stats":
-        last = parts[-1] if parts[-1] in ("infer", "ready", "config", "stats", "generate", "generate_stream") else ""
+        last = parts[-1] if parts[-1] in OF_MODEL else ""
         return _Route("/v2/models/{model}" + (f"/{last}" if last else ""))
     return _Route(path if path in ("/v2", "/v2/models/stats", *_OPEN, *_SETTINGS, "/v2/repository/index") else "/v2")

@@ -14,7 +14,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import Bill, InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.trace_context import Parent
+from millrace.serve.inference.trace_context import PARENT, STATE, Parent
 from millrace.serve.inference.tracing import Call
 from millrace.serve.kserve import adjusted, asked, told
 from millrace.serve.kserve.generate import Aside
@@ -72,7 +72,7 @@ class Front:
     def parent(self, metadata: Mapping[str, str]) -> Parent | None:
         """Of the trace that its client has begun."""
         tracer = self._repository.common.tracer
-        return tracer.parent(metadata.get("traceparent"), metadata.get("tracestate"))
+        return tracer.parent(metadata.get(PARENT), metadata.get(STATE))
 
     async def answer(self, name: str, data: bytes, caller: Caller) -> bytes:
         """One call. raises StatusError, BusyError"""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class GrpcServer:
         self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
         self._backend, self._guard = backend, backend.grpc_guard
         self._quick = QuickCalls(backend)
-        is_ready = lambda: models.heartbeat.ready().ok and repository.is_ready()  # noqa: E731
+        is_ready = partial(backend.is_ready, models.heartbeat)
         self._front = Front(repository, is_ready, backend.aside, self._quick.came, backend.shared)
         self._streams: set[Stream] = set()
         self._server: Any = None

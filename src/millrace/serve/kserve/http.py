@@ -14,7 +14,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import Bill, InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.trace_context import Parent
+from millrace.serve.inference.trace_context import PARENT, STATE, Parent
 from millrace.serve.inference.tracing import Call
 from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
@@ -25,16 +25,16 @@ from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.tensors import held_bytes
 from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
+from millrace.serve.wire import EVENT_STREAM, UNHELD
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER = HEADER.encode()
-_UNHELD = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold events back
 _LINES = b"application/x-ndjson"
-_STREAMS = {b"text/event-stream": b"text/event-stream; charset=utf-8", _LINES: _LINES}
-_EVENTS = ((b"content-type", _STREAMS[b"text/event-stream"]), *_UNHELD)
+_STREAMS = {b"text/event-stream": EVENT_STREAM, _LINES: _LINES}
+_EVENTS = ((b"content-type", EVENT_STREAM), *UNHELD)
 _MOST_GROWTH = 1032  # times, of deflate
-_OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
+OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Front:
     # ------------------------------------------------------------------ models
 
     async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> Reply:
-        if action and action not in _OF_MODEL:
+        if action and action not in OF_MODEL:
             raise _NoSuchPath
         if action == "trace/setting":
             if version is not None:
@@ -214,7 +214,7 @@ class Front:
         write = lambda model, asking, response: written(model, asking, response, wanted)[0]  # noqa: E731
         events = Events(model, asking, self._aside, write, lines=accepts == _LINES)
         failed = await events.begin()
-        headers = [(b"content-type", _STREAMS[accepts]), *_UNHELD]
+        headers = [(b"content-type", _STREAMS[accepts]), *UNHELD]
         return Reply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
 
     async def _generate(self, request: Request, model: Model, *, streamed: bool) -> Reply:
@@ -233,7 +233,7 @@ class Front:
     def _parent(self, request: Request) -> Parent | None:
         """Of the trace that its client has begun."""
         headers = request.headers
-        return self._repository.common.tracer.parent(headers.get(b"traceparent"), headers.get(b"tracestate"))
+        return self._repository.common.tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
 
     def _show_headers(self, asking: InferRequest, request: Request) -> None:
         """Those that become parameters. raises StatusError"""

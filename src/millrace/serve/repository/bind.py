@@ -251,7 +251,8 @@ def _wanted(spec: FieldSpec, item: Scalar | Block | None = None) -> str:
         return f"a whole number from {low} to {high}"
     if spec.kind == "enum":
         word = item.text if isinstance(item, Scalar) and item.kind == "name" else ""
-        return nearest(word, spec.of.__members__)
+        meant = next((name for name in spec.of.__members__ if name.partition("_")[2] == word), word)  # FP32
+        return nearest(meant, spec.of.__members__)
     if spec.kind == "string" and isinstance(item, Scalar) and item.kind == "string":
         return "text: its escapes are not UTF-8"
     return _WANTED.get(spec.kind, "a block in {}")

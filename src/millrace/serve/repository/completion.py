@@ -5,6 +5,7 @@ Shapes and types of a model without inputs and outputs are its backend's to tell
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 
 from millrace.serve.repository.bind import Path_
 from millrace.serve.repository.config import InstanceGroup, Latest, ModelConfig, VersionPolicy
@@ -45,6 +46,13 @@ KINDS = (
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
 GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
 VLLM = "vllm"
+GROUP = "millrace.backends"  # of third parties' entry points
+
+
+def backend_names() -> set[str]:
+    """Of those that can be asked for, without importing any."""
+    ours = {k.backend for k in KINDS} | {"add_sub", "identity", "millrace", "repeat"}
+    return (ours - {*GPU_ONLY}) | {e.name for e in entry_points(group=GROUP)}
 
 
 def completed(config: ModelConfig, name: str, files: Collection[str]) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -121,7 +129,8 @@ def broken_backend(config: ModelConfig) -> Broken | None:
         return Broken(at, what, f"one of: {known}", 'correct it, or name a backend: "..."')
     if not config.backend:
         what = f"must specify 'platform' or 'backend' for '{config.name}'"
-        return Broken((), what, f"a backend, or one of {', '.join(k.file for k in KINDS)}", 'add backend: "..."')
+        files = dict.fromkeys(k.file for k in KINDS)
+        return Broken((), what, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
     platforms = {k.platform for k in KINDS if k.backend == config.backend}
     if platforms and config.platform not in platforms:
         what = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"

@@ -77,7 +77,11 @@ def read_repository(root: Path, config_name: str = "") -> Repository:
         raise ConfigError(f"{root} is no folder", "a model repository: a folder with one a model", "check the path")
     problems: list[Problem] = []
     models = []
-    for name, path in _entries(root, problems):
+    entries = _entries(root, problems)
+    if any(name == CONFIG for name, _ in entries) and any(name.isdecimal() for name, _ in entries):
+        what = f"{root} is the folder of one model: it has {CONFIG} and versions"
+        raise ConfigError(what, "the model repository that it is in", f"say {root.absolute().parent}")
+    for name, path in entries:
         if name.startswith("."):
             problems.append(_ignored(path, "its name begins with a dot, so it is no model"))
         elif not path.is_dir() and path.exists():
@@ -120,7 +124,7 @@ def read_repositories(roots: Sequence[Path], config_name: str = "", *, namespaci
         others = {m.name: m.folder for j, r in enumerate(found) if j != i for m in r.models}
         for model in () if namespacing else repository.models:
             if model.name in others:
-                expected = f"{others[model.name]} to be the only one, or --model-namespacing"
+                expected = f"{others[model.name]} to be the only one"
                 what = "model appears in two or more repositories"
                 model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, "rename one of them"))
     return found

@@ -33,7 +33,7 @@ from millrace.serve.responses.protocol import DeletedReply, ResponseReply, Respo
 from millrace.serve.responses.store import MAX_KEPT_BYTES, Kept, Responses
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
-from millrace.serve.wire import CALL, Call
+from millrace.serve.wire import CALL, EVENT_STREAM, Call
 
 MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
 
@@ -259,4 +259,4 @@ def _form(answer: Answer) -> StreamForm:
     def failed(problem: Problem) -> bytes:
         return answer.last_event()
 
-    return StreamForm(b"text/event-stream; charset=utf-8", failed)
+    return StreamForm(EVENT_STREAM, failed)

@@ -15,7 +15,7 @@ from .errors import TritonError, TritonModelException
 from .frames import Frames, Named
 from .host import Answer, Asked, Asking, Host, Incoming, Receive
 from .memory import Arena, Mapped
-from .runner import GuestError, GuestModel, ModelSaid, completed_by, told
+from .runner import GuestError, GuestModel, ModelSaid, completed_by, said, told
 
 MOST_SHARED_BYTES = 1 << 30  # of one direction
 _QUIET = ("drop",)  # of metrics: nobody waits for it
@@ -219,7 +219,7 @@ class _Child:
             try:
                 self._model.close()
             except BaseException as error:  # noqa: BLE001  a model may raise anything; the server's log has it
-                failed = told(error, Path())
+                failed = said(error)
         self._frames.send({"t": "closed", "failed": failed})
 
 

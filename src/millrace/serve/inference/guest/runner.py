@@ -211,7 +211,8 @@ def _model_class(file: Path, pb_utils: ModuleType) -> Any:
 
 def told(error: BaseException, file: Path) -> str:
     """With the last line of the model's own that it came through; not the folder, which is nobody's business."""
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(file.parent.parent))]
+    folder = file.absolute().parent.parent  # the import system makes names of files absolute
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
     at = f"; at {Path(lines[-1].filename).name}({lines[-1].lineno}): {lines[-1].name}" if lines else ""
     return said(error) + at
 
