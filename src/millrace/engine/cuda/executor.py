@@ -22,7 +22,7 @@ from millrace.engine.cuda.memory import ATTENTION, read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
 from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.transfer import OnItsWay, on_device
+from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
@@ -75,7 +75,7 @@ class CudaExecutor(Executor):
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
-        with torch.inference_mode():
+        with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if size is None or way is None:
                 found = sample(self.logits(step), step, self._kernels.draw)
@@ -87,11 +87,12 @@ class CudaExecutor(Executor):
 
     def wait(self) -> StepOutputs:
         assert self._flights, "nothing was launched"
-        return StepOutputs(*self._flights.popleft().arrived())
+        with there(self.device):
+            return StepOutputs(*self._flights.popleft().arrived())
 
     def logits(self, step: StepInputs) -> Tensor:
         """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
-        with torch.inference_mode():
+        with torch.inference_mode(), there(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
             return self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)
