@@ -168,6 +168,13 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
             assert llm.generate("Once", SamplingParams(max_tokens=2))[0].finished
 
 
+def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
+    with pytest.raises(MachineError, match="failed while the model was loaded: CUDA out of memory") as refused:
+        LLM("tiny", device="cuda", **SMALL)
+    assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend
+
+
 def test_an_engine_is_of_cpus(here: None, tiny_engine: Path) -> None:
     with pytest.raises(EngineError, match="is an engine for CPUs"):
         LLM(tiny_engine, device="cuda")

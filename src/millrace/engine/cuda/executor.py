@@ -23,6 +23,7 @@ from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
 from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
+from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
@@ -69,6 +70,23 @@ class CudaExecutor(Executor):
         self._replays = dict[tuple[int, Way | None], Callable[[], Tensor]]()
         self._flights: deque[OnItsWay] = deque()
         self._drawn: Tensor | None = None  # by the last step that was launched
+
+    def warm(self) -> None:
+        """Kernels are compiled, buckets captured and the largest step's memory is taken, before anybody waits for it.
+
+        Writes into pages that nobody has yet. raises RuntimeError where the device fails, or has too little memory
+        """
+        limits = self.limits
+        longest = min(limits.max_step_tokens, limits.context_tokens)
+        each = -(-longest // limits.page_tokens)
+        n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, limits.n_pages // each))
+        steps = [dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)]
+        for m in self._buckets[::-1]:  # the largest has room for what others compute
+            if m <= limits.n_pages:
+                steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
+                steps[-1].sampling["temperature"] = 1
+        for step in steps:
+            self.run(step)
 
     def _load(self, graph: Graph) -> Loaded:
         return load(graph, self.dtype, self.device)
