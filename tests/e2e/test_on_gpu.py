@@ -1,5 +1,6 @@
 """`--device cuda` from the command line to the answer, with tensors of this CPU in place of a GPU's."""
 
+import io
 import re
 import sys
 import threading
@@ -15,6 +16,8 @@ import torch
 
 from millrace import LLM, SamplingParams
 from millrace.cli.main import run
+from millrace.cli.serve import QueueFlags, ServeFlags, _introduce, _to_serve
+from millrace.cli.terminal import Terminal
 from millrace.compile import find
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
@@ -23,6 +26,7 @@ from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu, find_gpu
 from millrace.engine.cuda.memory import SHARE
+from millrace.engine.cuda.transfer import there
 from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError
@@ -75,12 +79,42 @@ def test_the_commands(here: None, capsys: pytest.CaptureFixture[str], monkeypatc
     assert run(["generate", STORIES, PROMPTS[0], "--max-tokens", "8", "--temperature", "0", *flags]) == 0
     out, told = capsys.readouterr()
     assert out.strip() and "decode 7 tokens" in told
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: ""))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
+    assert run(["chat", "tiny", "--max-tokens", "4", *flags]) == 0 and capsys.readouterr().out.strip()
     assert run(["bench", "--engine", STORIES, "--isl", "8", "--osl", "4", "--request-count", "3", "--device", "cuda",
                 "--json"]) == 0  # fmt: skip
     assert '"whole": 3' in capsys.readouterr().out
     assert run(["bench", "http://127.0.0.1:1", "--model", "m", "--device", "cuda"]) == 2
     assert "--engine MODEL, which runs here" in capsys.readouterr().err
+
+
+def test_what_is_said_of_it(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = on_gpu("tiny", precision="w4a16")
+    try:
+        served = _to_serve(opened, ServeFlags(), QueueFlags(), (), None, read_env())
+        _introduce(opened, served)
+        Terminal(plain=True).welcome(opened)
+    finally:
+        opened.close()
+    out, told = capsys.readouterr()
+    assert f"w4a16 g128, lm_head w8a16, on {HERE.name}" in told and "4 sequences at a time" in told
+    assert "KV cache" in told and "(4 full sequences)" in told and "w4a16 g128, lm_head w8a16" in out
+    assert opened.engine.manifest.identity != on_cpu_identity() and served.metadata["isa"] == HERE.name
+
+
+def on_cpu_identity() -> str:
+    _, engine = find_engine("tiny", BuildSettings(tune=0), read_env())
+    identity = engine.manifest.identity
+    engine.close()
+    return identity
+
+
+def test_a_thread_goes_to_its_device() -> None:
+    """Each has one of its own: `cuda:1` was chosen in the thread that loaded the weights."""
+    guard = there(torch.device("cuda:1"))
+    assert isinstance(guard, torch.cuda.device) and guard.idx == 1
+    with there(torch.device("cpu")) as nothing:
+        assert nothing is None
 
 
 def test_w4a16_says_that_nobody_measured_it(here: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +166,13 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
     for name, value in asked.items():
         with LLM("tiny", device="cuda", **{name: value}) as llm:
             assert llm.generate("Once", SamplingParams(max_tokens=2))[0].finished
+
+
+def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
+    with pytest.raises(MachineError, match="failed while the model was loaded: CUDA out of memory") as refused:
+        LLM("tiny", device="cuda", **SMALL)
+    assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend
 
 
 def test_an_engine_is_of_cpus(here: None, tiny_engine: Path) -> None:

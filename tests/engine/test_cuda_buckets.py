@@ -12,6 +12,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.cuda.buckets import Bucket, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.sampling import Way
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.runtime.generate import generate
@@ -87,6 +88,19 @@ def test_bucketed_steps_are_the_others(kv: KvFormat | None, tmp_path: Path) -> N
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
     assert sorted(bucketed._inputs) == [1, 4] and not plainly._replays
+
+
+def test_a_warm_executor_has_captured_all(tmp_path: Path) -> None:
+    """Each bucket in both ways, but those for which there are no pages; what warming wrote nobody reads."""
+    plainly = both(random_checkpoint(tmp_path / "checkpoint", "llama", seed=6), "fp32")[0]
+    limits = replace(LIMITS, n_pages=5)
+    warm = CudaExecutor(plainly._graph, limits, dtype="fp32", buckets=(1, 4, 8), device="cpu")
+    warm.warm()
+    assert set(warm._replays) == {(n, way) for n in (1, 4) for way in Way}
+    steps = [step_of([([5, 6, 7], 0, [3]), ([8], 0, [1])], plain_rows(2)), decode([3, 1], [[3], [1]], [0, 1])]
+    for step in steps:
+        got, want = (executor.logits(step).numpy() for executor in (warm, plainly))
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:

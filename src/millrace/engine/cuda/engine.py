@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.cuda.memory import DevicePlan, Needs, plan_device
+from millrace.engine.cuda.found import CPU, Gpu
+from millrace.engine.cuda.memory import DevicePlan, Needs, mib, plan_device
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor, ExecutorLimits
 from millrace.engine.kv import KvFormat
+from millrace.errors import MachineError
 from millrace.graph.types import Graph
 
 
@@ -61,14 +62,25 @@ class GpuEngine(Engine):
         return plan_device(self.needs, self.gpu.free_bytes, most, kv_memory=kv_memory, smaller=self.smaller())
 
     def on_gpu(self, n_pages: int) -> Executor:
-        """Reads the weights, each once. raises CheckpointError, MachineError, ConfigError"""
+        """Reads the weights, each once, and warms a GPU. raises CheckpointError, ConfigError, MachineError"""
         from millrace.engine.cuda.executor import CudaExecutor  # and with it PyTorch
 
         model = self.model
-        return CudaExecutor(
-            model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
-            fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device,
-        )  # fmt: skip
+        try:
+            executor = CudaExecutor(
+                model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
+                fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device,
+            )  # fmt: skip
+            if self.gpu.device != CPU:
+                executor.warm()
+        except RuntimeError as error:  # PyTorch's of a device, among them that its memory has run out
+            why = (str(error) or "no reason given").splitlines()[0]
+            raise MachineError(
+                f"{self.gpu.name} failed while the model was loaded: {why}",
+                f"a GPU that works, and {mib(self.needs.total_bytes(n_pages))} of its memory, which were free",
+                "see in nvidia-smi who else uses it, or lower --kv-memory",
+            ) from error  # fmt: skip
+        return executor
 
     def close(self) -> None:
         Engine.close(self)

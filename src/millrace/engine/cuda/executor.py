@@ -22,7 +22,8 @@ from millrace.engine.cuda.memory import ATTENTION, read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
 from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.transfer import OnItsWay, on_device
+from millrace.engine.cuda.transfer import OnItsWay, on_device, there
+from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
@@ -70,12 +71,29 @@ class CudaExecutor(Executor):
         self._flights: deque[OnItsWay] = deque()
         self._drawn: Tensor | None = None  # by the last step that was launched
 
+    def warm(self) -> None:
+        """Kernels are compiled, buckets captured and the largest step's memory is taken, before anybody waits for it.
+
+        Writes into pages that nobody has yet. raises RuntimeError where the device fails, or has too little memory
+        """
+        limits = self.limits
+        longest = min(limits.max_step_tokens, limits.context_tokens)
+        each = -(-longest // limits.page_tokens)
+        n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, limits.n_pages // each))
+        steps = [dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)]
+        for m in self._buckets[::-1]:  # the largest has room for what others compute
+            if m <= limits.n_pages:
+                steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
+                steps[-1].sampling["temperature"] = 1
+        for step in steps:
+            self.run(step)
+
     def _load(self, graph: Graph) -> Loaded:
         return load(graph, self.dtype, self.device)
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
-        with torch.inference_mode():
+        with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if size is None or way is None:
                 found = sample(self.logits(step), step, self._kernels.draw)
@@ -87,11 +105,12 @@ class CudaExecutor(Executor):
 
     def wait(self) -> StepOutputs:
         assert self._flights, "nothing was launched"
-        return StepOutputs(*self._flights.popleft().arrived())
+        with there(self.device):
+            return StepOutputs(*self._flights.popleft().arrived())
 
     def logits(self, step: StepInputs) -> Tensor:
         """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
-        with torch.inference_mode():
+        with torch.inference_mode(), there(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
             return self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)

@@ -4,6 +4,7 @@ A copy from or to memory that is not pinned waits until the device has done all 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def there(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it kernels, streams and events are that device's: each thread has a device of its own, else the first."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
