@@ -1,5 +1,6 @@
 """`--device cuda` from the command line to the answer, with tensors of this CPU in place of a GPU's."""
 
+import importlib.abc
 import io
 import re
 import sys
@@ -222,6 +223,16 @@ def test_a_gpu_is_found_or_one_error_says_why_not(monkeypatch: pytest.MonkeyPatc
     assert "no GPU to run on: Found no NVIDIA driver on your system." in refused() and "Please" not in refused()
     fake_cuda(monkeypatch, mem_get_info=failing("CUDA error: an illegal memory access was encountered"))
     assert "illegal memory access" in refused()
+
+    class Broken(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "triton":
+                raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    with monkeypatch.context() as broken:
+        broken.delitem(sys.modules, "triton", raising=False)
+        broken.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+        assert "PyTorch cannot be used: libcudart.so.13" in refused()
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "triton is not installed" in refused() and "pip install 'millrace[gpu]'" in refused()
 

@@ -32,9 +32,11 @@ def find_gpu(device: str) -> Gpu:
     try:
         import torch
         import triton  # noqa: F401 - the kernels are written in it
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of theirs is missing
+        missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else ""
+        why = missing or f"PyTorch cannot be used: {error}"
         raise MachineError(
-            f"--device {device}: {error.name} is not installed", "PyTorch for CUDA, and Triton",
+            f"--device {device}: {why}", "PyTorch for CUDA, and Triton",
             "pip install 'millrace[gpu]', or leave --device out to run on the CPU",
         ) from error  # fmt: skip
     if torch.version.cuda is None:
