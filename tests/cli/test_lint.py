@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from millrace.serve.inference.backends import BACKENDS
-from millrace.serve.repository.completion import backend_names
 from tests.cli.conftest import Millrace
 
 PAGE = (Path(__file__).parents[2] / "docs" / "repository.md").read_text()
@@ -56,19 +54,6 @@ def test_what_is_right(millrace: Millrace, tmp_path: Path) -> None:
     one = millrace("lint", tmp_path / "m")
     one.assert_mistake("m is the folder of one model", "expected: the model repository", f"say {tmp_path}")
     millrace("lint", tmp_path, "--model-config-name", "../x").assert_mistake("--model-config-name ../x")
-
-
-def test_a_backend_that_nothing_has(millrace: Millrace, tmp_path: Path) -> None:
-    for name, backend in (("a", "onnx"), ("b", "pytorch_libtorch"), ("c", "add_sub")):
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(f'backend: "{backend}"')
-    result = millrace("lint", tmp_path)
-    assert result.code == 2 and "1 of 3 models can be served; 2 errors" in result.err
-    assert "a/config.pbtxt: error: unable to find backend 'onnx'\n    expected: one of: add_sub, " in result.out
-
-
-def test_backends_are_those_that_there_are() -> None:
-    assert backend_names() == set(BACKENDS), "no entry points here"
 
 
 def test_what_a_file_says_cannot_steer_a_terminal(millrace: Millrace, tmp_path: Path) -> None:

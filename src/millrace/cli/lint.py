@@ -1,6 +1,6 @@
 """`millrace lint`: a model repository explained before it is served."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,10 @@ import click
 from millrace.cli.main import MISTAKE
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json
-from millrace.errors import nearest, plain
-from millrace.serve.repository.completion import backend_names
-from millrace.serve.repository.folders import CONFIG, Model, Repository, read_repositories
+from millrace.errors import plain
+from millrace.serve.repository.folders import Model, Repository, read_repositories
 from millrace.serve.repository.kinds import DataType
 from millrace.serve.repository.problems import Level, Problem
-from millrace.serve.repository.rules import ENSEMBLE
 
 EPILOG = """\b
 Examples:
@@ -37,8 +35,6 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
     what changes nothing here, with the reason. Exit code 2 where a model would not be served, or not as it is written.
     """
     found = read_repositories(folders, model_config_name, namespacing=model_namespacing)
-    for model in (m for r in found for m in r.models if m.is_servable and m.config.platform != ENSEMBLE):
-        _check_backend(model, backend_names())
     if as_json:
         print_json([_as_json(r) for r in found])
     else:
@@ -46,14 +42,6 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
             _show(repository)
     levels = [p.level for r in found for p in _problems(r)]
     return MISTAKE if Level.ERROR in levels or Level.WARNING in levels else 0
-
-
-def _check_backend(model: Model, known: Collection[str]) -> None:
-    """Of a model that would be served: whether anything here runs it. What runs it is asked when it is loaded."""
-    name = model.config.backend
-    if name not in known:
-        what, mend = f"unable to find backend '{name}'", "correct it, or install the package that brings it"
-        model.problems.append(Problem(Level.ERROR, model.folder / CONFIG, None, what, nearest(name, known), mend))
 
 
 def _problems(repository: Repository) -> Iterator[Problem]:

@@ -5,7 +5,6 @@ Shapes and types of a model without inputs and outputs are its backend's to tell
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 
 from millrace.serve.repository.bind import Path_
 from millrace.serve.repository.config import InstanceGroup, Latest, ModelConfig, VersionPolicy
@@ -46,13 +45,6 @@ KINDS = (
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
 GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
 VLLM = "vllm"
-GROUP = "millrace.backends"  # of third parties' entry points
-
-
-def backend_names() -> set[str]:
-    """Of those that can be asked for, without importing any."""
-    ours = {k.backend for k in KINDS} | {"add_sub", "identity", "millrace", "repeat"}
-    return (ours - {*GPU_ONLY}) | {e.name for e in entry_points(group=GROUP)}
 
 
 def completed(config: ModelConfig, name: str, files: Collection[str]) -> tuple[ModelConfig, tuple[str, ...]]:

@@ -16,8 +16,8 @@ from millrace.serve.inference.backends.sklearn import SklearnBackend
 from millrace.serve.inference.backends.tensorflow import TensorflowBackend
 from millrace.serve.inference.backends.xgboost import XgboostBackend
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.repository.completion import GROUP, backend_names
 
+GROUP = "millrace.backends"  # of third parties' entry points
 BACKENDS: dict[str, type[ModelBackend]] = {
     "add_sub": AddSubBackend,
     "fil": XgboostBackend,
@@ -42,4 +42,5 @@ def backend_named(name: str) -> ModelBackend:
     if found:
         made: ModelBackend = next(iter(found)).load()()
         return made
-    raise StatusError(Code.INVALID_ARG, f"unable to find backend '{name}'; {nearest(name, backend_names())}")
+    known = [*BACKENDS, *(e.name for e in entry_points(group=GROUP))]
+    raise StatusError(Code.INVALID_ARG, f"unable to find backend '{name}'; {nearest(name, known)}")
