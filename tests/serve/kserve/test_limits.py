@@ -85,12 +85,24 @@ def test_what_is_too_large(url: str) -> None:
     assert chunked.status_code == 400 and "exceeds the maximum allowed input size of 20000 bytes" in chunked.text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1", b"\xff\xfe", b'{"inputs": [}'])
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[1", b"\xff\xfe", b'{"inputs": [}', b'{"inputs": [], "id": "\xff"}', b'{"id": 1, "\xbd": 2}',
+])  # fmt: skip
 def test_what_is_no_json(url: str, body: bytes) -> None:
     response = infer(url, "simple", body, {HEADER: str(len(body))} if body else None)
     assert response.status_code == 400 and response.json()["error"].startswith(
         "failed to parse the request JSON buffer: "
     )
+
+
+@pytest.mark.parametrize("path", ["logging", "trace/setting", "repository/index", "repository/models/simple/load"])
+def test_what_is_no_json_of_the_server(url: str, path: str) -> None:
+    for body in (b"{", b'{"a": "\xff"}', b"[" * 100_000):
+        response = httpx.post(f"{url}/v2/{path}", content=body[:LIMIT])
+        assert (response.status_code, response.json()["error"][:40]) == (
+            400,
+            "failed to parse the request JSON buffer:",
+        )
 
 
 def test_paths_and_methods_that_are_none(url: str) -> None:
