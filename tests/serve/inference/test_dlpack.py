@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.guest import utils
-from millrace.serve.inference.guest.tensors import Tensor
+from millrace.serve.inference.guest.tensors import Tensor, numpy_to_triton_type
 
 
 class Other:
@@ -30,7 +30,7 @@ def test_what_comes_in_shares_its_memory(kind: Any, way: Any) -> None:
         tensor = Tensor.from_dlpack("x", way(given))
         assert (tensor.name(), tensor.shape()) == ("x", list(given.shape))
         assert np.array_equal(tensor.as_numpy(), given) and tensor.as_numpy().dtype == kind
-        assert tensor.triton_dtype() == utils.numpy_to_triton_type(kind)
+        assert tensor.triton_dtype() == numpy_to_triton_type(kind)
     tensor = Tensor.from_dlpack("x", way(array))
     if tensor._array.flags.writeable:
         array[0, 0] = 1
