@@ -56,6 +56,17 @@ def test_what_is_right(millrace: Millrace, tmp_path: Path) -> None:
     millrace("lint", tmp_path, "--model-config-name", "../x").assert_mistake("--model-config-name ../x")
 
 
+def test_a_backend_that_nobody_has(millrace: Millrace, tmp_path: Path) -> None:
+    """A load would be refused; a third party's, which an entry point names, is one."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    sides = "".join(f'{side} {{ name: "X" data_type: TYPE_FP32 dims: 1 }}\n' for side in ("input", "output"))
+    (tmp_path / "m" / "config.pbtxt").write_text(sides + ' backend: "onxruntime"\n')
+    result = millrace("lint", tmp_path)
+    assert result.code == 2 and "0 of 1 models can be served; 1 error" in result.err
+    assert "m/config.pbtxt:3:2: error: unable to find backend 'onxruntime'" in result.out
+    assert 'did you mean "onnxruntime"?' in result.out
+
+
 def test_what_a_file_says_cannot_steer_a_terminal(millrace: Millrace, tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     text = "backend: '\\033[31m' input { name: '\\033]0;x\\007' data_type: TYPE_FP32 dims: 1 }"

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
@@ -35,6 +36,8 @@ from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live
 from tests.support.ensembles import ensemble
 from tests.support.kserve import binary, infer, parts
+from tests.support.kserve_grpc import one as grpc_one
+from tests.support.kserve_grpc import request
 from tests.support.prometheus import series
 from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, serving, write_models
@@ -361,18 +364,30 @@ def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:
 
 
 def test_13_more_than_one_server_behind_one_port(tmp_path: Path) -> None:
-    """Processes of their own with --reuse-port: the kernel shares connections out among them, over HTTP and gRPC."""
+    """With --reuse-port the kernel shares connections out among servers, here two of one process; HTTP and gRPC."""
     root = write_models(tmp_path, {"m": ADD_SUB})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, grpc_port = free.getsockname()[1], other.getsockname()[1]
     shared = ServerSettings(port=port, reuse_port=True, metrics_port=0)
     inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16], "data": [i] * 16} for i in (0, 1)]
-    with in_process(root, shared) as one, in_process(root, shared) as two:
+    asked = request("m", [grpc_one("INT32", [1, 16], f"INPUT{i}") for i in (0, 1)], [bytes(64)] * 2)
+    own = [("grpc.use_local_subchannel_pool", 1)]  # otherwise channels share a connection
+    with in_process(root, shared, grpc_port=grpc_port) as one, in_process(root, shared, grpc_port=grpc_port) as two:
+
+        def counts() -> list[float]:
+            return [s.value for server in (one, two) for s in series(server.metrics_url.removesuffix("/metrics"))
+                    if s.name == "nv_inference_count"]  # fmt: skip
+
         for _ in range(60):
             assert infer(one.url, "m", {"inputs": inputs}).status_code == 200  # a connection each
-        counts = [s.value for server in (one, two) for s in series(server.metrics_url.removesuffix("/metrics"))
-                  if s.name == "nv_inference_count"]  # fmt: skip
-    assert sum(counts) == 60 and min(counts) > 10, counts
+        over_http = counts()
+        assert sum(over_http) == 60 and min(over_http) > 10, over_http
+        for _ in range(60):
+            with grpc.insecure_channel(f"127.0.0.1:{grpc_port}", own) as channel:
+                call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                call(asked.SerializeToString(), timeout=20)
+        over_grpc = [after - before for after, before in zip(counts(), over_http, strict=True)]
+        assert sum(over_grpc) == 60 and min(over_grpc) > 10, over_grpc
     with in_process(root, ServerSettings(port=port)), pytest.raises(ConfigError, match="cannot listen"):
         bind("127.0.0.1", port)
 

@@ -28,6 +28,7 @@ from millrace.machine.cpu import fingerprint
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import SENTENCES, write_checkpoint, write_encoder
+from tests.fuzz.tensor_models import pbtxt, tensors
 from tests.support.compressed_files import Kind, write_compressed
 from tests.support.networks import encoder, packed, texts
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
@@ -263,5 +264,6 @@ def requests(folder: Path) -> Case:
 
 
 TARGETS = {
-    f.__name__: f"{__name__}:{f.__name__}" for f in (safetensors, gguf, config, sentences, tokenizer, program, requests)
+    f.__name__: f"{f.__module__}:{f.__name__}"
+    for f in (safetensors, gguf, config, sentences, tokenizer, program, requests, pbtxt, tensors)
 }

@@ -24,6 +24,8 @@ CASES = {
     "tokenizer": 200,
     "program": 200,
     "requests": 600,
+    "pbtxt": 200,
+    "tensors": 300,
 }
 
 

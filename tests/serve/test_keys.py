@@ -189,6 +189,7 @@ def test_clients_of_tensor_models(tmp_path: Path) -> None:
             assert client_grpc.call("ModelMetadata", metadata=[("x-api-key", "other")], name="m").name == "m"
         found = counts(served.url)
         assert (found["requests_total a"], found["requests_total b"], found["running a"]) == (20, 1, 0)
+        assert found["refused_total a requests_per_minute"] == 3, "two over HTTP, where the short way asks before"
 
 
 def test_so_many_at_a_time(tmp_path: Path) -> None:

@@ -222,6 +222,31 @@ def test_the_end_sends_what_is_there() -> None:
     assert len(found.spans) == 40
 
 
+def test_what_clients_write_is_kept_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Spans wait for the collector, so that their length is bounded as their number is."""
+    with collector() as found, in_process(write_models(tmp_path, {"m": PLAIN}), settings(found)) as served:
+        body = {"id": "i" * 100_000, "inputs": [{"name": "INPUT0", **NUMBERS}]}
+        assert infer(served.url, "m", body, {**OURS, "tracestate": "junk"}).json()["id"] == body["id"]
+        (root,) = found.named("InferRequest")
+    assert attributes(root)["triton.request_id"] == "i" * 1000
+    assert root.trace_state == "" and root.parent_span_id.hex() == SPAN
+    assert not [r for r in caplog.records if r.name.startswith("opentelemetry")], "one a request would fill the log"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_states_are_read_as_opentelemetry_reads_them(seed: int) -> None:
+    from opentelemetry.trace import TraceState
+
+    rng = random.Random(seed)
+    text = rng.choice(["a=1", "rojo=00f067aa0ba902b7,congo=t61rcWkgMzE", "t@v=x y,b=", "0a=1", "a=1, ,b=2", "k/*-_=~"])
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.choice(["=", ",", " ", "A", "\xff", "@", "a", ",a=3"]) + text[at + rng.randint(0, 1) :]
+    text = text.strip()
+    theirs, ours = TraceState.from_header([text]), parent_of(OURS["traceparent"], text)
+    assert ours is not None and ours.state == (text if len(theirs) else ""), text
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_headers_are_read_as_opentelemetry_reads_them(seed: int) -> None:
     from opentelemetry.trace import get_current_span

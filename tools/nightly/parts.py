@@ -97,7 +97,8 @@ def _marked(mark: str) -> tuple[str, ...]:
     return _holding(f"pytest.mark.{mark}")
 
 
-FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests")
+FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests", "pbtxt",
+           "tensors")  # fmt: skip
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
     "dspy", "aiperf", "guidellm", "lm-eval", "anthropic", "ollama",

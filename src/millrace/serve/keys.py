@@ -136,8 +136,8 @@ class Keys:
             grant = self.grant(header(scope, b"authorization"), header(scope, b"x-api-key"))
             scope[CALL].tenant, scope[CALL].ended = grant.tenant, grant.end
 
-    def grant(self, authorization: bytes | None, other: bytes | None) -> Grant:
-        """By its headers. raises HttpError as `admit`"""
+    def grant(self, authorization: bytes | None, other: bytes | None, *, counts_refusals: bool = True) -> Grant:
+        """By its headers. counts_refusals: not where whoever is refused asks once more. raises HttpError as `admit`"""
         if not self._keys:
             return Grant("", None, self._clock)
         now_s = self._clock()
@@ -146,7 +146,7 @@ class Keys:
         key = self._found(authorization, other)
         name = key.name or f"key {self._numbers[key.secret]}"
         account = self._accounts.setdefault(name, _Account())
-        _check(name, key, account, now_s)
+        _check(name, key, account, now_s, counts_refusals)
         account.running += 1
         account.requests += 1
         return Grant(name if len(self._keys) > 1 else "", account, self._clock)
@@ -197,7 +197,7 @@ class Keys:
         yield from (requests, tokens, refused, running)
 
 
-def _check(name: str, key: Key, account: _Account, now_s: float) -> None:
+def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals: bool) -> None:
     """raises HttpError with 429; what is refused costs nothing"""
     requests = account.allowance("requests_per_minute", key, now_s)
     tokens = account.allowance("tokens_per_minute", key, now_s)
@@ -213,7 +213,7 @@ def _check(name: str, key: Key, account: _Account, now_s: float) -> None:
         if requests is not None:
             requests.take(1, now_s)
         return
-    account.refused[limit] += 1
+    account.refused[limit] += counts_refusals
     error = HttpError(
         429, LIMITED, f"the API key '{name}' has reached its limit {limit}",
         f"at most {key.limits[limit]}" + (" requests at a time" if limit == "concurrent" else ""),

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.ensembles import ensemble
 from tests.support.kserve_grpc import connected, refusal
 from tests.support.repository import ADD_SUB, identity, in_process, serving, write_models
 
@@ -153,7 +154,50 @@ def test_a_dry_run_says_what_would_change(root: Path) -> None:
         assert dry("another") == {"name": "another", "would": "load", "problems": [], "ensembles": [],
                                   "versions": {"added": ["1"], "removed": [], "loaded anew": []}}  # fmt: skip
         assert dry("gone")["would"] == "fail"
+        (root / "another" / "config.pbtxt").write_text(BATCHES.replace('backend: "identity"', '\n backend: "idendity"'))
+        for where, wrong in (
+            ("another/config.pbtxt:2:2", dry("another")),
+            ("m/(given).pbtxt:1:1", dry(config=json.dumps({"backend": "idendity"}))),
+        ):
+            assert wrong["would"] == "fail" and [p["level"] for p in wrong["problems"]] == ["error"]
+            (problem,) = wrong["problems"]
+            assert problem["where"].endswith(where) and problem["what"] == "unable to find backend 'idendity'"
+            assert problem["expected"] == 'did you mean "identity"?'
         assert load(url, "m", dry_run=1)[0] == 500
         index = httpx.post(f"{url}/v2/repository/index").json()
         assert {one["name"]: one.get("state") for one in index} == {"m": "READY", "of": "READY", "another": None}
         assert httpx.get(f"{url}/v2/models/m/config").json()["max_batch_size"] == 8, "nothing has changed"
+
+
+def test_a_dry_run_of_an_ensemble_looks_at_its_steps(root: Path) -> None:
+    def of(*steps: str) -> str:
+        names = [f"x{i}" for i in range(len(steps) + 1)]
+        links = zip(steps, names, names[1:], strict=False)
+        said = [(step, {"INPUT0": a}, {"OUTPUT0": b}) for step, a, b in links]
+        return ensemble(["x0"], [names[-1]], said, kind="FP32", dims="1")
+
+    wrong = BATCHES.replace('"identity"', '"idendity"')
+    write_models(root, {
+        "good": BATCHES, "bad": wrong, "fine": of("good", "m"), "lost": of("m", "nix"), "broken": of("m", "inner"),
+        "inner": of("bad"), "ring": of("ring"), "kept": of("m"),
+    })  # fmt: skip
+    with serving(root, model_control_mode="explicit", load_model=("m",)) as url:
+
+        def dry(model: str) -> tuple[str, list[str]]:
+            found = load(url, model, dry_run=True)[1]
+            return found["would"], [p["what"] for p in found["problems"]]
+
+        assert dry("fine") == ("load", [])
+        assert dry("lost") == (
+            "fail", ["ensemble lost contains models that are not available or ambiguous: nix"],
+        )  # fmt: skip
+        would, (said,) = dry("broken")
+        assert would == "fail" and said.startswith("ensemble 'broken' depends on 'bad', which cannot be loaded: ")
+        assert said.endswith("bad/config.pbtxt:1:1: unable to find backend 'idendity'")
+        would, (said,) = dry("ring")
+        assert would == "fail" and said.startswith("circular dependency between ensembles")
+        for model in ("fine", "lost", "broken", "ring"):
+            would = dry(model)[0]
+            assert (load(url, model)[0] == 200) == (would != "fail"), f"{model}: as a load does"
+        (root / "m" / "config.pbtxt").write_text("what?")
+        assert dry("kept")[0] == "load", "of what is served nothing is read"

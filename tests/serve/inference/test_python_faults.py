@@ -266,6 +266,8 @@ PARAMETERS = [
     ("{'a': [1]}", "parameter 'a' of a response is neither a bool, an integer of 64 bits, a float nor a string"),
     ("{'a': None}", "parameter 'a' of a response is neither"),
     ("{'a': 2**64}", "parameter 'a' of a response is neither"),
+    ("{'a': chr(0xd800)}", "parameter 'a' of a response is no text: 'utf-8' codec can't encode"),
+    ("{chr(0xd800): 1}", r"parameter '\ud800' of a response is no text"),
     ("{'a': 'x' * 70000}", "the parameters of a response have 70009 characters; at most 65536 are allowed"),
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from millrace.serve.kserve.grpc_infer import set_parameter
 from millrace.serve.kserve.messages import CONTENTS, message
 from tests.support.kserve import ID, KINDS
 from tests.support.kserve import infer as infer_over_http
@@ -111,6 +112,17 @@ def test_classes(client: Client) -> None:
     assert (told.outputs[0].datatype, told.outputs[0].shape) == ("BYTES", [2, 2])
     says = [b"2.000000:1:b", b"1.000000:3:d", b"4.000000:3:d", b"3.000000:0:a"]
     assert told.raw_output_contents == [b"".join(struct.pack("<I", len(v)) + v for v in says)]
+
+
+@pytest.mark.parametrize(("value", "kind"), [
+    (True, "bool_param"), (-(2**63), "int64_param"), (2**63 - 1, "int64_param"), (2**63, "uint64_param"),
+    (2**64 - 1, "uint64_param"), (0.5, "double_param"), ("", "string_param"),
+])  # fmt: skip
+def test_parameters_of_responses(value: Any, kind: str) -> None:
+    found = message("ModelInferResponse")()
+    set_parameter(found, "a", value)
+    told = message("ModelInferResponse").FromString(found.SerializeToString()).parameters["a"]
+    assert told.WhichOneof("parameter_choice") == kind and getattr(told, kind) == value
 
 
 RAW = bytes(64)

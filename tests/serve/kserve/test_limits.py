@@ -81,16 +81,45 @@ def test_what_is_too_large(url: str) -> None:
         "request JSON size of 20001 bytes exceeds the maximum allowed input size of 20000 bytes. Use "
         "--http-max-input-size to increase the limit.",
     )
+    raw = infer(url, "same_FP32", bytes(LIMIT + 1), {HEADER: "0"})
+    assert (raw.status_code, raw.json()["error"]) == (
+        400,
+        "Raw input has a byte_size (20001 bytes) that exceeds the maximum allowed value of 20000 bytes. Use "
+        "--http-max-input-size to increase the limit.",
+    )
     chunked = httpx.post(f"{url}/v2/models/simple/infer", content=iter([bytes(LIMIT), bytes(9)]))
     assert chunked.status_code == 400 and "exceeds the maximum allowed input size of 20000 bytes" in chunked.text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1", b"\xff\xfe", b'{"inputs": [}'])
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[1", b"\xff\xfe", b'{"inputs": [}', b'{"inputs": [], "id": "\xff"}', b'{"id": 1, "\xbd": 2}',
+])  # fmt: skip
 def test_what_is_no_json(url: str, body: bytes) -> None:
     response = infer(url, "simple", body, {HEADER: str(len(body))} if body else None)
     assert response.status_code == 400 and response.json()["error"].startswith(
         "failed to parse the request JSON buffer: "
     )
+
+
+@pytest.mark.parametrize("path", ["logging", "trace/setting", "repository/index", "repository/models/simple/load"])
+def test_what_is_no_json_of_the_server(url: str, path: str) -> None:
+    for body in (b"{", b'{"a": "\xff"}', b"[" * 100_000):
+        response = httpx.post(f"{url}/v2/{path}", content=body[:LIMIT])
+        assert (response.status_code, response.json()["error"][:40]) == (
+            400,
+            "failed to parse the request JSON buffer:",
+        )
+
+
+def test_statistics_of_what_is_not_there(url: str) -> None:
+    for model, status, says in (
+        ("simple/versions/7", 400, "requested model version is not available for model 'simple'"),
+        ("gone", 404, "Request for unknown model: 'gone' is not found"),
+        ("gone/versions/1", 404, "Request for unknown model: 'gone' is not found"),
+    ):
+        found = httpx.get(f"{url}/v2/models/{model}/stats")
+        assert (found.status_code, found.json()["error"]) == (status, says)
+    assert httpx.get(f"{url}/v2/models/simple/versions/1/stats").json()["model_stats"][0]["name"] == "simple"
 
 
 def test_paths_and_methods_that_are_none(url: str) -> None:

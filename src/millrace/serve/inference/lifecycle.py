@@ -23,7 +23,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.others import Others
-from millrace.serve.inference.reading import check_name, config_text, read_now
+from millrace.serve.inference.reading import check_name, config_text, read_now, read_to_tell
 from millrace.serve.inference.sequence_model import SequenceModel
 from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
@@ -130,7 +130,8 @@ class ModelRepository:
         """What `load` would change, in any mode. raises StatusError"""
         check_name(name)
         given = Brought(config_text(name, config, None))
-        of_files, read = await asyncio.to_thread(read_now, self.flags, name, given)
+        served = {of_one for of_one, entry in self._entries.items() if entry.models}
+        of_files, read = await asyncio.to_thread(read_to_tell, self.flags, name, given, served)
         told = what_would_change(name, self._entries.get(name), of_files, read)
         return told | {"ensembles": sorted(self._made_of(name))}
 

@@ -28,6 +28,7 @@ FLUSH_S = 3.0  # at the end, for what was not sent yet
 ROOT = "InferRequest"  # Triton's name
 BATCH = "millrace.batch_size"  # of what was computed in one; an ensemble is not
 _SAMPLED = 1
+_MOST_TEXT = 1000  # characters of what clients write: spans wait, and are many
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Spans:
             self._one(name, self._below(spans.of_model), began_ns + spans.offset_ns, ended_ns + spans.offset_ns)
         root = spans.root
         for span in (spans.of_model, root) if root is not None else (spans.of_model,):
-            span.set_attributes(dict(told))
+            span.set_attributes(_cut(told))
             if error is not None:
                 self._failed(span, error.message, error.code.name)
         spans.of_model.end(done_ns + spans.offset_ns)
@@ -115,7 +116,7 @@ class Spans:
         """A request that has ended now, as one span. failed: why, and what kind of error that is"""
         offset_ns = _offset_ns()
         span = self._tracer.start_span(
-            name, self._under(parent), self._api.SpanKind.SERVER, dict(attributes), start_time=began_ns + offset_ns
+            name, self._under(parent), self._api.SpanKind.SERVER, _cut(attributes), start_time=began_ns + offset_ns
         )
         if failed:
             self._failed(span, failed, kind)
@@ -149,7 +150,12 @@ class Spans:
 
     def _failed(self, span: "Span", message: str, kind: str) -> None:
         span.set_attribute("error.type", kind)
-        span.set_status(self._api.Status(self._api.StatusCode.ERROR, message[:1000]))
+        span.set_status(self._api.Status(self._api.StatusCode.ERROR, message[:_MOST_TEXT]))
+
+
+def _cut(told: Attributes) -> dict[str, Any]:
+    """What clients write, an id for one, cut short; the SDK would, and tell the log each time."""
+    return {key: value[:_MOST_TEXT] if isinstance(value, str) else value for key, value in told.items()}
 
 
 def _nothing() -> Any:

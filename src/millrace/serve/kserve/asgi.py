@@ -12,9 +12,10 @@ from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
-from millrace.serve.kserve.encoding import too_large
+from millrace.serve.kserve.encoding import raw_too_large, too_large
 from millrace.serve.kserve.guarded import group_of_path, named
 from millrace.serve.kserve.http import OF_MODEL, STATUS, Front, Reply, Request, error_reply
+from millrace.serve.kserve.infer_body import HEADER
 from millrace.serve.routes import Protocol
 from millrace.serve.wire import CALL, header, read_body, unless_gone
 
@@ -81,11 +82,7 @@ class KServe:
             except HttpError as error:
                 if error.status != 413:
                     raise
-                n = header(scope, b"content-length")
-                what = too_large(
-                    "request JSON size", n.decode() if n else f"more than {self._most_bytes}", self._most_bytes
-                )
-                return error_reply(400, what.message)
+                return error_reply(400, _too_large(scope, self._most_bytes).message)
             call.body_bytes = len(body)
             request = Request(
                 scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming), came_ns
@@ -111,6 +108,14 @@ class KServe:
             finally:
                 reply.events.close()
         return reply
+
+
+def _too_large(scope: Scope, most: int) -> StatusError:
+    announced = header(scope, b"content-length")
+    n = announced.decode() if announced else f"more than {most}"
+    if header(scope, HEADER.lower().encode()) == b"0":
+        return raw_too_large(n, most)
+    return too_large("request JSON size", n, most)
 
 
 def route_of(path: str) -> _Route:

@@ -113,7 +113,7 @@ def json_object(body: bytes) -> dict[str, Any]:
         return {}
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"failed to parse the request JSON buffer: {error}") from None
     if not isinstance(found, dict):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")

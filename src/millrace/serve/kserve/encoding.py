@@ -16,6 +16,14 @@ def too_large(what: str, n: object, most: int) -> StatusError:
     )
 
 
+def raw_too_large(n: object, most: int) -> StatusError:
+    """Of a request that is the only input's bytes."""
+    return invalid(
+        f"Raw input has a byte_size ({n} bytes) that exceeds the maximum allowed value of {most} bytes. Use "
+        "--http-max-input-size to increase the limit."
+    )
+
+
 class Decoder:
     """A body, piece by piece, so that what it becomes is counted while it grows."""
 

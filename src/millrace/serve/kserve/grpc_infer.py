@@ -184,6 +184,6 @@ def set_parameter(of: Any, key: str, value: Any) -> None:
     try:
         if name is None:
             raise ValueError(f"it is {type(value).__name__}, no bool, int, float or string")
-        setattr(of.parameters[key], name, value)
+        setattr(of.parameters[key], "uint64_param" if name == "int64_param" and value >= 1 << 63 else name, value)
     except ValueError as error:  # also text that is no UTF-8, and integers beyond 64 bits
         raise StatusError(Code.INTERNAL, f"response parameter '{key}': {error}") from None

@@ -146,14 +146,14 @@ class Front:
         _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
         if action == "ready":
             return self._model_ready(name, version)
+        if action == "stats":
+            return json_reply({"model_stats": told.statistics(self._repository, name, version)})
         model = self._repository.get(name, version)
         match action:
             case "infer":
                 return await self._infer(request, model)
             case "config":
                 return json_reply(config_json(model.config))
-            case "stats":
-                return json_reply({"model_stats": told.statistics(self._repository, name, version)})
             case "":
                 return json_reply(told.metadata(model, self._repository.versions(name)))
         return await self._generate(request, model, streamed=action == "generate_stream")

@@ -118,7 +118,7 @@ def _decoded(head: memoryview) -> _Body:
             raise explained(msgspec.json.decode(head)) or StatusError(Code.INTERNAL, str(error)) from None
     except RecursionError:
         raise too_deep() from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"failed to parse the request JSON buffer: {error}") from None
 
 

@@ -145,7 +145,8 @@ class QuickConnection:
 
     def _granted(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes | None:
         try:
-            grant = self._of.keys.grant(known.headers.get(b"authorization"), known.headers.get(b"x-api-key"))
+            given = known.headers.get(b"authorization"), known.headers.get(b"x-api-key")
+            grant = self._of.keys.grant(*given, counts_refusals=False)
         except HttpError:
             return None  # which is refused the usual way
         try:

@@ -6,6 +6,7 @@ from typing import Any
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
+from millrace.serve.inference.status import invalid
 
 # Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
 VERSION = "2.73.0"
@@ -38,6 +39,10 @@ def statistics(repository: ModelRepository, name: str = "", version: int | None 
     """Of every version of every model, of a model's, or of one. raises StatusError"""
     if not name:
         return [model.told() for model in repository.models()]
-    model = repository.get(name, version)
-    versions = [model.version] if version is not None else repository.versions(name)
+    repository.get(name)
+    versions = repository.versions(name)
+    if version is not None:
+        if version not in versions:  # Triton's words here, and nowhere else
+            raise invalid(f"requested model version is not available for model '{name}'")
+        versions = [version]
     return [repository.get(name, v).told() for v in versions]

@@ -5,7 +5,7 @@ read: what a link or a name leads out to is refused. Names that come from client
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,7 +18,7 @@ from millrace.serve.repository.config import InitialState, ModelConfig, WarmupIn
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.ensembles import broken_ensemble
 from millrace.serve.repository.given import broken_data, short_file
-from millrace.serve.repository.problems import Level, Problem
+from millrace.serve.repository.problems import Level, Place, Problem
 from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet
 from millrace.serve.repository.text import MOST_BYTES
 from millrace.settings import read_given
@@ -41,6 +41,8 @@ class Model:
     served: tuple[int, ...] = ()
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of an output
     added: tuple[str, ...] = ()  # what the configuration did not say
+    file: Path | None = None  # of its configuration, as it was read
+    backend_at: Place | None = None  # there
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -111,6 +113,25 @@ def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: b
     return model
 
 
+def steps_of(
+    model: Model, roots: Sequence[Path], config_name: str, served: Collection[str]
+) -> tuple[dict[str, Model], list[Problem]]:
+    """Of an ensemble and those in it, each by its name, as a load would find them; and which are none.
+
+    served: what is there already, whatever folders say
+    """
+    found: dict[str, Model] = {}
+    left = [model]
+    while left:
+        scheduling = left.pop().config.ensemble_scheduling
+        for name in {s.model_name for s in scheduling.step} - found.keys() if scheduling else ():
+            step = read_model(roots, name, config_name) or (Model(name, roots[0] / name) if name in served else None)
+            if step is not None:
+                found[name] = step
+                left.append(step)
+    return found, list(_steps(model, found))
+
+
 def model_names(roots: Sequence[Path]) -> list[str]:
     """Of every folder that may be a model's."""
     found = {name for root in roots for name, path in _entries(root, []) if path.is_dir() and not name.startswith(".")}
@@ -175,6 +196,7 @@ def _model(root: Path, folder: Path, config_name: str, given_config: bytes | Non
     given = read.config
     config, added = completed(given, folder.name, [name for name, _ in first])
     model.config, model.versions = config, versions
+    model.file, model.backend_at = read.file, read.place(("backend",))
     model.added = added if read.places else ("config.pbtxt, from the folder", *added)
     is_read = not any(p.level is Level.ERROR for p in read.problems)
     with suppress(Enough):

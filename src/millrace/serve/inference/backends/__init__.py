@@ -16,6 +16,8 @@ from millrace.serve.inference.backends.sklearn import SklearnBackend
 from millrace.serve.inference.backends.tensorflow import TensorflowBackend
 from millrace.serve.inference.backends.xgboost import XgboostBackend
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.folders import Model
+from millrace.serve.repository.problems import Level, Problem
 
 GROUP = "millrace.backends"  # of third parties' entry points
 BACKENDS: dict[str, type[ModelBackend]] = {
@@ -42,5 +44,22 @@ def backend_named(name: str) -> ModelBackend:
     if found:
         made: ModelBackend = next(iter(found)).load()()
         return made
-    known = [*BACKENDS, *(e.name for e in entry_points(group=GROUP))]
-    raise StatusError(Code.INVALID_ARG, f"unable to find backend '{name}'; {nearest(name, known)}")
+    raise StatusError(Code.INVALID_ARG, f"{_nowhere(name)}; {nearest(name, _known())}")
+
+
+def without_backend(model: Model) -> list[Problem]:
+    """What `backend_named` would raise, where it is in the configuration; empty: there is one."""
+    name = model.config.backend
+    if not name or name in BACKENDS or not model.is_servable or entry_points(group=GROUP, name=name):
+        return []
+    mend = "correct it, or install the package that has it"
+    file, place = model.file or model.folder, model.backend_at
+    return [Problem(Level.ERROR, file, place, _nowhere(name), nearest(name, _known()), mend)]
+
+
+def _known() -> list[str]:
+    return [*BACKENDS, *(e.name for e in entry_points(group=GROUP))]
+
+
+def _nowhere(name: str) -> str:
+    return f"unable to find backend '{name}'"

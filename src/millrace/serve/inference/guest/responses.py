@@ -74,6 +74,10 @@ def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Pa
             raise TritonModelException(
                 f"parameter '{key}' of {of} is neither a bool, an integer of 64 bits, a float nor a string"
             )
+        try:
+            f"{key}{value}".encode()
+        except UnicodeEncodeError as error:
+            raise TritonModelException(f"parameter '{key}' of {of} is no text: {error}") from None
     return found
 
 

@@ -68,8 +68,21 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """tensor: of another framework, on the CPU; memory is shared with it"""
-        return Tensor(name, np.from_dlpack(tensor))
+        """tensor: of another framework, on the CPU, or a capsule, as PyTorch's `to_dlpack` makes; memory is shared"""
+        return Tensor(name, np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)))
+
+
+class _Capsule:
+    """What NumPy asks for one; where that is none, or of another device, NumPy says so."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU
 
 
 def held(tensors: Sequence[Tensor]) -> list[tuple[str, Array]]:

@@ -1,0 +1,61 @@
+"""DLPack of a model.py: tensors of other frameworks, and capsules, as Triton's own examples hand them over."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.serve.inference.guest import utils
+from millrace.serve.inference.guest.tensors import Tensor, numpy_to_triton_type
+
+
+class Other:
+    """A framework's tensor: no array, and all that is asked of it are DLPack's two methods."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.int16, np.int64, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("way", [lambda a: a, Other, lambda a: a.__dlpack__()], ids=["array", "other", "capsule"])
+def test_what_comes_in_shares_its_memory(kind: Any, way: Any) -> None:
+    array = np.arange(12).astype(kind).reshape(3, 4)
+    for given in (array, array.T, array[1:, ::2]):
+        tensor = Tensor.from_dlpack("x", way(given))
+        assert (tensor.name(), tensor.shape()) == ("x", list(given.shape))
+        assert np.array_equal(tensor.as_numpy(), given) and tensor.as_numpy().dtype == kind
+        assert tensor.triton_dtype() == numpy_to_triton_type(kind)
+    tensor = Tensor.from_dlpack("x", way(array))
+    if tensor._array.flags.writeable:
+        array[0, 0] = 1
+        assert tensor.as_numpy()[0, 0] == array[0, 0]
+
+
+def test_what_goes_out() -> None:
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    tensor = Tensor("x", array)
+    assert tensor.is_cpu() and tensor.__dlpack_device__() == (1, 0)
+    assert np.shares_memory(np.from_dlpack(tensor), array)
+    assert np.array_equal(Tensor.from_dlpack("y", tensor.to_dlpack()).as_numpy(), array)
+    array.flags.writeable = False  # as what a request brings is: a model gets its own
+    mine = np.from_dlpack(Tensor("x", array))
+    assert np.array_equal(mine, array) and not np.shares_memory(mine, array)
+
+
+@pytest.mark.parametrize("what", [None, b"x", [1.0], object()])
+def test_what_is_no_tensor(what: Any) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        Tensor.from_dlpack("x", what)
+
+
+def test_configurations_by_name() -> None:
+    config = {"input": [{"name": "A", "dims": [1]}, {"name": "B"}], "output": [{"name": "A", "dims": [2]}]}
+    assert utils.get_input_config_by_name(config, "A") == {"name": "A", "dims": [1]}
+    assert utils.get_output_config_by_name(config, "A") == {"name": "A", "dims": [2]}
+    assert utils.get_input_config_by_name(config, "C") is None and utils.get_output_config_by_name({}, "A") is None
