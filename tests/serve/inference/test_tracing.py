@@ -434,5 +434,6 @@ def test_headers_of_a_trace(header: Any, found: Parent | None) -> None:
 
 def test_the_state_of_a_trace_is_kept_or_left_out_whole() -> None:
     assert parent_of(SPAN, b" a=1,b=2 ") == Parent(0xA, 0xB, True, "a=1,b=2")
-    assert parent_of(SPAN, "a=" + "x" * 510) == Parent(0xA, 0xB, True, "a=" + "x" * 510)
-    assert parent_of(SPAN, "a=" + "x" * 511) == Parent(0xA, 0xB, True)
+    longest = "a=" + "x" * 253 + ",b=" + "x" * 254  # 512 characters, of which no value has more than 256
+    assert parent_of(SPAN, longest) == Parent(0xA, 0xB, True, longest)
+    assert parent_of(SPAN, longest + "x") == parent_of(SPAN, "a=" + "x" * 257) == Parent(0xA, 0xB, True)
