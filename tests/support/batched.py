@@ -10,6 +10,26 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from tests.support.loaded import Loaded, infer
 
+# Behind a backend's name.
+SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }"""
+SEQUENCES = """max_batch_size: 4 %s
+sequence_batching {
+  %s
+  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
+  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
+}
+"""
+RAGGED = """max_batch_size: 16
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
+output [ { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "twice" data_type: TYPE_FP32 dims: [ -1 ] } ]
+batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "at"
+              data_type: TYPE_INT32 source_input: "x" }
+batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "twice" source_input: "x" }
+dynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: [ 4 ] }
+"""
+
 
 async def sums_of(model: Model, id_: int) -> None:
     """`model`: y = all x of its sequence so far, [1, 2]; who = the sequence's id. Clients see nothing else of it"""

@@ -14,7 +14,7 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import Array, objects
 from millrace.serve.repository.config_json import config_json
-from tests.support.batched import ragged_of, sums_of
+from tests.support.batched import RAGGED, SEQUENCES, SIDES, ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -28,6 +28,7 @@ DENSE = """platform: "onnxruntime_onnx" max_batch_size: 8
 input { name: "x" data_type: TYPE_FP32 dims: [ 16 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 10 ] }
 """
 Shape = Sequence[int | str]
+BACKEND = 'backend: "onnxruntime" '
 
 
 def network(
@@ -218,18 +219,6 @@ def test_weights_beside_the_network(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-SEQUENCES = """backend: "onnxruntime" max_batch_size: 4 %s
-sequence_batching {
-  %s
-  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
-  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
-  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
-}
-"""
-SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
-output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }"""
-
-
 def running_sum() -> Any:
     """after = y = before + ready x; who = id"""
     row: tuple[int, Shape] = TensorProto.FLOAT, ["N", 2]
@@ -248,23 +237,13 @@ def running_sum() -> Any:
 @pytest.mark.parametrize("sides", [SIDES, ""])
 def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str, sides: str) -> None:
     """Also where the network says what its inputs and outputs are: those that clients do not see are not among them."""
-    write(tmp_path, "sums", running_sum(), SEQUENCES % (sides, strategy))
+    write(tmp_path, "sums", running_sum(), BACKEND + SEQUENCES % (sides, strategy))
 
     async def run() -> None:
         async with Loaded(tmp_path) as repository:
             await asyncio.gather(*(sums_of(repository.get("sums"), id_) for id_ in range(1, 8)))
 
     asyncio.run(run())
-
-
-RAGGED = """backend: "onnxruntime" max_batch_size: 16
-input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
-output [ { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "twice" data_type: TYPE_FP32 dims: [ -1 ] } ]
-batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "at"
-              data_type: TYPE_INT32 source_input: "x" }
-batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "twice" source_input: "x" }
-dynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: [ 4 ] }
-"""
 
 
 def ragged_sums() -> Any:
@@ -290,5 +269,5 @@ def ragged_sums() -> Any:
 
 
 def test_a_batch_of_requests_of_different_shapes(tmp_path: Path) -> None:
-    write(tmp_path, "sums", ragged_sums(), RAGGED)
+    write(tmp_path, "sums", ragged_sums(), BACKEND + RAGGED)
     asyncio.run(ragged_of(tmp_path))

@@ -14,7 +14,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import DTYPES, Array
 from millrace.serve.repository import folders
 from millrace.serve.repository.config_json import config_json
-from tests.support.batched import ragged_of, sums_of
+from tests.support.batched import RAGGED, SEQUENCES, SIDES, ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed")
@@ -250,24 +250,7 @@ def test_instances_share_the_cores_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 # ---------------------------------------------------------------------- sequences, and batches of different shapes
 
-SEQUENCES = """backend: "openvino" max_batch_size: 4
-input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
-output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }
-sequence_batching {
-  %s
-  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
-  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
-  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
-}
-"""
-RAGGED = """backend: "openvino" max_batch_size: 16
-input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
-output [ { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "twice" data_type: TYPE_FP32 dims: [ -1 ] } ]
-batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "at"
-              data_type: TYPE_INT32 source_input: "x" }
-batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "twice" source_input: "x" }
-dynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: [ 4 ] }
-"""
+BACKEND = 'backend: "openvino" '
 
 
 def parameter(name: str, shape: list[int], dtype: Any) -> Any:
@@ -286,7 +269,7 @@ def running_sum() -> Any:
 
 @pytest.mark.parametrize("strategy", ["direct {}", "oldest { max_queue_delay_microseconds: 1000 }"])
 def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str) -> None:
-    write(tmp_path, "sums", running_sum(), SEQUENCES % strategy)
+    write(tmp_path, "sums", running_sum(), BACKEND + SEQUENCES % (SIDES, strategy))
 
     async def run() -> None:
         async with Loaded(tmp_path) as repository:
@@ -308,5 +291,5 @@ def ragged_sums() -> Any:
 
 
 def test_a_batch_of_requests_of_different_shapes(tmp_path: Path) -> None:
-    write(tmp_path, "sums", ragged_sums(), RAGGED)
+    write(tmp_path, "sums", ragged_sums(), BACKEND + RAGGED)
     asyncio.run(ragged_of(tmp_path))

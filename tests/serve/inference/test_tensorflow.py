@@ -12,7 +12,7 @@ import pytest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.tensors import DTYPES, Array, objects
 from millrace.serve.repository.config_json import config_json
-from tests.support.batched import ragged_of, sums_of
+from tests.support.batched import RAGGED, SEQUENCES, SIDES, ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow's own, of NumPy and of its older half
@@ -224,24 +224,7 @@ def test_instances_share_the_cores_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 # ---------------------------------------------------------------------- sequences, and batches of different shapes
 
-SEQUENCES = """platform: "tensorflow_savedmodel" max_batch_size: 4
-input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
-output { name: "who" data_type: TYPE_INT64 dims: [ 1 ] }
-sequence_batching {
-  %s
-  control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
-  control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }
-  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 2 ] }
-}
-"""
-RAGGED = """platform: "tensorflow_savedmodel" max_batch_size: 16
-input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
-output [ { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "twice" data_type: TYPE_FP32 dims: [ -1 ] } ]
-batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "at"
-              data_type: TYPE_INT32 source_input: "x" }
-batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "twice" source_input: "x" }
-dynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: [ 4 ] }
-"""
+PLATFORM = 'platform: "tensorflow_savedmodel" '
 
 
 def running_sum(x: Any, before: Any, ready: Any, id: Any) -> Any:
@@ -253,7 +236,7 @@ def running_sum(x: Any, before: Any, ready: Any, id: Any) -> Any:
 def test_sequences_whose_state_the_server_holds(tmp_path: Path, strategy: str) -> None:
     specs = [tf.TensorSpec([None, n], kind, name=name) for name, n, kind in (
         ("x", 2, tf.float32), ("before", 2, tf.float32), ("ready", 1, tf.float32), ("id", 1, tf.int64))]  # fmt: skip
-    write(tmp_path, "sums", *of(running_sum, *specs), SEQUENCES % strategy)
+    write(tmp_path, "sums", *of(running_sum, *specs), PLATFORM + SEQUENCES % (SIDES, strategy))
 
     async def run() -> None:
         async with Loaded(tmp_path) as repository:
@@ -271,5 +254,5 @@ def ragged_sums(x: Any, at: Any) -> Any:
 
 def test_a_batch_of_requests_of_different_shapes(tmp_path: Path) -> None:
     specs = tf.TensorSpec([None], tf.float32, name="x"), tf.TensorSpec([None], tf.int32, name="at")
-    write(tmp_path, "sums", *of(ragged_sums, *specs), RAGGED)
+    write(tmp_path, "sums", *of(ragged_sums, *specs), PLATFORM + RAGGED)
     asyncio.run(ragged_of(tmp_path))
