@@ -137,3 +137,10 @@ def nearest(name: str, known: Iterable[str], listed: Iterable[str] | None = None
     names = names if listed is None else sorted(listed)
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return f"one of: {shown}"
+
+
+def mib(nbytes: float) -> str:
+    """As errors say memory."""
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:g} KiB"
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / (1 << 20):.0f} MiB"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.errors import ConfigError, MachineError
+from millrace.errors import ConfigError, MachineError, mib
 from millrace.machine.cpu import Memory
 
 # Interpreter, tokenizer, scratch and what the rest of the system may take while we run.
@@ -48,8 +48,8 @@ def plan_encoder(engine: Engine, memory: Memory, kv_memory: int | None = None) -
     cpu, free = engine.manifest.cpu, memory.available_bytes
     if cpu.weights_bytes + cpu.activation_bytes + RESERVE > free:
         raise MachineError(
-            f"this engine needs {_mib(cpu.weights_bytes + cpu.activation_bytes + RESERVE)}: weights "
-            f"{_mib(cpu.weights_bytes)}, activations {_mib(cpu.activation_bytes)}; {_mib(free)} are available",
+            f"this engine needs {mib(cpu.weights_bytes + cpu.activation_bytes + RESERVE)}: weights "
+            f"{mib(cpu.weights_bytes)}, activations {mib(cpu.activation_bytes)}; {mib(free)} are available",
             "all of it before anything is loaded", "build with --precision bf16, or free memory",
         )  # fmt: skip
 
@@ -60,23 +60,17 @@ def _too_little(engine: Engine, memory: Memory, kv_memory: int | None, free: int
     if kv_memory is not None and kv_memory < least:
         fits = kv_memory // page * PAGE_TOKENS
         return MachineError(
-            f"--kv-memory {_mib(kv_memory)} holds {fits} tokens",
-            f"{_mib(least)} for one sequence of the engine's {m.max_context} tokens",
+            f"--kv-memory {mib(kv_memory)} holds {fits} tokens",
+            f"{mib(least)} for one sequence of the engine's {m.max_context} tokens",
             f"raise it, or build with --max-context {fits}" if fits else "raise it",
         )
     needed = m.cpu.weights_bytes + m.cpu.activation_bytes + RESERVE + (kv_memory or least)
     fits = max(int(free * (KV_SHARE if kv_memory is None else 1.0)) // page, 0) * PAGE_TOKENS
     smaller = f"build with --max-context {fits}" if fits else "build with a smaller --precision, or free memory"
     return MachineError(
-        f"this engine needs {_mib(needed)}: weights {_mib(m.cpu.weights_bytes)}, "
-        f"activations {_mib(m.cpu.activation_bytes)}, KV pages {_mib(kv_memory or least)}; "
-        f"{_mib(memory.available_bytes)} are available",
+        f"this engine needs {mib(needed)}: weights {mib(m.cpu.weights_bytes)}, "
+        f"activations {mib(m.cpu.activation_bytes)}, KV pages {mib(kv_memory or least)}; "
+        f"{mib(memory.available_bytes)} are available",
         "all of it before anything is loaded",
-        smaller if kv_memory is None else f"lower --kv-memory to {_mib(max(free, 0))}, or {smaller}",
+        smaller if kv_memory is None else f"lower --kv-memory to {mib(max(free, 0))}, or {smaller}",
     )
-
-
-def _mib(nbytes: int) -> str:
-    if nbytes < 1 << 20:
-        return f"{nbytes / 1024:g} KiB"
-    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / (1 << 20):.0f} MiB"

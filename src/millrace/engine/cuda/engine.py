@@ -8,11 +8,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from millrace.engine.cuda.found import CPU, Gpu
-from millrace.engine.cuda.memory import DevicePlan, Needs, mib, plan_device
+from millrace.engine.cuda.memory import DevicePlan, Needs, plan_device
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor, ExecutorLimits
 from millrace.engine.kv import KvFormat
-from millrace.errors import MachineError
+from millrace.errors import MachineError, mib
 from millrace.graph.types import Graph
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from millrace.engine.cuda.placement import PRODUCTS, Placement, elements
 from millrace.engine.executor import SAMPLING, ExecutorLimits
-from millrace.engine.kv import KvFormat
-from millrace.errors import MachineError
+from millrace.engine.kv import PAGE_TOKENS, KvFormat
+from millrace.errors import MachineError, mib
 from millrace.graph.types import Graph, Node, Symbol, Value
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.layout import SLAB
@@ -202,7 +202,7 @@ def _too_little(
     if kv_memory is not None and fits >= needs.least_pages:
         found.append(f"--kv-memory {fits * needs.page_bytes >> 20}M")
     elif fits > 0:
-        found.append(f"--max-context {fits * 64}")
+        found.append(f"--max-context {fits * PAGE_TOKENS}")
     found += [words for words, other in smaller if other.fits_in(free_bytes)]
     return MachineError(
         f"this takes {mib(needs.total_bytes(0) + asked)} of the GPU: weights {mib(needs.weights_bytes)}, "
@@ -211,7 +211,3 @@ def _too_little(
         f"at most {SHARE:.0%} of the {mib(free_bytes)} that are free",
         f"what would fit: {'; or '.join(found)}" if found else "free memory of the GPU, or take a larger one",
     )  # fmt: skip
-
-
-def mib(nbytes: float) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / (1 << 20):.0f} MiB"
