@@ -317,7 +317,7 @@ def _routes() -> Iterator[list[str]]:
     for _, r in of_kind("tensors.routes"):
         for load in r["loads"]:
             for name, samples in load["samples"].items():
-                rates = [load["users"] * r["new"] / s["seconds"] for s in samples]
+                rates = [load.get("requests", load["users"]) * r["new"] / s["seconds"] for s in samples]
                 cpu = statistics.median(s["server_cpu_s"] for s in samples)
                 figure = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
                 who = f"{r['model']}, {load['users']} users over {name}: tok/s"
