@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.e2e.triton_users import FLOATS, SAME, becomes, children, floats, word
 from tests.support.kserve import binary, infer
 from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import ADD_SUB, in_process, serving, write_models
+
+LOCALHOST = Path(__file__).parents[1] / "serve" / "localhost.pem"  # a certificate for 127.0.0.1, of these tests alone
 
 
 @pytest.fixture
@@ -157,18 +160,22 @@ def test_15_every_instance_takes_all_cores(tmp_path: Path, child_free: None, mon
 
 
 def test_16_keys_are_fixed_at_the_start(tmp_path: Path) -> None:
-    """A key that is added answers while the server runs, one that is taken out does not; each has its limits."""
+    """A key that is added answers while the server runs, one that is taken out does not; each has its limits, and
+    none is told to whoever listens: the server speaks TLS.
+    """
     path = tmp_path / "keys"
     path.write_text("first\n")
-    root = write_models(tmp_path / "models", {"m": ADD_SUB})
-    with in_process(root, ServerSettings(port=0, key_file=KeyFile.read(path))) as served:
+    root, trusted = write_models(tmp_path / "models", {"m": ADD_SUB}), ssl.create_default_context(cafile=str(LOCALHOST))
+    settings = ServerSettings(port=0, key_file=KeyFile.read(path), ssl_certfile=str(LOCALHOST))
+    with in_process(root, settings) as served, httpx.Client(verify=trusted, timeout=20) as client:
+        assert served.url.startswith("https://")
 
         def status(key: str) -> int:
-            return httpx.get(f"{served.url}/v2/models/m", headers={"authorization": f"Bearer {key}"}).status_code
+            return client.get(f"{served.url}/v2/models/m", headers={"authorization": f"Bearer {key}"}).status_code
 
         assert (status("first"), status("second")) == (200, 401)
         path.write_text("second name=web requests_per_minute=2\n")
         becomes(lambda: status("first") == 401)
         assert [status("second") for _ in range(3)] == [200, 200, 429]
-        refused = httpx.get(f"{served.url}/metrics").text
+        refused = client.get(f"{served.url}/metrics").text
         assert 'millrace:key_refused_total{key="web",limit="requests_per_minute"} 1.0' in refused

@@ -1,8 +1,11 @@
 """What the tests of Triton users' pains ask for, and the processes that must not stay behind."""
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +32,18 @@ def floats(url: str, model: str, array: Any) -> Any:
     one = {"name": "IN", "datatype": "FP32", "shape": list(array.shape), "parameters": {"binary_data_size": len(raw)}}
     body, headers = binary([one], raw, outputs=[{"name": "OUT", "parameters": {"binary_data": True}}])
     return np.frombuffer(parts(infer(url, model, body, headers))[1], np.float32)
+
+
+class Unix(HTTPConnection):
+    """Over a socket of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost")
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(self.path))
 
 
 def becomes(is_so: Callable[[], bool], within_s: float = 15) -> None:
