@@ -7,9 +7,10 @@ from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules, Clo
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
 from tests.support.batching_rules import RULES, STEPS, Model, request
+from tests.support.drawn import examples
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(RULES, STEPS)
 def test_what_is_taken_when_is_what_the_rules_say(rules: BatchRules, steps: list[tuple[str, ...]]) -> None:
     queue, model, now = BatchQueue(rules), Model(rules), 0

@@ -13,10 +13,11 @@ from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.bind import read_config
 from millrace.serve.repository.completion import completed
+from tests.support.drawn import SEEDS, examples
 from tests.support.sequence_rules import DIRECT, END, NO_START, OLDEST, START, STEPS, Both, queue_of, request
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=examples(250))
 @given(st.one_of(DIRECT, OLDEST), st.integers(1, 2), STEPS)
 def test_what_is_taken_when_is_what_the_rules_say(
     rules: SequenceRules, n_instances: int, steps: list[tuple[Any, ...]]
@@ -27,17 +28,18 @@ def test_what_is_taken_when_is_what_the_rules_say(
     both.end()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@settings(max_examples=examples(10))
+@given(SEEDS)
 def test_and_long_schedules_too(seed: int) -> None:
     rng = Random(seed)
     n_slots, max_size = rng.randint(1, 4), rng.randint(2, 4)
-    if seed % 2:
+    if rng.random() < 0.5:
         batches = BatchRules(max_size, frozenset({rng.randint(1, max_size)}), 2_000)
         rules = SequenceRules("m", n_slots, max_size, 8_000, batches=batches)
     else:
         rules = SequenceRules("m", max_size, max_size, 8_000, 2_000, least_ready=max_size)
     both = Both(rules, rng.randint(1, 2))
-    load = ["put"] * (1 + seed // 2)  # from idle to full
+    load = ["put"] * rng.randint(1, 5)  # from idle to full
     for _ in range(800):
         what = rng.choice(
             [
