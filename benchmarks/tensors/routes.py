@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.names import named
 from benchmarks.record import count, judged, provenance, write_result
-from benchmarks.tensors.load import cpu_s, versions
+from benchmarks.tensors.load import cpu_s, h2load_version
 from benchmarks.tensors.request import GRPC_SERVICE
 from millrace.bench.server_process import ServerProcess
 from millrace.compile.find import find_engine
@@ -220,7 +220,7 @@ def run(rounds: int, folder: Path) -> dict[str, Any]:
         found = measured(lambda name, users: command(name, users, urls, model, folder), server.pid, rounds)
     return {
         **provenance("benchmarks.tensors.routes"), "model": smollm2().stem, **named(Engine.open(engine.folder)),
-        "client": versions()["h2load"], "new": NEW, "loads": found, "goals": goals(found),
+        "client": h2load_version(), "new": NEW, "loads": found, "goals": goals(found),
     }  # fmt: skip
 
 
