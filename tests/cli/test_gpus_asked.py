@@ -42,6 +42,7 @@ def test_doctor_on_a_screen(millrace: Millrace) -> None:
     rows = {line.split("  ")[1].strip(): line.split()[-1] for line in done.out.splitlines() if line.startswith("  --")}
     assert rows["--precision fp8a16"] == rows["--kv-cache-dtype fp8"] == "refused"
     assert rows["--precision w4a8"] == rows["--precision fp32"] == "yes"
+    assert "--kv-cache-dtype int8  what layers do  yes" in done.out
     assert done.err.count("A100 SXM 80GB (Ampere) does not multiply fp8; it has fp16, bf16, int8") == 1
     for name, words in (("MI300X", "no kernel for GPUs here runs on MI300X (CDNA3)"), ("T4", "runs on T4 (Turing)"),
                         ("EPYC 9654", "no kernel for GPUs here runs on EPYC 9654 (Zen 4)")):  # fmt: skip

@@ -26,6 +26,11 @@ class Ability:
     needed: tuple[str, ...]
     why_not: str
 
+    @property
+    def of_layers(self) -> bool:
+        """Else of keys and values."""
+        return self.asked.startswith("--precision")
+
 
 def abilities(gpu: Known) -> Iterator[Ability]:
     """Of all precisions of layers, and of keys and values that are no floats."""
