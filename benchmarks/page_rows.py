@@ -72,8 +72,8 @@ def _serving() -> Iterator[list[str]]:
 
 def _tensors() -> Iterator[list[str]]:
     for _, r in of_kind("tensors"):
-        for protocol in ("http", "grpc"):
-            for name, samples in r[protocol].items():
+        for protocol in ("http", "http, an id each", "grpc"):  # the second since clients that number are measured
+            for name, samples in r.get(protocol, {}).items():
                 rates = [one["per_s"] for one in samples]
                 user, system = (statistics.median(one[what] for one in samples) for what in ("user_us", "system_us"))
                 figure = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
@@ -100,7 +100,7 @@ def _routes() -> Iterator[list[str]]:
     for _, r in of_kind("tensors.routes"):
         for load in r["loads"]:
             for name, samples in load["samples"].items():
-                rates = [load["users"] * r["new"] / s["seconds"] for s in samples]
+                rates = [load.get("requests", load["users"]) * r["new"] / s["seconds"] for s in samples]
                 cpu = statistics.median(s["server_cpu_s"] for s in samples)
                 figure = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
                 who = f"{r['model']}, {load['users']} users over {name}: tok/s"

@@ -4,8 +4,9 @@
 
 add_sub, FP32[1, 16]: `millrace serve --model-repository` as it comes, its access log included, and beside it, in turn,
 FastAPI on uvicorn (HTTP) and grpcio's server for asyncio (gRPC) with the same arithmetic on the same bytes
-(`peers.py`). Servers have one core, the client (wrk, h2load; both of the system's packages) the other. All answers are
-compared byte by byte before anything is timed. Needs the extra `peers`. Writes results/tensors-TIME-COMMIT.json.
+(`peers.py`); over HTTP once more with another `id` in each request, which FastAPI does not read. Servers have one core,
+the client (wrk, h2load; both of the system's packages) the other. All answers are compared byte by byte before anything
+is timed. Needs the extra `peers`. Writes results/tensors-TIME-COMMIT.json.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from benchmarks.tensors.load import (
     Sample,
     grpc_load,
     http_load,
+    numbered_load,
     on_core,
     peer,
     versions,
@@ -53,6 +55,10 @@ def run(rounds: int, seconds: int, folder: Path) -> dict[str, Any]:
             OURS: lambda: http_load(our_http, ours.pid, headers, body, seconds, folder),
             HTTP_PEER: lambda: http_load(http_port, http_pid, headers, body, seconds, folder),
         })  # fmt: skip
+        numbered = in_turn(rounds, {
+            OURS: lambda: numbered_load(our_http, ours.pid, headers, body, seconds, folder),
+            HTTP_PEER: lambda: numbered_load(http_port, http_pid, headers, body, seconds, folder),
+        })  # fmt: skip
         grpc = in_turn(rounds, {
             OURS: lambda: grpc_load(our_grpc, ours.pid, frame, seconds, folder),
             GRPC_PEER: lambda: grpc_load(grpc_port, grpc_pid, frame, seconds, folder),
@@ -63,8 +69,8 @@ def run(rounds: int, seconds: int, folder: Path) -> dict[str, Any]:
         inside = in_process(repository, rounds)
     return {
         **provenance("benchmarks.tensors"), "model": "add_sub FP32[1, 16]", "connections": CONNECTIONS,
-        "seconds": seconds, "versions": versions(), "http": http, "grpc": grpc, "in_process": inside,
-        "goals": goals(http, grpc, inside),
+        "seconds": seconds, "versions": versions(), "http": http, "http, an id each": numbered, "grpc": grpc,
+        "in_process": inside, "goals": goals(http, numbered, grpc, inside),
     }  # fmt: skip
 
 
@@ -111,12 +117,15 @@ def _head_of(outputs: Sequence[bytes]) -> bytes:
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
-def goals(http: Any, grpc: Any, inside: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+def goals(http: Any, numbered: Any, grpc: Any, inside: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     beyond = [one["request_us"] - one["backend_us"] for one in inside]
     return [
         judged("requests/s over HTTP, of FastAPI's", ratio(http, HTTP_PEER), 2.2, 1.4),
         judged("CPU of a request over HTTP outside the kernel, us", median(http[OURS], "user_us"), 30, 30,
                at_most=True),
+        judged("requests/s over HTTP with an id each, of FastAPI's", ratio(numbered, HTTP_PEER), 2.2, 1.4),
+        judged("CPU of a request over HTTP with an id each, outside the kernel, us", median(numbered[OURS], "user_us"),
+               30, 30, at_most=True),
         judged("calls/s over gRPC, of grpcio's own server", ratio(grpc, GRPC_PEER), 0.95, 0.95),
         judged("CPU of a request in process beyond its arithmetic, us", statistics.median(beyond), 20, 20,
                at_most=True),
@@ -134,7 +143,7 @@ def median(samples: Sequence[Mapping[str, float]], name: str) -> float:
 
 def summary(result: dict[str, Any]) -> str:
     lines = [f"add_sub FP32[1, 16], {result['connections']} connections"]
-    for protocol in ("http", "grpc"):
+    for protocol in ("http", "http, an id each", "grpc"):
         for name, samples in result[protocol].items():
             rate, user, system = (median(samples, what) for what in ("per_s", "user_us", "system_us"))
             lines.append(f"  {protocol} {name:8}: {rate:,.0f}/s; CPU {user:.0f} us, in the kernel {system:.0f} us")

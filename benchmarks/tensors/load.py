@@ -60,10 +60,37 @@ def http_load(port: int, pid: int, headers: Mapping[str, str], body: bytes, seco
     told = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in headers.items())
     reading = f'wrk.method = "POST"\nlocal f = io.open("{folder}/body", "rb")\nwrk.body = f:read("*a")\nf:close()\n'
     (folder / "post.lua").write_text(reading + told)
+    return _wrk(port, pid, seconds, folder)
+
+
+def _wrk(port: int, pid: int, seconds: int, folder: Path) -> Sample:
     command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", f"{folder}/post.lua"]
     said, sample = _loaded([*command, f"http://127.0.0.1:{port}{HTTP_PATH}"], pid, r"(\d+) requests in")
     assert "Non-2xx" not in said and "Socket errors" not in said, said
     return sample
+
+
+_NUMBERED = """
+local f = io.open("%(folder)s/body", "rb")
+local body, n = f:read("*a"), 0
+f:close()
+wrk.method = "POST"
+request = function()
+  n = n + 1
+  local head = '{"id":"' .. n .. '",' .. body:sub(2, %(n_head)s)
+  wrk.headers["inference-header-content-length"] = tostring(#head)
+  return wrk.format(nil, nil, nil, head .. body:sub(%(n_head)s + 1))
+end
+"""
+
+
+def numbered_load(port: int, pid: int, headers: Mapping[str, str], body: bytes, seconds: int, folder: Path) -> Sample:
+    """As `http_load`, with another id in each request, as clients have them that number theirs."""
+    (folder / "body").write_bytes(body)
+    told = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in headers.items())
+    numbers = _NUMBERED % {"folder": folder, "n_head": headers["inference-header-content-length"]}
+    (folder / "post.lua").write_text(numbers + told)
+    return _wrk(port, pid, seconds, folder)
 
 
 def grpc_load(port: int, pid: int, frame: bytes, seconds: int, folder: Path) -> Sample:

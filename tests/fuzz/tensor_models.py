@@ -19,7 +19,7 @@ from millrace.serve.kserve import grpc_front, http
 from millrace.serve.kserve.messages import config_message, message
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.config_json import config_json
-from millrace.serve.repository.folders import read_repository
+from millrace.serve.repository.several import read_repositories
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.serve.repository.test_text import Drawn
@@ -55,7 +55,7 @@ def pbtxt(folder: Path) -> Case:
         text = Drawn(rng.getrandbits(32)).message(ModelConfig) if drawn else rng.choice(CONFIGS)
         data = text.encode("utf-8", "surrogatepass")
         file.write_bytes(data if rng.random() < 0.1 else mutate_bytes(rng, data))
-        model = next(m for m in read_repository(folder / "models").models if m.name == "m")
+        model = next(m for m in read_repositories([folder / "models"])[0].models if m.name == "m")
         msgspec.json.encode(config_json(model.config))
         if not model.is_servable:
             found = model.problems[rng.randrange(len(model.problems))]

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from millrace.serve.kserve.messages import message
-from millrace.serve.repository.folders import read_repository
+from millrace.serve.repository.several import read_repositories
 from tests.fuzz.tensor_models import CONFIGS, MODELS, Front, over_grpc, over_http
 from tests.support.repository import identity, write_models
 
@@ -14,7 +14,7 @@ from tests.support.repository import identity, write_models
 @pytest.mark.parametrize("i", range(len(CONFIGS)))
 def test_good_configurations_are_taken(tmp_path: Path, i: int) -> None:
     write_models(tmp_path, {"m": CONFIGS[i], "n": identity("INT32", "4", "max_batch_size: 8")})
-    for model in read_repository(tmp_path).models:
+    for model in read_repositories([tmp_path])[0].models:
         assert model.is_servable, [p.what for p in model.problems]
 
 

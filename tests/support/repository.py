@@ -49,8 +49,9 @@ def in_process(
     root: Path, settings: ServerSettings | None = None, wait: bool = True, guards: GuardFlags | None = None,
     operations: OperationFlags | None = None, start_s: float = 30, **flags: Any,
 ) -> Iterator[Threaded]:  # fmt: skip
+    said = {"model_repository": (str(root),), **flags}
     model = RepositoryModel(
-        name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags),
+        name="repository", created=0, max_context=0, flags=RepositoryFlags(**said),
         guards=guards or GuardFlags(), operations=operations or OperationFlags(),
     )  # fmt: skip
     with in_thread(model, settings, start_s=start_s, stop_s=30, wait=wait) as served:

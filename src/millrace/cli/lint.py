@@ -10,9 +10,10 @@ from millrace.cli.main import MISTAKE
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json
 from millrace.errors import plain
-from millrace.serve.repository.folders import Model, Repository, read_repositories
+from millrace.serve.repository.folders import Model, Repository
 from millrace.serve.repository.kinds import DataType
 from millrace.serve.repository.problems import Level, Problem
+from millrace.serve.repository.several import read_repositories
 
 EPILOG = """\b
 Examples:

@@ -25,7 +25,6 @@ _ALWAYS = "configurations are always completed"
 _UNNEEDED = {
     "--allow-http": "HTTP is always there", "--strict-model-config": _ALWAYS,
     "--disable-auto-complete-config": _ALWAYS,
-    "--model-namespacing": "a name is one model's here: rename one of the folders",
     "--exit-on-error": "a mistake in a repository ends it, a model that cannot be loaded keeps it from being ready",
     "--strict-readiness": "it is ready when every model is", "--backend-config": _PARAMETERS,
     "--log-file": "the log is on stderr: 2> FILE", "--id": "its name is triton, as clients expect",
@@ -36,6 +35,9 @@ _UNNEEDED = {
     "--grpc-infer-allocation-pool-size": "messages are not pooled",
     "--grpc-max-response-pool-size": "messages are not pooled", "--model-load-thread-count": "models load side by side",
 }  # fmt: skip
+
+
+_SWITCHES = ("--allow-client-shm", "--model-namespacing")
 
 
 def meant_by(option: str, known: Collection[str]) -> str | None:
@@ -49,4 +51,4 @@ def as_here(arguments: list[str]) -> list[str]:
     """A command line; Triton's switches have a value, and an error of its own says `--allow-client-shm=true`."""
     if arguments[:1] != ["serve"]:
         return arguments
-    return ["--allow-client-shm" if one == "--allow-client-shm=true" else one for one in arguments]
+    return [one.removesuffix("=true") if one.removesuffix("=true") in _SWITCHES else one for one in arguments]

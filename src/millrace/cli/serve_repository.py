@@ -9,8 +9,9 @@ from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.kserve.guarded import GuardFlags
-from millrace.serve.repository.folders import Repository, read_repositories
+from millrace.serve.repository.folders import Repository
 from millrace.serve.repository.problems import Level
+from millrace.serve.repository.several import read_repositories
 
 
 def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: OperationFlags) -> RepositoryModel | None:
@@ -28,7 +29,8 @@ def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: Ope
         if flags.grpc_port is not None:
             what = f"--grpc-port {flags.grpc_port} is for tensor models, and there are none"
             raise ConfigError(what, "--model-repository DIR", "name one, or leave --grpc-port out")
-        if flags.load_model or flags.model_config_name or flags.model_control_mode != "none":
+        chosen = flags.load_model or flags.model_config_name or flags.model_namespacing
+        if chosen or flags.model_control_mode != "none":
             what = "models of a repository are chosen, and there is none"
             raise ConfigError(what, "--model-repository DIR", "name one, or leave the other flags out")
         return None
@@ -37,7 +39,8 @@ def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: Ope
         raise ConfigError(what, "--model-control-mode explicit", "add it, or leave --load-model out")
     if flags.grpc_port is not None:
         check_grpc("--grpc-port", "leave --grpc-port out")
-    found = read_repositories(flags.roots, flags.model_config_name)  # so that a mistake is said before a port is taken
+    of = flags.repositories  # read, so that a mistake is said before a port is taken
+    found = read_repositories(of.folders, of.config_name, namespacing=of.namespacing)
     if flags.model_control_mode == "none":
         _check(found)
     return RepositoryModel(

@@ -191,7 +191,8 @@ def test_a_dry_run_of_an_ensemble_looks_at_its_steps(root: Path) -> None:
         assert dry("lost") == (
             "fail", ["ensemble lost contains models that are not available or ambiguous: nix"],
         )  # fmt: skip
-        would, (said,) = dry("broken")
+        would, said_of = dry("broken")
+        (said,) = (one for one in said_of if "cannot be loaded" in one)
         assert would == "fail" and said.startswith("ensemble 'broken' depends on 'bad', which cannot be loaded: ")
         assert said.endswith("bad/config.pbtxt:1:1: unable to find backend 'idendity'")
         would, (said,) = dry("ring")
@@ -201,3 +202,29 @@ def test_a_dry_run_of_an_ensemble_looks_at_its_steps(root: Path) -> None:
             assert (load(url, model)[0] == 200) == (would != "fail"), f"{model}: as a load does"
         (root / "m" / "config.pbtxt").write_text("what?")
         assert dry("kept")[0] == "load", "of what is served nothing is read"
+
+
+def test_a_dry_run_finds_tensors_that_do_not_fit(root: Path) -> None:
+    """Of an ensemble that would be loaded, and of those that have the model that would be."""
+    links = [(step, {"INPUT0": a}, {"OUTPUT0": b}) for step, a, b in (("m", "x", "y"), ("half", "y", "z"))]
+    write_models(root, {
+        "half": BATCHES.replace("FP32", "FP16"), "e": ensemble(["x"], ["z"], links, kind="FP32", dims="1"),
+        "kept": ensemble(["x"], ["y"], links[:1], kind="FP32", dims="1"),
+    })  # fmt: skip
+    with serving(root, model_control_mode="explicit", load_model=("kept",)) as url:
+        found = load(url, "e", dry_run=True)[1]
+        what = "in ensemble e, ensemble tensor y: inconsistent data type: TYPE_FP32 is inferred from model m while "
+        what += "TYPE_FP16 is inferred from model half"
+        assert found["would"] == "fail" and found["problems"][0]["what"] == what
+        assert found["problems"][0]["where"].count(":") == 2, "with line and column"
+        status, refused = load(url, "e")
+        assert status == 500 and what in refused["error"]
+        (root / "m" / "config.pbtxt").write_text(BATCHES.replace("FP32", "FP16"))
+        found = load(url, "m", dry_run=True)[1]
+        assert (found["would"], found["ensembles"]) == ("reload", ["e", "kept"])
+        assert [p["level"] for p in found["problems"]] == ["warning"]
+        what = "ensemble 'kept' would be unloaded: in ensemble kept, ensemble tensor x: inconsistent data type: "
+        assert found["problems"][0]["what"].startswith(what)
+        assert load(url, "m")[0] == 200
+        served = {one["name"] for one in httpx.post(f"{url}/v2/repository/index", json={"ready": True}).json()}
+        assert served == {"half", "m"}, "as it was told"

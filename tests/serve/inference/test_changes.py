@@ -11,6 +11,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.guest import importing
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.names import ModelId
 from millrace.serve.repository.stamps import stamp
 from tests.support.loaded import BATCHES, Loaded, asked, becomes
 from tests.support.python_models import ANY, HEAD, SAY, loaded, one, text, write
@@ -179,6 +180,6 @@ def test_a_name_with_a_dot_in_front_is_none(tmp_path: Path) -> None:
         async with Loaded(tmp_path) as repository:
             assert [m.name for m in repository.models()] == ["m"]
             with pytest.raises(StatusError, match=r"failed to load '\.hidden', failed to poll from model repository"):
-                await repository._load(".hidden")
+                await repository._load(ModelId("", ".hidden"))
 
     asyncio.run(run())

@@ -13,6 +13,7 @@ from millrace.serve.inference.batching import Closed
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.names import ModelId
 from tests.support.loaded import BATCHES, Loaded, asked, becomes
 from tests.support.repository import REPEAT, identity, write_models
 
@@ -113,7 +114,7 @@ def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> No
             assert response.outputs["OUTPUT0"].tolist() == [[7]] and error is None and final, "before `submit` returned"
             assert model.statistics.n_executions == 1 and model.statistics.stages["success"].count == 1
             write_models(root, {"wide": identity("FP32", "-1")})
-            await repository._load("wide")
+            await repository._load(ModelId("", "wide"))
             wide = repository.get("wide")
             request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
             wide.checker.take(request, [Given("INPUT0", "FP32", data.shape, data)])

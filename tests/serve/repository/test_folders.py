@@ -7,8 +7,10 @@ import pytest
 
 from millrace.errors import ConfigError, RequestError
 from millrace.serve.repository import folders
-from millrace.serve.repository.folders import Model, Repository, check_model_name, read_repositories, read_repository
+from millrace.serve.repository.folders import Model, Repository, read_repository
+from millrace.serve.repository.names import check_model_name
 from millrace.serve.repository.problems import Level
+from millrace.serve.repository.several import read_repositories
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -172,8 +174,8 @@ def test_other_names_of_a_configuration(tmp_path: Path) -> None:
             read_repository(tmp_path, name)
 
 
-STEP = "platform: 'ensemble' %s ensemble_scheduling { step { model_name: '%s' input_map { key: 'i' value: 'a' } "
-STEP += "output_map { key: 'o' value: 'b' } } }"
+STEP = "platform: 'ensemble' %s ensemble_scheduling { step { model_name: '%s' input_map { key: 'a' value: 'a' } "
+STEP += "output_map { key: 'b' value: 'b' } } }"
 ENDS = "input { name: 'a' data_type: TYPE_FP32 dims: 1 } output { name: 'b' data_type: TYPE_FP32 dims: 1 }"
 
 
@@ -189,14 +191,14 @@ def test_steps_of_ensembles(tmp_path: Path) -> None:
         ("lost", "no"),
     ):
         files |= {f"{name}/1/": "", f"{name}/config.pbtxt": STEP % (ENDS, step)}
-    found = {m.name: said(m, tmp_path) for m in read_repository(write(tmp_path, files)).models}
+    found = {m.name: said(m, tmp_path) for m in read_repositories([write(tmp_path, files)])[0].models}
     assert found["own"] == found["good"] == []
     ring = "circular dependency between ensembles: "
-    assert found["self"] == [f"self/config.pbtxt {ring}self -> ... -> self -> self"]
-    assert found["x"] == [f"x/config.pbtxt {ring}x -> ... -> z -> x"]
+    assert found["self"] == [f"self/config.pbtxt:1:121 {ring}self -> ... -> self -> self"]
+    assert found["x"] == [f"x/config.pbtxt:1:121 {ring}x -> ... -> z -> x"]
     assert found["to_z"] == [], "its circle is said of those that are in it"
     lost = "ensemble lost contains models that are not available or ambiguous: no"
-    assert found["lost"] == [f"lost/config.pbtxt {lost}"]
+    assert found["lost"] == [f"lost/config.pbtxt:1:150 {lost}"]
 
 
 def test_several_repositories(tmp_path: Path) -> None:
@@ -206,6 +208,29 @@ def test_several_repositories(tmp_path: Path) -> None:
     twice = "model appears in two or more repositories"
     assert found == {"a/m": [f"a/m {twice}"], "a/n": [], "b/m": [f"b/m {twice}"]}
     assert all(m.is_servable for r in read_repositories(roots, namespacing=True) for m in r.models)
+
+
+def test_steps_of_ensembles_are_models_of_any_repository(tmp_path: Path) -> None:
+    """Beside the ensemble, or the only one of that name elsewhere."""
+    files = {f"{root}/m/1/model.py": "" for root in "ab"} | {"b/only/1/model.py": ""}
+    for name, step in (("a/own", "m"), ("a/far", "only"), ("c/own", "m"), ("c/ring", "ring"), ("c/x", "far")):
+        files |= {f"{name}/1/": "", f"{name}/config.pbtxt": STEP % (ENDS, step)}
+    write(tmp_path, files)
+    roots = [tmp_path / root for root in "abc"]
+    found = {
+        f"{r.root.name}/{m.name}": said(m, tmp_path)
+        for r in read_repositories(roots, namespacing=True)
+        for m in r.models
+        if m.problems
+    }
+    assert found == {
+        "c/own": ["c/own/config.pbtxt:1:150 ensemble c::own contains models that are not available or ambiguous: m"],
+        "c/ring": [
+            "c/ring/config.pbtxt:1:121 circular dependency between ensembles: c::ring -> ... -> c::ring -> c::ring"
+        ],
+    }
+    without = read_repositories([roots[0], roots[1]])
+    assert [p.what for m in without[0].models if m.name == "far" for p in m.problems] == []
 
 
 def test_more_errors_than_are_listed(tmp_path: Path) -> None:

@@ -35,12 +35,13 @@ class InstanceGiven:
     group: InstanceGroup
     others: Others
     waits: dict[Waiting, bool] = field(default_factory=dict)
+    namespace: str = ""  # the model's
 
     @classmethod
     def all_of(cls, of: Loadable, others: Others) -> list["InstanceGiven"]:
         """As its groups have them."""
         return [
-            cls(f"{group.name}_{i}", of.config, of.version, of.folder, group, others)
+            cls(f"{group.name}_{i}", of.config, of.version, of.folder, group, others, namespace=of.namespace)
             for group in of.config.instance_group
             for i in range(group.count)
         ]

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from millrace.serve.inference.entries import Entry
+from millrace.serve.inference.entries import Entries, Entry
+from millrace.serve.inference.status import StatusError
 from millrace.serve.repository.config_json import config_json
+from millrace.serve.repository.fit import misfits
 from millrace.serve.repository.folders import Model
-from millrace.serve.repository.problems import Level
+from millrace.serve.repository.names import ModelId
+from millrace.serve.repository.problems import Level, Problem
+from millrace.serve.repository.several import whole
 from millrace.serve.repository.stamps import changed_files
 
 _MOST = 200  # differences that are told
@@ -44,6 +48,24 @@ def what_would_change(name: str, entry: Entry | None, of_files: object, read: Mo
     if not told["config"] and not told["files"] and entry.read.served == read.served:
         told["would"] = "change nothing"
     return told
+
+
+def left_behind(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem]:
+    """Ensembles that would be unloaded with a load of that model, as its tensors would fit them no more."""
+    for other in entries.made_of(one):
+        for ensemble in entries[other].ensembles:
+            try:
+                found = [ensemble.find(step.model, step.version) for step in ensemble.steps]
+            except StatusError:  # it is not served as it is
+                continue
+            ids = [ModelId(model.namespace, model.name) for model in found]
+            known = [(of, model.config) for of, model in zip(ids, found, strict=True)]
+            steps = [whole(one, {one: read}) if step[0] == one else step for step in known]
+            broken = next(misfits(other, ensemble.config, steps), None)
+            if broken is not None:
+                what = f"ensemble '{other}' would be unloaded: {broken.what}"
+                yield Problem(Level.WARNING, read.file or read.folder, None, what, broken.expected, broken.mend)
+                break
 
 
 _NOWHERE = {"what": "no repository has a folder of that name", "level": "error"}

@@ -20,6 +20,7 @@ from millrace.serve.inference.steps import Flow, check_steps, find_members, step
 from millrace.serve.kserve.infer_reply import named_type
 from millrace.serve.kserve.tensors import Array
 from millrace.serve.repository.config import TransactionPolicy
+from millrace.serve.repository.names import ModelId
 
 MOST_INFLIGHT = 16  # responses of a decoupled step that the steps after it compute at a time, where it says no number
 _DEEPEST = 16  # ensembles in ensembles: each is some calls deep while quick models answer
@@ -54,7 +55,8 @@ class Ensemble(Model):
         """
         before = (self.depth, self.n_steps, self.is_decoupled, self.labels)
         members = find_members(self.name, self.steps, self.find)
-        check_steps(self._of.config, members)
+        of = ModelId(self.namespace, self.name)
+        check_steps(of, self._of.config, [members[step] for step in self.steps])
         inner = [member for member in members.values() if isinstance(member, Ensemble)]
         self.depth = 1 + max((member.depth for member in inner), default=0)
         self.n_steps = len(members) + sum(member.n_steps for member in inner)

@@ -1,13 +1,15 @@
-"""What is known of one model of a repository: the versions that are served, and what became of those that are not."""
+"""What is known of the models of repositories: the versions that are served, and what became of those that are not."""
 
-import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from millrace.serve.inference.brought import Brought
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.model import Model
+from millrace.serve.inference.status import invalid
 from millrace.serve.repository.folders import Model as FoundModel
+from millrace.serve.repository.names import ModelId, chosen
 
 
 class State(Enum):
@@ -18,6 +20,7 @@ class State(Enum):
 
 
 UNLOADED = "unloaded"  # the reason of what is gone because somebody wanted it so
+_BY_WISH = ((State.UNLOADING, ""), (State.UNAVAILABLE, UNLOADED))
 
 
 @dataclass(slots=True)
@@ -35,9 +38,13 @@ class Entry:
     @property
     def is_as_wished(self) -> bool:
         """Each version is ready, and whole, or on its way out by wish."""
-        by_wish = ((State.UNLOADING, ""), (State.UNAVAILABLE, UNLOADED))
-        is_there = all(state[0] is State.READY or state in by_wish for state in self.states.values())
+        is_there = all(state[0] is State.READY or state in _BY_WISH for state in self.states.values())
         return is_there and not any(model.troubles for model in self.models.values())
+
+    @property
+    def is_gone(self) -> bool:
+        """Nothing of it is there, or was to be."""
+        return not self.models and all(state in _BY_WISH for state in self.states.values())
 
     @property
     def ensembles(self) -> list[Ensemble]:
@@ -49,10 +56,86 @@ class Entry:
         return self.wanted.union(*(ensemble.members for ensemble in self.ensembles))
 
 
-@dataclass(slots=True)
-class Turns:
-    """n: changes of one model that are made or wait"""
+class Entries:
+    """Of every model that was ever tried. A name is looked up with each request, so that it has few steps to go."""
 
-    n: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    are_over: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[str, Entry]] = {}  # by name, then by namespace
+
+    def get(self, one: ModelId) -> Entry | None:
+        return self._by_name.get(one.name, {}).get(one.namespace)
+
+    def __getitem__(self, one: ModelId) -> Entry:
+        return self._by_name[one.name][one.namespace]
+
+    def made(self, one: ModelId) -> Entry:
+        """A new one where there is none."""
+        return self._by_name.setdefault(one.name, {}).setdefault(one.namespace, Entry())
+
+    def named(self, name: str) -> list[ModelId]:
+        return [ModelId(namespace, name) for namespace in sorted(self._by_name.get(name, ()))]
+
+    def present(self, name: str) -> list[ModelId]:
+        """Those that are served, or were to be; not those that somebody has unloaded."""
+        return [one for one in self.named(name) if not self[one].is_gone]
+
+    def find(self, name: str) -> Entry | None:
+        """The one of that name. raises StatusError where there are several"""
+        entries = self._by_name.get(name)
+        if entries is None:
+            return None
+        if len(entries) > 1:
+            there = self.present(name)
+            if len(there) > 1:
+                what = f"There are {len(there)} identifiers of model '{name}' in global map"
+                raise invalid(f"{what}, model namespace must be provided to resolve ambiguity.")
+            if there:
+                return self[there[0]]
+        return next(iter(entries.values()))
+
+    def step(self, wanted: ModelId) -> Entry | None:
+        """Of an ensemble, with the ensemble's namespace. raises StatusError as `find` does"""
+        beside = self.get(wanted)
+        return beside if beside is not None and not beside.is_gone else self.find(wanted.name)
+
+    def meant(self, wanted: ModelId) -> ModelId | None:
+        """The same, None where there is none, or more than one."""
+        return chosen(wanted, self.present(wanted.name))
+
+    # ------------------------------------------------------------------ ensembles, and what they are made of
+
+    def member(self, of: ModelId, name: str) -> ModelId:
+        """Of an ensemble; where there is none, or more than one, that beside it."""
+        beside = ModelId(of.namespace, name)
+        return self.meant(beside) or beside
+
+    def made_of(self, one: ModelId) -> list[ModelId]:
+        """The ensembles that need it."""
+        of_name = (other for other, entry in self.items() if one.name in entry.members)
+        return [other for other in of_name if self.member(other, one.name) == one]
+
+    def affected(self, one: ModelId) -> list[ModelId]:
+        """The same of one that is new, and those that meant another of its name, and now neither."""
+        of_name = (other for other, entry in self.items() if one.name in entry.members)
+        return [other for other in of_name if self.meant(ModelId(other.namespace, one.name)) in (one, None)]
+
+    def check_ring(self, one: ModelId, members: Iterable[ModelId]) -> None:
+        """raises StatusError where a member of an ensemble needs it, perhaps by way of others"""
+        seen, left = set[ModelId](), [(member, one) for member in members]
+        while left:
+            member, by = left.pop()
+            if member == one:
+                raise invalid(f"circular dependency between ensembles: {one} -> ... -> {by} -> {one}")
+            entry = self.get(member)
+            if entry is not None and member not in seen:
+                seen.add(member)
+                left.extend((self.member(member, name), member) for name in entry.members)
+
+    # ------------------------------------------------------------------ all of them
+
+    def items(self) -> list[tuple[ModelId, Entry]]:
+        """In order."""
+        return [(one, self[one]) for name in sorted(self._by_name) for one in self.named(name)]
+
+    def clear(self) -> None:
+        self._by_name.clear()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.serve.repository.several import Repositories
 from millrace.settings import Settings, setting
 
 
@@ -18,6 +19,7 @@ class RepositoryFlags(Settings):
     load_model: tuple[str, ...] = setting((), "with explicit: loaded at the start; * for all", metavar="NAME")
     repository_poll_secs: float = setting(15.0, "with poll: seconds between two looks at the folders", low=0.1)
     model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
+    model_namespacing: bool = setting(False, "let a name occur in several of the folders")
     max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
     http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
 
@@ -27,5 +29,5 @@ class RepositoryFlags(Settings):
     )
 
     @property
-    def roots(self) -> list[Path]:
-        return [Path(folder) for folder in self.model_repository]
+    def repositories(self) -> Repositories:
+        return Repositories(tuple(map(Path, self.model_repository)), self.model_config_name, self.model_namespacing)

@@ -2,40 +2,36 @@
 
 A model's versions change together, in one moment of the event loop: whoever asks gets the old ones or the new ones, and
 the old ones answer what they have taken before they are unloaded. Where a new one cannot be loaded, the old ones stay.
+A client says a name, and means every model of that name; inside, each is known by its `ModelId`.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from millrace.serve.inference.backend_model import BackendModel
-from millrace.serve.inference.backends import backend_named
 from millrace.serve.inference.brought import Brought, BroughtFolder, Files
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
-from millrace.serve.inference.dry_run import what_would_change
+from millrace.serve.inference.dry_run import left_behind, what_would_change
 from millrace.serve.inference.ensemble import Ensemble
-from millrace.serve.inference.entries import UNLOADED, Entry, State, Turns
+from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State
 from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.instances import in_own_thread
-from millrace.serve.inference.model import Loadable, Model
-from millrace.serve.inference.others import Others
+from millrace.serve.inference.loading import Loader, LoadFailedError
+from millrace.serve.inference.model import Model
 from millrace.serve.inference.reading import check_name, config_text, read_now, read_to_tell
-from millrace.serve.inference.sequence_model import SequenceModel
-from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.turns import Turns
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling
+from millrace.serve.repository.names import ModelId, chosen
 from millrace.serve.repository.problems import Level
 from millrace.serve.repository.stamps import stamps
 
 log = logging.getLogger(__name__)
 _NOTHING = Brought()
-_MOST_CHANGES = 16  # of one model that wait for their turn
-_CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found", Code.UNSUPPORTED: "Unsupported"}
 
 
 class ModelRepository:
@@ -43,76 +39,73 @@ class ModelRepository:
 
     def __init__(self, flags: RepositoryFlags, common: Common | None = None) -> None:
         """common: None is what is there without a flag"""
-        self.flags, self.common = flags, common or Common()
-        self._entries: dict[str, Entry] = {}
-        self._turns: dict[str, Turns] = {}  # of the models that are being changed
-        self._asked: set[str] = set()  # models that somebody wants for themselves, and not as members of an ensemble
-        self._missing: set[str] = set()  # that failed at the start, until they are loaded or unloaded
+        self.flags, self.common, self._folders = flags, common or Common(), flags.repositories
+        self._entries, self._turns = Entries(), Turns()
+        self._asked: set[ModelId] = set()  # that somebody wants for themselves, and not as members of an ensemble
+        self._missing: set[ModelId] = set()  # that failed at the start, until they are loaded or unloaded
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
-        self._others: Others | None = None  # by which models ask models
         self.custom = CustomMetrics()
+        self._loader = Loader(self, flags.max_model_requests, self.custom)
 
     # ------------------------------------------------------------------ what there is
 
     def get(self, name: str, version: int | None = None) -> Model:
-        """None: the highest version. raises StatusError"""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise _unknown(f"'{name}' is not found")
-        if version is None:
-            if not entry.models:
-                raise _unknown(f"'{name}' has no available versions")
-            return entry.models[max(entry.models)]
-        if version in entry.models:
-            return entry.models[version]
-        if version in entry.states:
-            raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
-        raise _unknown(f"'{name}' version {version} is not found")
+        """None: the highest version. raises StatusError, also where the name is that of several"""
+        return _version_of(self._entries.find(name), name, version)
 
     def versions(self, name: str) -> list[int]:
-        return sorted(self._entries[name].models)
+        """Of a model that `get` found."""
+        entry = self._entries.find(name)
+        return sorted(entry.models) if entry is not None else []
 
     def models(self) -> Iterator[Model]:
-        for _, entry in sorted(self._entries.items()):
+        for _, entry in self._entries.items():
             yield from (entry.models[version] for version in sorted(entry.models))
 
-    def loads_behind(self, name: str) -> frozenset[str]:
+    def named(self, name: str) -> list[ModelId]:
+        """Those that were ever tried."""
+        return self._entries.named(name)
+
+    def loads_behind(self, one: ModelId) -> frozenset[ModelId]:
         """Members that an ensemble which is being loaded waits for."""
-        return self._entries[name].wanted if name in self._entries else frozenset()
+        entry = self._entries.get(one)
+        return frozenset(self._entries.member(one, name) for name in entry.wanted) if entry is not None else frozenset()
 
     def is_ready(self) -> bool:
         """Every model that was to be loaded is, whole; one that is on its way out by wish is not missed."""
-        return not self._missing and all(entry.is_as_wished for entry in self._entries.values())
+        return not self._missing and all(entry.is_as_wished for _, entry in self._entries.items())
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
-        names = await asyncio.to_thread(folders.model_names, self.flags.roots)
+        in_folders = await asyncio.to_thread(self._folders.ids)
         found: list[dict[str, str]] = []
-        for name in sorted({*names, *self._entries}):
-            entry = self._entries.get(name)
+        for one in sorted({*in_folders, *(tried for tried, _ in self._entries.items())}, key=_by_name):
+            entry = self._entries.get(one)
             for version, (state, reason) in sorted(entry.states.items()) if entry else ():
                 model = entry.models.get(version) if entry is not None else None
                 if state is State.READY and model is not None and model.troubles:
                     state, reason = state if model.is_ready else State.UNAVAILABLE, model.troubles
                 if state is State.READY or not only_ready:
                     why = {"reason": reason} if reason else {}
-                    found.append({"name": name, "version": str(version), "state": state.value, **why})
+                    found.append({"name": one.name, "version": str(version), "state": state.value, **why})
             if (entry is None or not entry.states) and not only_ready:
-                found.append({"name": name})
+                found.append({"name": one.name})
         return found
 
     # ------------------------------------------------------------------ changes
 
     async def start(self) -> list[str]:
         """Load what is to be there from the start; what went wrong, a line a model."""
-        names = await asyncio.to_thread(folders.model_names, self.flags.roots)
         if self.flags.model_control_mode == "explicit" and "*" not in self.flags.load_model:
-            names = list(self.flags.load_model)
+            found = [await asyncio.to_thread(self._folders.named, name) for name in self.flags.load_model]
+            ids = [one for of_name in found for one in of_name]
+        else:
+            ids = await asyncio.to_thread(self._folders.ids)
         if self.flags.model_control_mode == "poll":  # now: one that hangs must not keep the others from changing
             self._in_background(self._poll())
-        self._asked.update(names)
-        tried = zip(names, await asyncio.gather(*map(self._tried, names)), strict=True)
-        failed = {name: str(error) for name, error in tried if error is not None}
+        self._asked.update(ids)
+        tried = zip(ids, await asyncio.gather(*map(self._tried, ids)), strict=True)
+        failed = {one: str(error) for one, error in tried if error is not None}
         self._missing.update(failed)
         return list(failed.values())
 
@@ -127,13 +120,19 @@ class ModelRepository:
         await asyncio.shield(self._in_background(self._load_asked(name, given, files)))
 
     async def would_load(self, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What `load` would change, in any mode. raises StatusError"""
+        """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
         check_name(name)
         given = Brought(config_text(name, config, None))
-        served = {of_one for of_one, entry in self._entries.items() if entry.models}
-        of_files, read = await asyncio.to_thread(read_to_tell, self.flags, name, given, served)
-        told = what_would_change(name, self._entries.get(name), of_files, read)
-        return told | {"ensembles": sorted(self._made_of(name))}
+        served = {one: _highest(entry).config for one, entry in self._entries.items() if entry.models}
+        told: list[dict[str, Any]] = []
+        for one in await asyncio.to_thread(self._folders.named, name):
+            of_files, read = await asyncio.to_thread(read_to_tell, self._folders, one, given, served)
+            if read is not None and read.is_servable:
+                read.problems.extend(left_behind(self._entries, one, read))
+            would = what_would_change(name, self._entries.get(one), of_files, read)
+            where = {"namespace": one.namespace} if one.namespace else {}
+            told.append(would | {"ensembles": sorted({str(other) for other in self._entries.made_of(one)})} | where)
+        return told[0] if len(told) == 1 else {"name": name, "models": told}
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
@@ -141,17 +140,11 @@ class ModelRepository:
         with_members: also those of an ensemble that were loaded for it alone. raises StatusError
         """
         self._check_mode()
-        if name not in self._entries and name not in self._turns:
+        ids = sorted({*self._entries.named(name), *self._turns.named(name)})
+        if not ids:
             raise _unknown(f"'{name}' is not found")
-        async with self._turn(name):
-            if name not in self._entries:
-                raise _unknown(f"'{name}' is not found")
-            members = self._entries[name].members
-            self._asked.discard(name)
-            self._remove(name)
-        for member in sorted(members) if with_members else ():
-            if member in self._entries and member not in self._asked and not self._made_of(member):
-                await self.unload(member, with_members=True)
+        for one in ids:
+            await self._unload(one, with_members)
 
     async def close(self, within_s: float) -> None:
         """End what waits, unload everything; what takes longer is left behind."""
@@ -173,171 +166,172 @@ class ModelRepository:
             raise StatusError(Code.UNAVAILABLE, what)
 
     async def _load_asked(self, name: str, config: bytes | None, files: Files | None) -> None:
+        """raises StatusError, of each model of that name that cannot be loaded"""
         check_name(name)
         folder = await asyncio.to_thread(BroughtFolder, name, files) if files else None
         try:
-            await self._load(name, Brought(config, folder))
+            ids = [ModelId("", name)] if folder else await asyncio.to_thread(self._folders.named, name)
+            tried = await asyncio.gather(*(self._attempted(one, Brought(config, folder)) for one in ids))
         finally:
             if folder is not None:
                 folder.release()  # its models hold it
-        self._asked.add(name)
+        self._asked.update(one for one, error in zip(ids, tried, strict=True) if error is None)
+        failed = [error for error in tried if error is not None]
+        if failed:
+            raise StatusError(failed[0].code, " ".join(error.message for error in failed))
 
-    async def _tried(self, name: str, given: Brought = _NOTHING) -> StatusError | None:
+    async def _unload(self, one: ModelId, with_members: bool) -> None:
+        """raises StatusError"""
+        async with self._turns.of(one):
+            entry = self._entries.get(one)
+            if entry is None:
+                raise _unknown(f"'{one.name}' is not found")
+            members = sorted(self._entries.member(one, name) for name in entry.members)
+            self._asked.discard(one)
+            self._remove(one)
+        for member in members if with_members else ():
+            if (
+                self._entries.get(member) is not None
+                and member not in self._asked
+                and not self._entries.made_of(member)
+            ):
+                await self._unload(member, with_members=True)
+
+    async def _attempted(self, one: ModelId, given: Brought = _NOTHING) -> StatusError | None:
         try:
-            await self._load(name, given)
+            await self._load(one, given)
         except StatusError as error:
-            log.error("%s", error)
             return error
         return None
 
-    async def _load(self, name: str, given: Brought = _NOTHING) -> None:
-        check_name(name)
-        async with self._turn(name):
-            of_files, read = await asyncio.to_thread(read_now, self.flags, name, given)
-            new = await self._new_models(name, read, given)
-            entry = self._entries.setdefault(name, Entry())
+    async def _tried(self, one: ModelId, given: Brought = _NOTHING) -> StatusError | None:
+        error = await self._attempted(one, given)
+        if error is not None:
+            log.error("%s", error)
+        return error
+
+    async def _load(self, one: ModelId, given: Brought = _NOTHING) -> None:
+        check_name(one.name)
+        async with self._turns.of(one):
+            of_files, read = await asyncio.to_thread(read_now, self._folders, one, given)
+            new = await self._new_models(one, read, given)
+            entry = self._entries.made(one)
             old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
             entry.read = read
             entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
-            self._missing.discard(name)
+            self._missing.discard(one)
             for model in old.values():
                 self._in_background(model.retire())
             for what in self.common.unused(read.config) if read is not None else ():
-                log.warning("%s: %s", name, what)
-            log.info("loaded %s, version %s", name, ", ".join(map(str, sorted(new))))
-            self._fit_ensembles(name)
+                log.warning("%s: %s", one, what)
+            log.info("loaded %s, version %s", one, ", ".join(map(str, sorted(new))))
+            self._fit_ensembles(one)
 
-    async def _new_models(self, name: str, read: folders.Model | None, given: Brought) -> dict[int, Model]:
+    async def _new_models(self, one: ModelId, read: folders.Model | None, given: Brought) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
         if read is None or not read.is_servable:
             why = next((p for p in read.problems if p.level is Level.ERROR), None) if read else None
             error = StatusError(
                 Code.INTERNAL,
-                f"failed to load '{name}', failed to poll from model repository"
+                f"failed to load '{one}', failed to poll from model repository"
                 + (f": {why.where.removeprefix(f'{read.folder.parent}/')}: {why.what}" if read and why else ""),
             )
             if read is not None:
-                self._note(name, read.served or read.versions, error)
+                self._note(one, read.served or read.versions, error)
             raise error
-        entry = self._entries.setdefault(name, Entry())
+        entry = self._entries.made(one)
         entry.wanted = frozenset()
         if not entry.models:
             entry.states.update({version: (State.LOADING, "") for version in read.served})
-        loading: dict[int, Model] = {}
-        version = max(read.served)
         try:
             if read.config.ensemble_scheduling is not None:
-                await self._try_members(name, read.config.ensemble_scheduling, given)
-            made = await self._maker(read)
-            for version in read.served:
-                loading[version] = made(version)
-                if given.folder is not None:
-                    loading[version].keep(given.folder)
-                await loading[version].loaded()
-        except StatusError as failed:
-            await asyncio.gather(*(model.retire() for model in loading.values()))
-            word = _CODE_NAMES.get(failed.code, failed.code.name.capitalize())
-            self._note(name, read.served, failed)
-            what = f"load failed for model '{name}': version {version} is at UNAVAILABLE state: {word}: {failed};"
-            raise StatusError(Code.INTERNAL, what) from None
-        return loading
-
-    async def _maker(self, read: folders.Model) -> Callable[[int], Model]:
-        """What makes a version of it, which begins to load. raises StatusError"""
-        loop, name, config = asyncio.get_running_loop(), read.name, read.config
-
-        def found(version: int) -> Loadable:
-            most = self.flags.max_model_requests
-            return Loadable(name, version, config, read.folder, read.labels, most, self.common)
-
-        if config.ensemble_scheduling is not None:
-            return lambda version: Ensemble(found(version), self.get, loop)
-        backend = backend_named(config.backend)
-        if (config.batch_input or config.batch_output) and not backend.takes_batch_io:
-            what = f"batch_input and batch_output are not taken by backend '{config.backend}'"
-            raise StatusError(Code.UNSUPPORTED, what)
-        config = await in_own_thread(name, partial(backend.completed, config, read.folder))
-        self._others = others = self._others or Others(self, self.custom, loop)
-        if config.sequence_batching is None or config.sequence_batching.iterative_sequence:
-            return lambda version: BackendModel(found(version), backend, others, loop)
-        states = await asyncio.to_thread(States, config, read.folder)
-        return lambda version: SequenceModel(found(version), backend, others, loop, states)
+                await self._try_members(one, read.config.ensemble_scheduling, given)
+            return await self._loader.loaded(one, read, given, partial(self._step, one.namespace))
+        except (LoadFailedError, StatusError) as found:
+            failed = found if isinstance(found, LoadFailedError) else LoadFailedError(max(read.served), found)
+            self._note(one, read.served, failed.error)
+            raise failed.told(one) from None
 
     # ------------------------------------------------------------------ ensembles
 
-    async def _try_members(self, name: str, scheduling: EnsembleScheduling, given: Brought) -> None:
+    def _step(self, namespace: str, name: str, version: int | None) -> Model:
+        """Of an ensemble of that namespace. raises StatusError as `get` does"""
+        return _version_of(self._entries.step(ModelId(namespace, name)), name, version)
+
+    async def _try_members(self, one: ModelId, scheduling: EnsembleScheduling, given: Brought) -> None:
         """Load those that are not there, wait for those on their way.
 
         raises StatusError where one cannot be loaded, and in a ring, before it waits
         """
-        entry = self._entries[name]
-        entry.wanted, entry.given = frozenset(step.model_name for step in scheduling.step), given
-        seen, left = set[str](), [(member, name) for member in entry.wanted]
-        while left:
-            member, by = left.pop()
-            if member == name:
-                raise invalid(f"circular dependency between ensembles: {name} -> ... -> {by} -> {name}")
-            if member in self._entries and member not in seen:
-                seen.add(member)
-                left.extend((m, member) for m in self._entries[member].members)
-        members = sorted(entry.wanted)
+        names = sorted({step.model_name for step in scheduling.step})
+        in_folders = [await asyncio.to_thread(self._folders.named, name) for name in names]
+        there = [{*found, *self._entries.present(name)} for found, name in zip(in_folders, names, strict=True)]
+        found = [chosen(ModelId(one.namespace, name), ids) for name, ids in zip(names, there, strict=True)]
+        if None in found:
+            missing = ", ".join(name for name, member in zip(names, found, strict=True) if member is None)
+            raise invalid(f"ensemble {one} contains models that are not available or ambiguous: {missing}")
+        members = [member for member in found if member is not None]
+        entry = self._entries[one]
+        entry.wanted, entry.given = frozenset(names), given
+        self._entries.check_ring(one, members)
         for member, error in zip(members, await asyncio.gather(*map(self._try_member, members)), strict=True):
             if error is not None:
-                what = f"ensemble '{name}' depends on '{member}' which has no loaded version"
+                what = f"ensemble '{one}' depends on '{member}' which has no loaded version"
                 raise invalid(f"{what}. Model '{member}' loading failed with error: {error}")
 
-    async def _try_member(self, name: str) -> StatusError | None:
-        turns = self._turns.get(name)
-        if turns is not None:
-            await turns.are_over.wait()
-        elif name not in self._entries or not self._entries[name].models:
-            return await self._tried(name)
-        return None
+    async def _try_member(self, one: ModelId) -> StatusError | None:
+        if one in self._turns:
+            await self._turns.over(one)
+            return None
+        entry = self._entries.get(one)
+        return await self._tried(one) if entry is None or not entry.models else None
 
-    def _made_of(self, name: str) -> list[str]:
-        """The ensembles that need it."""
-        return [other for other, entry in self._entries.items() if name in entry.members]
-
-    def _fit_ensembles(self, member: str) -> None:
+    def _fit_ensembles(self, member: ModelId) -> None:
         """It was loaded anew: those that wait for it are loaded, those that it fits no more are unloaded."""
-        needing = {name: self._entries[name] for name in self._made_of(member)}
-        for name, entry in needing.items():
-            if member in entry.wanted and name not in self._turns:
-                self._in_background(self._tried_again(name, entry.given))
-        for name, entry in needing.items():
-            try:
-                has_changed = [ensemble.fit() for ensemble in entry.ensembles]
-            except StatusError as error:
-                log.error("%s: %s", name, error)
-                self._remove(name, str(error))
-            else:
-                if any(has_changed):  # otherwise those that are made of it see what they saw
-                    self._fit_ensembles(name)
+        needing = self._entries.affected(member)
+        for other in needing:
+            if member.name in self._entries[other].wanted and other not in self._turns:
+                self._in_background(self._tried_again(other, self._entries[other].given))
+        for other in needing:
+            self._fit(other)
 
-    async def _tried_again(self, name: str, given: Brought) -> None:
-        await self._tried(name, given)
+    def _fit(self, one: ModelId) -> None:
+        """An ensemble, to its members as they are now."""
+        try:
+            has_changed = [ensemble.fit() for ensemble in self._entries[one].ensembles]
+        except StatusError as error:
+            log.error("%s: %s", one, error)
+            self._remove(one, str(error))
+        else:
+            if any(has_changed):  # otherwise those that are made of it see what they saw
+                self._fit_ensembles(one)
 
-    def _note(self, name: str, versions: Sequence[int], error: StatusError) -> None:
+    async def _tried_again(self, one: ModelId, given: Brought) -> None:
+        await self._tried(one, given)
+
+    def _note(self, one: ModelId, versions: Sequence[int], error: StatusError) -> None:
         """Why nothing is served; where an older one still is, its state stays what it was."""
-        entry = self._entries.setdefault(name, Entry())
+        entry = self._entries.made(one)
         if not entry.models:
             entry.states = {version: (State.UNAVAILABLE, str(error)) for version in versions}
 
-    def _remove(self, name: str, reason: str = UNLOADED) -> None:
-        """With the ensembles that need it, which come back when it does."""
-        entry = self._entries[name]
+    def _remove(self, one: ModelId, reason: str = UNLOADED) -> None:
+        """With the ensembles that need it, which come back when it does, or take another one of its name."""
+        entry, needing = self._entries[one], self._entries.made_of(one)
         entry.wanted = frozenset[str]() if reason == UNLOADED else entry.members
         if reason == UNLOADED:
-            self._missing.discard(name)
+            self._missing.discard(one)
             entry.states = {version: (State.UNAVAILABLE, UNLOADED) for version in entry.states}
         for version, model in entry.models.items():
             entry.states[version] = (State.UNLOADING, "" if reason == UNLOADED else reason)
             self._in_background(self._retired(entry, version, model, reason))
         entry.models, entry.stamp = {}, None
-        for other in self._made_of(name):
-            if self._entries[other].models:
-                self._remove(other, f"ensemble '{other}' depends on '{name}' which has no loaded version")
+        for other in needing:
+            if self._entries.meant(ModelId(other.namespace, one.name)) not in (one, None):
+                self._fit(other)
+            elif self._entries[other].models:
+                self._remove(other, f"ensemble '{other}' depends on '{one}' which has no loaded version")
 
     async def _retired(self, entry: Entry, version: int, model: Model, reason: str) -> None:
         await model.retire()
@@ -350,50 +344,54 @@ class ModelRepository:
         while True:
             await asyncio.sleep(self.flags.repository_poll_secs)
             try:
-                found = await asyncio.to_thread(stamps, self.flags.roots)
+                found = await asyncio.to_thread(stamps, self._folders)
             except OSError as error:  # away for a moment, perhaps: what is served stays
                 if not is_blind:
                     log.warning("cannot look at the model repository, and tries again: %s", error)
                 is_blind = True
                 continue
             is_blind = False
-            for name, of_files in found.items():
-                entry = self._entries.get(name)
-                if name not in self._turns and (entry is None or entry.stamp != of_files):
-                    self._in_background(self._followed(name, of_files))
-            for name, entry in self._entries.items():
-                is_left = entry.models or name in self._missing or not entry.is_as_wished
-                if name not in self._turns and name not in found and is_left:
-                    self._remove(name)
+            for one, of_files in found.items():
+                entry = self._entries.get(one)
+                if one not in self._turns and (entry is None or entry.stamp != of_files):
+                    self._in_background(self._followed(one, of_files))
+            for one, entry in self._entries.items():
+                is_left = entry.models or one in self._missing or not entry.is_as_wished
+                if one not in self._turns and one not in found and is_left:
+                    self._remove(one)
 
-    async def _followed(self, name: str, of_files: object) -> None:
-        await self._tried(name)
-        self._entries.setdefault(name, Entry()).stamp = of_files  # tried once, whatever came of it
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        """One change of a model at a time, of different models any number: none looks at what another is served from.
-
-        raises StatusError where too many wait
-        """
-        turns = self._turns.setdefault(name, Turns())
-        if turns.n >= _MOST_CHANGES:
-            raise StatusError(Code.UNAVAILABLE, f"{turns.n} changes of model '{name}' wait for one that is under way")
-        turns.n += 1
-        try:
-            async with turns.lock:
-                yield
-        finally:
-            turns.n -= 1
-            if not turns.n:
-                del self._turns[name]
-                turns.are_over.set()
+    async def _followed(self, one: ModelId, of_files: object) -> None:
+        await self._tried(one)
+        self._entries.made(one).stamp = of_files  # tried once, whatever came of it
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _version_of(entry: Entry | None, name: str, version: int | None) -> Model:
+    """None: the highest version. raises StatusError"""
+    if entry is None:
+        raise _unknown(f"'{name}' is not found")
+    if version is None:
+        if not entry.models:
+            raise _unknown(f"'{name}' has no available versions")
+        return _highest(entry)
+    if version in entry.models:
+        return entry.models[version]
+    if version in entry.states:
+        raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
+    raise _unknown(f"'{name}' version {version} is not found")
+
+
+def _highest(entry: Entry) -> Model:
+    return entry.models[max(entry.models)]
+
+
+def _by_name(one: ModelId) -> tuple[str, str]:
+    return one.name, one.namespace
 
 
 def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:

@@ -177,7 +177,8 @@ def _families(measures: Measures) -> Iterator[_Family]:
 
 def _labels(model: Model) -> str:
     tags = "".join(f',_{name}="{_escaped(value)}"' for name, value in sorted(model.config.metric_tags.items()))
-    return f'model="{_escaped(model.name)}",version="{model.version}"{tags}'
+    within = f'namespace="{_escaped(model.namespace)}",' if model.namespace else ""
+    return f'{within}model="{_escaped(model.name)}",version="{model.version}"{tags}'
 
 
 def _escaped(text: str) -> str:

@@ -35,6 +35,7 @@ class Loadable:
     labels: Mapping[str, Sequence[str]]  # of an output
     max_requests: int  # that wait for answers; further ones are refused
     common: Common = field(default_factory=Common)
+    namespace: str = ""  # as `ModelId` has it
 
 
 class Model(ABC):
@@ -43,6 +44,7 @@ class Model(ABC):
     def __init__(self, of: Loadable, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
         """ragged: as `Checker` has it"""
         self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
+        self.namespace = of.namespace
         cached = bool(of.config.response_cache and of.config.response_cache.enable)
         self.cache = of.common.cache if cached else None
         self._tracer = of.common.tracer

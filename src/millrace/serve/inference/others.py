@@ -21,6 +21,7 @@ from millrace.serve.inference.model import NO_RESPONSE, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse, Receiver
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.names import ModelId
 
 LOOK_S = 0.25  # between two looks at those that wait; a ring is one when it is seen in both
 LONG_LOOKS = 20  # in a row, where an instance may wait for what a thread of its model asked, and nobody can see whether
@@ -58,13 +59,15 @@ class Call:
 
 
 class Repository(Protocol):
-    """What models are asked of. All but `loads_behind` raises StatusError"""
+    """What models are asked of. `get`, `load` and `unload` raise StatusError"""
 
     common: Common
 
     def get(self, name: str, version: int | None = None) -> Model: ...
 
-    def loads_behind(self, name: str) -> frozenset[str]: ...
+    def named(self, name: str) -> list[ModelId]: ...
+
+    def loads_behind(self, one: ModelId) -> frozenset[ModelId]: ...
 
     async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None: ...
 
@@ -76,7 +79,7 @@ class Others:
 
     def __init__(self, repository: Repository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
         self._repository, self.custom, self._loop = repository, custom, loop
-        self._loads: dict[str, list[str]] = {}  # of models that are being loaded themselves, which they wait for
+        self._loads: dict[ModelId, list[str]] = {}  # of models that are being loaded themselves, which they wait for
         self._open: dict[Call, None] = {}  # in the order in which they came
         self._timer: asyncio.TimerHandle | None = None
 
@@ -100,7 +103,9 @@ class Others:
 
     # ------------------------------------------------------------------ of the event loop
 
-    async def load(self, by: str, is_loading: bool, name: str, config: Mapping[str, Any] | None, files: Files) -> None:
+    async def load(
+        self, by: ModelId, is_loading: bool, name: str, config: Mapping[str, Any] | None, files: Files
+    ) -> None:
         """By a model; is_loading: it is being loaded itself. raises StatusError"""
         if not is_loading:
             return await self._repository.load(name, config, files)
@@ -118,19 +123,19 @@ class Others:
             if not waiting:
                 del self._loads[by]
 
-    def _check_load(self, by: str, name: str) -> None:
+    def _check_load(self, by: ModelId, name: str) -> None:
         """raises StatusError where that model can be loaded only after `by`"""
-        ways = [[by, name]]
-        seen = set[str]()
+        ways = [[by, one] for one in self._repository.named(name)]
+        seen = set[ModelId]()
         while ways:
             way = ways.pop()
             if way[-1] == by:
                 what = f"deadlock: model '{by}' loads model '{name}', which waits until '{by}' itself is loaded"
-                raise StatusError(Code.UNAVAILABLE, f"{what} ({' -> '.join(way)})")
+                raise StatusError(Code.UNAVAILABLE, f"{what} ({' -> '.join(map(str, way))})")
             if way[-1] not in seen:
                 seen.add(way[-1])
-                behind = (*self._loads.get(way[-1], ()), *self._repository.loads_behind(way[-1]))
-                ways += [[*way, following] for following in behind]
+                asked = (one for of_name in self._loads.get(way[-1], ()) for one in self._repository.named(of_name))
+                ways += [[*way, following] for following in {*asked, *self._repository.loads_behind(way[-1])}]
 
     async def unload(self, name: str, with_members: bool) -> None:
         """raises StatusError"""
@@ -163,7 +168,9 @@ class Others:
         """raises StatusError"""
         try:
             model = self._repository.get(call.model, call.version)
-        except StatusError:
+        except StatusError as error:
+            if error.code is Code.INVALID_ARG:  # which of several is meant: a name is all that a model can say
+                raise
             what = f"Failed for execute the inference request. Model '{call.model}' is not ready."
             raise StatusError(Code.INTERNAL, what) from None
         if model.is_decoupled and not call.is_decoupled:

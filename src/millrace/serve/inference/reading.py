@@ -1,43 +1,44 @@
 """A model as a load finds it: in the repository's folders, or as a client brings it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import RequestError
 from millrace.serve.inference.backends import without_backend
 from millrace.serve.inference.brought import Brought, Files
 from millrace.serve.inference.environment import check_given
-from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository import folders
+from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.from_json import text_of
+from millrace.serve.repository.names import ModelId, check_model_name
 from millrace.serve.repository.problems import Level, Problem
+from millrace.serve.repository.several import Repositories
 from millrace.serve.repository.stamps import stamp
 
 
-def read_now(flags: RepositoryFlags, name: str, given: Brought) -> tuple[object, folders.Model | None]:
+def read_now(of: Repositories, one: ModelId, given: Brought) -> tuple[object, folders.Model | None]:
     """What its files are, as a stamp, and what they say. raises StatusError for what a client may not bring"""
-    roots, which = [given.folder.root] if given.folder else flags.roots, flags.model_config_name
-    of_files, read = stamp(roots, name), folders.read_model(roots, name, which, given.config)
+    roots = [given.folder.root] if given.folder else of.of(one)
+    of_files, read = stamp(roots, one.name), folders.read_model(roots, one.name, of.config_name, given.config)
     if given.config is not None and read is not None:
-        own = folders.read_model(flags.roots, name, which)
+        own = of.read(one)
         check_given(read.config, own.config if own is not None else None, with_files=given.folder is not None)
     return of_files, read
 
 
 def read_to_tell(
-    flags: RepositoryFlags, name: str, given: Brought, served: Collection[str]
+    of: Repositories, one: ModelId, given: Brought, served: Mapping[ModelId, ModelConfig]
 ) -> tuple[object, folders.Model | None]:
     """As `read_now`; what a load would meet only later is among the problems. served: models that it would not load"""
-    of_files, read = read_now(flags, name, given)
+    of_files, read = read_now(of, one, given)
     if read is None:
         return of_files, read
-    steps, problems = folders.steps_of(read, flags.roots, flags.model_config_name, served)
-    read.problems += [*without_backend(read), *problems]
-    for step in (step for of_step, step in steps.items() if of_step not in {*served, name}):
+    read.problems += without_backend(read)
+    for of_step, step in of.steps_of(read, one, served).items():
         errors = (p for p in [*step.problems, *without_backend(step)] if p.level is Level.ERROR)
-        if (why := next(errors, None)) is not None:
-            what = f"ensemble '{name}' depends on '{step.name}', which cannot be loaded: {why.where}: {why.what}"
+        if of_step not in served and of_step != one and (why := next(errors, None)) is not None:
+            what = f"ensemble '{one}' depends on '{of_step}', which cannot be loaded: {why.where}: {why.what}"
             read.problems.append(Problem(Level.ERROR, read.file or read.folder, None, what, why.expected, why.mend))
     return of_files, read
 
@@ -52,6 +53,6 @@ def config_text(name: str, config: Mapping[str, Any] | None, files: Files | None
 def check_name(name: str) -> None:
     """raises StatusError"""
     try:
-        folders.check_model_name(name)
+        check_model_name(name)
     except RequestError as error:
         raise StatusError(Code.INVALID_ARG, error.what) from None

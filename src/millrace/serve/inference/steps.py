@@ -1,16 +1,17 @@
 """The steps of an ensemble: which tensors each takes and makes, and whether they fit the models that compute them.
 
-Words are Triton's. That each tensor is made once, and by what is there before, `repository/ensembles.py` has seen to.
+Words are Triton's. `repository/fit.py` knows what fits; that each tensor is made once, and by what is there before,
+`repository/ensembles.py` has seen to.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.repository.config import EnsembleScheduling, ModelConfig, ModelInput, ModelOutput
-from millrace.serve.repository.kinds import DataType
+from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
+from millrace.serve.repository.fit import misfits
+from millrace.serve.repository.names import ModelId
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,79 +73,18 @@ def _reached(begin: Iterable[int], edges: Sequence[Iterable[int]]) -> frozenset[
 # ---------------------------------------------------------------------- whether they fit
 
 
-class _Said(NamedTuple):
-    """What one model says of a tensor. shape: with its batch dimension; -1 is any"""
-
-    by: str
-    datatype: DataType
-    shape: tuple[int, ...]
-
-
-def check_steps(config: ModelConfig, members: Mapping[Step, Model]) -> None:
+def check_steps(of: ModelId, config: ModelConfig, members: Sequence[Model]) -> None:
     """Whether the models of the steps take, and make, what the ensemble says. raises StatusError"""
-    said: dict[str, _Said] = {}
-    for given in config.input:
-        _agree(config.name, said, given.name, _reshaped(config, given))
-    for asked in config.output:
-        _agree(config.name, said, asked.name, _of(config, asked))
-    for step, member in members.items():
-        other = member.config
-        if config.max_batch_size > other.max_batch_size > 0:
-            raise invalid(
-                f"ensemble '{config.name}' allows maximum batch size {config.max_batch_size}, but it contains model "
-                f"'{other.name}' which only allows maximum batch size to be {other.max_batch_size}"
-            )
-        inputs, outputs = {t.name: t for t in other.input}, {t.name: t for t in other.output}
-        for (key, tensor), there, word in _mapped(step, inputs, outputs):
-            if key not in there:
-                what = f"in ensemble {config.name}, ensemble tensor {tensor} is mapping to non-existing {word} {key}"
-                raise invalid(f"{what} in model {other.name}")
-            _agree(config.name, said, tensor, _of(other, there[key]))
-        missing = [name for name, i in inputs.items() if not i.optional and name not in dict(step.inputs)]
-        if missing:
-            what = f"in ensemble {config.name}, input {missing[0]} in model {other.name} is not mapped to"
-            raise invalid(f"{what} any ensemble tensor")
-    _one_decoupled(config.name, members)
+    steps = [(ModelId(member.namespace, member.name), member.config) for member in members]
+    for broken in misfits(of, config, steps):
+        raise invalid(broken.what)
+    _one_decoupled(of, members)
 
 
-def _mapped(
-    step: Step, inputs: Mapping[str, ModelInput], outputs: Mapping[str, ModelOutput]
-) -> Iterator[tuple[tuple[str, str], Mapping[str, ModelInput] | Mapping[str, ModelOutput], str]]:
-    yield from ((pair, inputs, "input") for pair in step.inputs)
-    yield from ((pair, outputs, "output") for pair in step.outputs)
-
-
-def _reshaped(config: ModelConfig, tensor: ModelInput) -> _Said:
-    """An input of the ensemble as its steps get it."""
-    return _of(config, tensor if tensor.reshape is None else replace(tensor, dims=tensor.reshape.shape))
-
-
-def _of(config: ModelConfig, tensor: ModelInput | ModelOutput) -> _Said:
-    return _Said(config.name, tensor.data_type, (*((-1,) if config.max_batch_size > 0 else ()), *tensor.dims))
-
-
-def _agree(ensemble: str, said: dict[str, _Said], tensor: str, new: _Said) -> None:
-    old = said.setdefault(tensor, new)
-    where = f"in ensemble {ensemble}, ensemble tensor {tensor}: inconsistent"
-    if old.datatype is not new.datatype:
-        raise invalid(
-            f"{where} data type: {old.datatype.name} is inferred from model {old.by} while {new.datatype.name} is "
-            f"inferred from model {new.by}"
-        )
-    both = list(zip(old.shape, new.shape, strict=False))
-    if len(old.shape) != len(new.shape) or any(a != b and -1 not in (a, b) for a, b in both):
-        raise invalid(
-            f"{where} shape: {list(old.shape)} is inferred from model {old.by} while {list(new.shape)} is inferred "
-            f"from model {new.by}"
-        )
-    if (-1) in old.shape:  # the next is compared with what is known of it by now
-        said[tensor] = old._replace(shape=tuple(b if a == -1 else a for a, b in both))
-
-
-def _one_decoupled(ensemble: str, members: Mapping[Step, Model]) -> None:
-    decoupled = [step.model for step, member in members.items() if member.is_decoupled]
+def _one_decoupled(of: ModelId, members: Sequence[Model]) -> None:
+    decoupled = [member.name for member in members if member.is_decoupled]
     if len(decoupled) > 1:
-        what = f"ensemble '{ensemble}' has {len(decoupled)} decoupled models, {', '.join(decoupled)}"
+        what = f"ensemble '{of}' has {len(decoupled)} decoupled models, {', '.join(decoupled)}"
         raise StatusError(Code.UNSUPPORTED, f"{what}; at most one is supported")
 
 

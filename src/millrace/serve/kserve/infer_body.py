@@ -4,6 +4,7 @@ What is right is read in one pass, by its types; what is wrong is read once more
 wrong type is an internal error there, so that its status is 500.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -74,6 +75,7 @@ class _Body(Struct, gc=False):
 
 
 _decoder = msgspec.json.Decoder(_Body)
+_ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"another id"
 
 
 @dataclass(slots=True)
@@ -120,6 +122,24 @@ def _decoded(head: memoryview) -> _Body:
         raise too_deep() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def id_place(head: bytes) -> tuple[int, int] | None:
+    """Where the text of the request's `id` lies in its JSON, and any other plain text could; None: nowhere for sure.
+
+    That it is this text which is read as the id, and that nothing else is read from it, is tried and not assumed: the
+    same key may stand in parameters, twice, or inside of a text.
+    """
+    places = list(_ID.finditer(head))
+    if len(places) != 1:
+        return None
+    begin, end = places[0].span(1)
+    try:
+        told, tried = _decoder.decode(head), _decoder.decode(head[:begin] + _TRIED + head[end:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    is_id, tried.id = tried.id == _TRIED.decode() != told.id, told.id
+    return (begin, end) if is_id and tried == told else None
 
 
 def _given(inputs: Sequence[_Input], behind: memoryview, model: str, shared: Regions | None) -> list[Given]:

@@ -1,10 +1,11 @@
 """Short inferences of quick models over HTTP, answered in the call that reads them: no task, no parser, no JSON.
 
 A client writes the same head again and again, of HTTP and of the JSON behind it; only the numbers of its tensors
-differ. So what came the usual way, which has read and checked it, is remembered by its connection: all bytes in front
-of the tensors, and where each tensor lies. A packet that begins with the very same bytes, and is as long, is the same
-request with other numbers. Nothing is parsed here, so that nothing can be understood differently; whatever is not the
-same goes the usual way, and so does everything while the model is busy, was loaded anew, or the server drains.
+differ, and the name that it gives to each request (`heads.py`). So what came the usual way, which has read and checked
+it, is remembered by its connection: all bytes in front of the tensors, and where each tensor lies. A packet that begins
+with the very same bytes, and has as many behind them, is the same request with other numbers. Nothing is parsed here,
+so that nothing can be understood differently; whatever is not the same goes the usual way, and so does everything while
+the model is busy, was loaded anew, or the server drains.
 """
 
 import time
@@ -25,27 +26,26 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
 from millrace.serve.kserve import encoding
 from millrace.serve.kserve.asgi import BELOW, route_of
+from millrace.serve.kserve.heads import END, ID, JSON_LENGTH, LENGTH, REQUEST_ID, Filled, Head, head_of
 from millrace.serve.kserve.http import addressed, error_of, header_length, infer_headers
-from millrace.serve.kserve.infer_body import HEADER, Wanted, read_infer
+from millrace.serve.kserve.infer_body import Wanted, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.tensors import Array
 from millrace.serve.serving import Serving
-from millrace.serve.wire import FREE_BYTES, id_of
+from millrace.serve.wire import id_of
 
-MOST_HEAD_BYTES, MOST_KNOWN = 4 << 10, 4  # that a connection remembers
+MOST_KNOWN = 4  # heads that a connection remembers
 Header = tuple[bytes, bytes]
 Likeness = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, dtypes and shapes
-_END = b"\r\n\r\n"
-_LENGTH = HEADER.lower().encode()
 _MODELS = f"{BELOW}/models/".encode()
 # Whoever writes others may mean something by them, now or in a later version.
-_HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", b"content-length",
-                       b"connection", b"authorization", b"x-api-key", b"x-request-id", _LENGTH))  # fmt: skip
+_HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
+                       b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
 
 
 class Place(NamedTuple):
-    """Where an input lies in what came. It is copied from there, as NumPy takes three times as long for what begins at
-    an odd address, and it is short."""
+    """Where an input lies in what came, from its head's end on over HTTP. It is copied from there, as NumPy takes three
+    times as long for what begins at an odd address, and it is short."""
 
     name: str
     dtype: Any
@@ -55,11 +55,23 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Told:
+    """An answer, but for its numbers. front, back: its JSON around the id, which has so many bytes"""
+
+    like: Likeness
+    n_id: int
+    headers: bytes
+    front: bytes
+    back: bytes
+
+
+@dataclass(slots=True)
 class _Known:
     """A request that came before: `head`, and all that follows from it."""
 
-    head: bytes  # of HTTP and of the JSON
-    n_bytes: int  # of the packet
+    head: Head
+    filled: Filled  # as it last was
+    n_bytes: int  # of its tensors
     path: str
     route: str  # as the metrics call it
     name: str
@@ -69,7 +81,7 @@ class _Known:
     like: InferRequest  # but for its inputs
     wanted: Wanted
     headers: dict[bytes, bytes]
-    told: tuple[Likeness, bytes, bytes] | None = None  # of the last answer: its shapes, its headers, its JSON
+    told: _Told | None = None  # the last answer
 
 
 class Quick:
@@ -88,7 +100,7 @@ class QuickConnection:
     def __init__(self, of: Quick) -> None:
         self._of = of
         self._known: list[_Known] = []  # the newest first
-        self._head = b""  # of the last request that came the usual way: what comes twice is worth to be remembered
+        self._head: Head | None = None  # of the last that came the usual way: what comes twice is to be remembered
 
     # ------------------------------------------------------------------ what came the usual way
 
@@ -99,19 +111,19 @@ class QuickConnection:
         by_name = dict(headers)
         if len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
             return
-        head, at = _whole_head(by_name, packet)
-        if head and head == self._head:
-            found = self._read(path.decode("ascii"), by_name, packet, head, at)
+        head = head_of(packet, by_name)
+        if head is not None and head == self._head:
+            found = self._read(path.decode("ascii"), by_name, packet, head)
             self._known = [found, *self._known][:MOST_KNOWN] if found is not None else self._known
         self._head = head
 
-    def _read(self, path: str, headers: dict[bytes, bytes], packet: bytes, head: bytes, at: int) -> _Known | None:
-        """head: all in front of the tensors. at: of the body"""
+    def _read(self, path: str, headers: dict[bytes, bytes], packet: bytes, head: Head) -> _Known | None:
         if headers.get(b"connection", b"keep-alive").lower() != b"keep-alive":
             return None
         if encoding.chosen(headers.get(b"accept-encoding", b"").decode("latin-1")) != "identity":
             return None
-        body = packet[at:]
+        body, n_json = packet[packet.find(END) + len(END) :], header_length(headers[JSON_LENGTH])
+        assert n_json is not None, "it has that header"
         try:
             name, version, action = addressed(path.split("/")[3:])
             if action != "infer":
@@ -121,16 +133,18 @@ class QuickConnection:
                 k.head == head and k.model() is model for k in self._known
             ):
                 return None
-            request, wanted = read_infer(body, header_length(headers[_LENGTH]), model.name, model.checker)
+            request, wanted = read_infer(body, n_json, model.name, model.checker)
         except StatusError:
             return None
-        tensors = _places(request, body, at)
+        tensors = _places(request, body, n_json)
         if tensors is None:
             return None
         request.inputs = {}
         route = route_of(path).path
+        filled, n_bytes = head.filled(packet), len(body) - n_json
+        assert filled is not None, "it is its head"
         return _Known(
-            head, len(packet), path[:300], route, name, version, ref(model), tensors, request, wanted, headers
+            head, filled, n_bytes, path[:300], route, name, version, ref(model), tensors, request, wanted, headers
         )
 
     # ------------------------------------------------------------------ what comes again
@@ -138,37 +152,53 @@ class QuickConnection:
     def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
         """The whole response to `packet`; None: it must go the usual way. dates: headers that every response has"""
         for known in self._known:
-            if len(packet) == known.n_bytes and packet.startswith(known.head):
-                model = ready(self._of.backend, known.name, known.version, known.model, known.n_bytes)
-                return self._granted(known, model, packet, dates) if model is not None else None
+            holes = known.filled.again(packet)
+            if holes is None:
+                filled = known.head.filled(packet)
+                if filled is None or len(packet) - filled.end != known.n_bytes:
+                    continue
+                known.filled, holes = filled, filled.again(packet)
+                assert holes is not None, "it is the same packet"
+            model = ready(self._of.backend, known.name, known.version, known.model, len(packet))
+            return self._granted(known, model, packet, holes, dates) if model is not None else None
         return None
 
-    def _granted(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes | None:
+    def _granted(
+        self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+    ) -> bytes | None:
+        """holes: what is in them"""
         try:
             given = known.headers.get(b"authorization"), known.headers.get(b"x-api-key")
             grant = self._of.keys.grant(*given, counts_refusals=False)
         except HttpError:
             return None  # which is refused the usual way
         try:
-            return self._answer(known, model, packet, dates)
+            return self._answer(known, model, packet, holes, dates)
         finally:
             grant.end()
 
-    def _answer(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes:
-        began_ns = time.monotonic_ns()
-        request_id = id_of(known.headers.get(b"x-request-id"))
+    def _answer(
+        self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+    ) -> bytes:
+        began_ns, front = time.monotonic_ns(), known.filled.end
+        request_id = id_of(holes.get(REQUEST_ID) or known.headers.get(REQUEST_ID))
+        if (own := holes.get(ID)) is not None:
+            known.like.id = own.decode()
         try:
-            inputs = {name: ndarray(shape, dtype, packet[at:end]) for name, dtype, shape, at, end in known.tensors}
+            inputs = {
+                name: ndarray(shape, dtype, packet[front + at : front + end])
+                for name, dtype, shape, at, end in known.tensors
+            }
             answered = model.infer_at_once(known.like, inputs, began_ns)
-            status, (head, body) = 200, _written(known, model, *answered)
+            status, (head, body) = 200, _written(known, model, own or b"", *answered)
         except StatusError as error:
             refused = error_of(error)
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._of.backend.log.add("POST", known.path, request_id, status, took_ms)
         self._of.serving.metrics.answered(known.route, "POST", status)
-        own = b"x-request-id: %b\r\n\r\n" % request_id.encode()
-        return b"".join((STATUS_LINE[status], _lines(dates), head, own, body))
+        told = b"x-request-id: %b\r\n\r\n" % request_id.encode()
+        return b"".join((STATUS_LINE[status], _lines(dates), head, told, body))
 
 
 def ready(
@@ -182,27 +212,17 @@ def ready(
     return model if model is known() and backend.has_room and model.answers_at_once(n_bytes) else None
 
 
-def _whole_head(headers: dict[bytes, bytes], packet: bytes) -> tuple[bytes, int]:
-    """With that of the JSON, and where that begins; empty where it is not one to be remembered."""
-    at = packet.find(_END) + len(_END)
-    n_json, n_body = headers.get(_LENGTH, b""), headers.get(b"content-length", b"")
-    # more digits than that are refused the usual way
-    if not (n_json.isdigit() and n_body.isdigit() and len(n_json) < 10 and len(n_body) < 10):
-        return b"", 0
-    end = at + int(n_json)
-    if len(packet) - at != int(n_body) or int(n_body) > FREE_BYTES or end > min(len(packet), MOST_HEAD_BYTES):
-        return b"", 0
-    return packet[:end], at
+def _places(request: InferRequest, body: bytes, n_json: int) -> list[Place] | None:
+    """From the end of the JSON on.
 
-
-def _places(request: InferRequest, body: bytes, at: int) -> list[Place] | None:
-    """None where an input is no plain piece of the body: it was JSON, or strings, or had to be converted."""
+    None where an input is no plain piece of the body: it was JSON, or strings, or it had to be converted.
+    """
     found, begin = [], _address(np.frombuffer(body, np.uint8))
     for name, array in request.inputs.items():
         here = _address(array) - begin
-        if not array.nbytes or not array.flags.c_contiguous or not 0 <= here <= len(body) - array.nbytes:
+        if not array.nbytes or not array.flags.c_contiguous or not n_json <= here <= len(body) - array.nbytes:
             return None
-        found.append(Place(name, array.dtype, array.shape, at + here, at + here + array.nbytes))
+        found.append(Place(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
     return found
 
 
@@ -212,18 +232,23 @@ def _address(array: Array) -> int:
 
 
 def _written(
-    known: _Known, model: Model, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
+    known: _Known, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
 ) -> tuple[bytes, bytes]:
-    """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
-    if known.told is not None and not parameters and is_like(known.told[0], outputs):
-        _, headers, told = known.told
-        return headers, b"".join((told, *[array.tobytes() for array in outputs.values()]))
+    """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew.
+
+    own: the id, where that is another one each time
+    """
+    told = known.told
+    if told is not None and not parameters and len(own) == told.n_id and is_like(told.like, outputs):
+        return told.headers, b"".join((told.front, own, told.back, *[array.tobytes() for array in outputs.values()]))
     body, n_json = written(model, known.like, InferResponse(outputs, parameters), known.wanted)
     headers, _ = _with_head(infer_headers(n_json), body)
     is_plain = not (parameters or known.wanted.n_classes or any(a.dtype == np.object_ for a in outputs.values()))
     # all of them, and nothing else, in binary: then what is in front of them depends on `like` alone
     if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
-        known.told = (likeness(outputs), headers, body[:n_json])
+        front = b'{"id":"' if own else b""
+        assert body.startswith(front + own), body[:80]
+        known.told = _Told(likeness(outputs), len(own), headers, front, body[len(front) + len(own) : n_json])
     return headers, body
 
 

@@ -20,8 +20,9 @@ from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import Wanted, read_infer, response_message
+from millrace.serve.kserve.heads import MOST_BYTES
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, ready
+from millrace.serve.kserve.quick import Place, ready
 from millrace.serve.kserve.tensors import Array
 from millrace.serve.wire import FREE_BYTES
 
@@ -62,7 +63,7 @@ class QuickCalls:
             return
         raw = list(told.raw_input_contents)
         front, fixed = _around(data, _RAW_INPUT, raw)
-        if len(raw) != len(told.inputs) or not _is_whole(front) or len(front) > MOST_HEAD_BYTES:
+        if len(raw) != len(told.inputs) or not _is_whole(front) or len(front) > MOST_BYTES:
             return
         if self._last.get(len(data)) == front:
             self._remember(len(data), self._read(told, raw, fixed, model))

@@ -41,10 +41,7 @@ class Read:
     _counts: Counter[Level] = member(default_factory=Counter)
 
     def place(self, path: Path_) -> Place | None:
-        """Where `path` stands, or else what it is part of."""
-        while path and path not in self.places:
-            path = path[:-1]
-        return self.places.get(path)
+        return place_of(self.places, path)
 
     def add(self, level: Level, place: Place | None, what: str, expected: str, mend: str) -> None:
         """raises Enough where there are so many errors that the rest of the file tells nothing"""
@@ -56,6 +53,13 @@ class Read:
             self.problems.append(Problem(level, self.file, place, what, expected, mend))
         if before >= MOST_PROBLEMS and level is Level.ERROR:
             raise Enough
+
+
+def place_of(places: Mapping[Path_, Place], path: Path_) -> Place | None:
+    """Where `path` stands, or else what it is part of."""
+    while path and path not in places:
+        path = path[:-1]
+    return places.get(path)
 
 
 def read_config(data: bytes, file: Path) -> Read:

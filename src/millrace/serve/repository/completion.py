@@ -43,6 +43,8 @@ KINDS = (
     Kind("sklearn", "", "model.skops"),
 )
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
+# Backends that add nothing to the inputs that a configuration says, nor to the outputs; a model.py may.
+ADDING_NOTHING = frozenset({k.backend for k in KINDS} - {"python"} | {"identity", "add_sub", "repeat", "millrace"})
 GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
 VLLM = "vllm"
 

@@ -45,6 +45,9 @@ def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[Broken]:
     made: set[str] = set()
     for i, step in enumerate(scheduling.step):
         path = (_TOP, "step", i)
+        if step.model_namespace:
+            what = f"'model_namespace' in step {i} of ensemble '{name}' is reserved"
+            yield Broken((*path, "model_namespace"), what, "the model beside it, or the only one", "remove it")
         for field in ("model_name", "input_map", "output_map"):
             if not getattr(step, field):
                 what = f"must specify '{field}' in step {i} of ensemble '{name}'"

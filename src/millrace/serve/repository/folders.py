@@ -1,18 +1,18 @@
 """A repository's folders: its models with their versions, labels and files, and everything that is wrong with them.
 
 One folder a model, its versions below it. A model that is wrong hides no other. Nothing outside of the repository is
-read: what a link or a name leads out to is refused. Names that come from clients go through `check_model_name`.
+read: what a link or a name leads out to is refused. Names that come from clients go through `names.py`.
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from millrace.errors import ConfigError, RequestError
-from millrace.serve.repository.bind import Enough, Path_, Read, read_config
+from millrace.errors import ConfigError
+from millrace.serve.repository.bind import Enough, Path_, Read, place_of, read_config
 from millrace.serve.repository.completion import broken_backend, completed
 from millrace.serve.repository.config import InitialState, ModelConfig, WarmupInput
 from millrace.serve.repository.declare import empty
@@ -26,7 +26,6 @@ from millrace.settings import read_given
 CONFIG = "config.pbtxt"
 _KNOWN_FOLDERS = ("configs", "warmup", "initial_state")  # beside the versions
 _MOST_ENTRIES, _MOST_LABEL_BYTES = 10_000, 16 << 20
-_LONGEST_NAME = 255  # of a folder
 _HIGHEST_VERSION = (1 << 63) - 1
 
 
@@ -42,8 +41,13 @@ class Model:
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of an output
     added: tuple[str, ...] = ()  # what the configuration did not say
     file: Path | None = None  # of its configuration, as it was read
-    backend_at: Place | None = None  # there
+    places: Mapping[Path_, Place] = field(default_factory=dict)  # there, of what it says
     problems: list[Problem] = field(default_factory=list)
+
+    def say(self, broken: Broken) -> None:
+        """An error, where it stands."""
+        file, place = self.file or self.folder, place_of(self.places, broken.path)
+        self.problems.append(Problem(Level.ERROR, file, place, broken.what, broken.expected, broken.mend))
 
     @property
     def is_servable(self) -> bool:
@@ -59,20 +63,11 @@ class Repository:
     problems: tuple[Problem, ...]
 
 
-def check_model_name(name: str) -> None:
-    """raises RequestError where a client's name is none of a folder"""
-    if not name:
-        raise RequestError("Model name cannot be empty. Specify a model name.", "a model's name", "name one", "model")
-    if len(name.encode("utf-8", "surrogatepass")) > _LONGEST_NAME:
-        what = f"model name has more than {_LONGEST_NAME} bytes"
-        raise RequestError(what, "a model's name", "name a model of the repository", "model")
-    if name in (".", "..") or any(c in name for c in "/\\\0"):
-        what = "model name must not contain path traversal characters"
-        raise RequestError(what, "a model's name", "name a model of the repository", "model")
-
-
 def read_repository(root: Path, config_name: str = "") -> Repository:
-    """Every model. config_name: `<model>/configs/<it>.pbtxt` is taken where there is one. raises ConfigError"""
+    """Every model; `several.py` looks at the steps of ensembles. raises ConfigError
+
+    config_name: `<model>/configs/<it>.pbtxt` is taken where there is one
+    """
     if config_name and (not _is_plain(config_name) or "/" in config_name):
         raise ConfigError(f"--model-config-name {config_name}", "a file's name without .pbtxt", "h100, for h100.pbtxt")
     if not root.is_dir():
@@ -90,8 +85,6 @@ def read_repository(root: Path, config_name: str = "") -> Repository:
             problems.append(_ignored(path, "only folders are models"))
         else:
             models.append(_model(root, path, config_name))
-    for model in models:
-        model.problems.extend(_steps(model, {m.name: m for m in models}))
     if not models:
         problems.append(Problem(Level.ERROR, root, None, "no model", "a folder for each model", "check the path"))
     return Repository(root, tuple(models), tuple(problems))
@@ -109,46 +102,15 @@ def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: b
     if len(there) > 1:
         expected = f"{there[0] / name} to be the only one"
         what = "model appears in two or more repositories"
-        model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, "rename one of them"))
+        mend = "rename one of them, or give --model-namespacing"
+        model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, mend))
     return model
-
-
-def steps_of(
-    model: Model, roots: Sequence[Path], config_name: str, served: Collection[str]
-) -> tuple[dict[str, Model], list[Problem]]:
-    """Of an ensemble and those in it, each by its name, as a load would find them; and which are none.
-
-    served: what is there already, whatever folders say
-    """
-    found: dict[str, Model] = {}
-    left = [model]
-    while left:
-        scheduling = left.pop().config.ensemble_scheduling
-        for name in {s.model_name for s in scheduling.step} - found.keys() if scheduling else ():
-            step = read_model(roots, name, config_name) or (Model(name, roots[0] / name) if name in served else None)
-            if step is not None:
-                found[name] = step
-                left.append(step)
-    return found, list(_steps(model, found))
 
 
 def model_names(roots: Sequence[Path]) -> list[str]:
     """Of every folder that may be a model's."""
     found = {name for root in roots for name, path in _entries(root, []) if path.is_dir() and not name.startswith(".")}
     return sorted(found)
-
-
-def read_repositories(roots: Sequence[Path], config_name: str = "", *, namespacing: bool = False) -> list[Repository]:
-    """Several, as Triton takes them; without namespacing no name may occur in two. raises ConfigError"""
-    found = [read_repository(root, config_name) for root in roots]
-    for i, repository in enumerate(found):
-        others = {m.name: m.folder for j, r in enumerate(found) if j != i for m in r.models}
-        for model in () if namespacing else repository.models:
-            if model.name in others:
-                expected = f"{others[model.name]} to be the only one"
-                what = "model appears in two or more repositories"
-                model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, "rename one of them"))
-    return found
 
 
 def _ignored(path: Path, why: str) -> Problem:
@@ -196,7 +158,7 @@ def _model(root: Path, folder: Path, config_name: str, given_config: bytes | Non
     given = read.config
     config, added = completed(given, folder.name, [name for name, _ in first])
     model.config, model.versions = config, versions
-    model.file, model.backend_at = read.file, read.place(("backend",))
+    model.file, model.places = read.file, read.places
     model.added = added if read.places else ("config.pbtxt, from the folder", *added)
     is_read = not any(p.level is Level.ERROR for p in read.problems)
     with suppress(Enough):
@@ -369,27 +331,3 @@ def _labels(read: Read, path: Path_, file: Path) -> tuple[str, ...]:
         what = f"{file} has more than {_MOST_LABEL_BYTES:,} bytes"
         _say(read, Broken(path, what, "labels", "is it the right file?"))
     return tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n"))
-
-
-def _steps(model: Model, models: dict[str, Model]) -> Iterator[Problem]:
-    """Whether an ensemble's steps are models here, and none is the ensemble itself, also not by other ensembles."""
-    config = model.config
-    names = [s.model_name for s in config.ensemble_scheduling.step] if config.ensemble_scheduling else []
-    missing = sorted({n for n in names if n and n not in models})
-    file = model.folder / CONFIG
-    if missing:
-        what = f"ensemble {model.name} contains models that are not available or ambiguous: {', '.join(missing)}"
-        yield Problem(Level.ERROR, file, None, what, "models of this repository", "add them, or correct model_name")
-    seen, left = set[str](), [(name, model.name) for name in names]
-    while left:
-        name, by = left.pop()
-        if name == model.name:
-            what = f"circular dependency between ensembles: {name} -> ... -> {by} -> {name}"
-            yield Problem(
-                Level.ERROR, file, None, what, "steps that need one another in one direction", "cut the circle"
-            )
-            return
-        if name in models and name not in seen:
-            seen.add(name)
-            scheduling = models[name].config.ensemble_scheduling
-            left.extend((s.model_name, name) for s in (scheduling.step if scheduling else ()))

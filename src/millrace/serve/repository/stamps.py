@@ -7,18 +7,20 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from millrace.serve.repository.folders import leaves, model_names
+from millrace.serve.repository.folders import leaves
+from millrace.serve.repository.names import ModelId
+from millrace.serve.repository.several import Repositories
 
 _Files = frozenset[tuple[str, int, int]]
 _MOST_FILES = 10_000  # of one model
 
 
-def stamps(roots: Sequence[Path]) -> dict[str, object]:
-    """Of every model, by name. raises OSError where a repository itself cannot be read: nothing is known then"""
-    for root in roots:
+def stamps(of: Repositories) -> dict[ModelId, object]:
+    """Of every model. raises OSError where a repository itself cannot be read: nothing is known then"""
+    for root in of.folders:
         with os.scandir(root):
             pass
-    return {name: stamp(roots, name) for name in model_names(roots)}
+    return {one: stamp(of.of(one), one.name) for one in of.ids()}
 
 
 def changed_files(before: object, after: object) -> list[str]:

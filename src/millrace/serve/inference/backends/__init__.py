@@ -16,6 +16,7 @@ from millrace.serve.inference.backends.sklearn import SklearnBackend
 from millrace.serve.inference.backends.tensorflow import TensorflowBackend
 from millrace.serve.inference.backends.xgboost import XgboostBackend
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.bind import place_of
 from millrace.serve.repository.folders import Model
 from millrace.serve.repository.problems import Level, Problem
 
@@ -53,7 +54,7 @@ def without_backend(model: Model) -> list[Problem]:
     if not name or name in BACKENDS or not model.is_servable or entry_points(group=GROUP, name=name):
         return []
     mend = "correct it, or install the package that has it"
-    file, place = model.file or model.folder, model.backend_at
+    file, place = model.file or model.folder, place_of(model.places, ("backend",))
     return [Problem(Level.ERROR, file, place, _nowhere(name), nearest(name, _known()), mend)]
 
 

@@ -16,6 +16,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.infer_reply import named_type
 from millrace.serve.kserve.tensors import Array
+from millrace.serve.repository.names import ModelId
 
 LOG = logging.getLogger("millrace.serve.models")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
@@ -97,7 +98,8 @@ class ServerHost(Host):
         try:
             if what == "load":
                 config, files = _config(told["config"]), _files(told["files"])
-                work = self._others.load(self.model, bool(told["is_loading"]), name, config, files)
+                by = ModelId(self._given.namespace, self.model)
+                work = self._others.load(by, bool(told["is_loading"]), name, config, files)
                 return self._others.wait_for(work)
             if what == "unload":
                 return self._others.wait_for(self._others.unload(name, told["with_members"]))

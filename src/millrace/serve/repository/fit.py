@@ -1,0 +1,97 @@
+"""Whether the tensors of an ensemble are those of the models that its steps are: names, data types, shapes, batches.
+
+Asked of configurations alone: before a load of those that are whole already, at a load of all. Words are Triton's. That
+each tensor is made once, and by what is there before, `ensembles.py` has seen to.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from millrace.serve.repository.bind import Path_
+from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput, Step
+from millrace.serve.repository.kinds import DataType
+from millrace.serve.repository.names import ModelId
+from millrace.serve.repository.rules import VARIABLE, Broken
+
+_TOP = "ensemble_scheduling"
+_Shape = tuple[int, ...]
+
+
+class _Said(NamedTuple):
+    """What one model says of a tensor. shape: with its batch dimension; VARIABLE is any"""
+
+    by: ModelId
+    datatype: DataType
+    shape: _Shape
+
+
+# The model of each step; None where only a load tells what it takes and makes.
+Steps = Sequence[tuple[ModelId, ModelConfig] | None]
+
+
+def misfits(of: ModelId, config: ModelConfig, steps: Steps) -> Iterator[Broken]:
+    """Of an ensemble, with the model of each of its steps."""
+    scheduling = config.ensemble_scheduling
+    assert scheduling is not None, of
+    said: dict[str, _Said] = {}
+    for given in config.input:
+        said[given.name] = _of(of, config, given if given.reshape is None else replace(given, dims=given.reshape.shape))
+    for asked in config.output:
+        said.setdefault(asked.name, _of(of, config, asked))
+    for i, (step, known) in enumerate(zip(scheduling.step, steps, strict=True)):
+        if known is not None:
+            yield from _of_step(of, config, step, known, said, (_TOP, "step", i))
+
+
+def _of_step(
+    of: ModelId, config: ModelConfig, step: Step, known: tuple[ModelId, ModelConfig], said: dict[str, _Said],
+    at: Path_,
+) -> Iterator[Broken]:  # fmt: skip
+    member, theirs = known
+    if config.max_batch_size > theirs.max_batch_size > 0:
+        what = f"ensemble {of} allows maximum batch size {config.max_batch_size}, but it contains model {member} which "
+        what += f"only allows maximum batch size to be {theirs.max_batch_size}"
+        yield Broken(("max_batch_size",), what, f"at most {theirs.max_batch_size}", "correct one of them")
+    inputs, outputs = {t.name: t for t in theirs.input}, {t.name: t for t in theirs.output}
+    where = f"in ensemble {of}, ensemble tensor"
+    sides: tuple[tuple[str, Mapping[str, str], Mapping[str, ModelInput | ModelOutput], str], ...] = (
+        ("input_map", step.input_map, inputs, "is mapping to non-existing input"),
+        ("output_map", step.output_map, outputs, "is mapped from non-existing output"),
+    )
+    for field, mapped, there, word in sides:
+        for key, tensor in mapped.items():
+            path = (*at, field, key)
+            if key not in there:
+                expected = f"one of: {', '.join(there)}"
+                yield Broken(path, f"{where} {tensor} {word} {key} in model {member}", expected, "correct the key")
+            else:
+                yield from _agree(f"{where} {tensor}", said, tensor, _of(member, theirs, there[key]), path)
+        if field == "input_map":
+            for name in (name for name, one in inputs.items() if not one.optional and name not in mapped):
+                what = f"in ensemble {of}, input {name} in model {member} is not mapped to any ensemble tensors"
+                yield Broken(at, what, f'input_map {{ key: "{name}" value: ... }}', "map it")
+
+
+def _of(by: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _Said:
+    return _Said(by, tensor.data_type, (*((VARIABLE,) if config.max_batch_size > 0 else ()), *tensor.dims))
+
+
+def _agree(where: str, said: dict[str, _Said], tensor: str, new: _Said, path: Path_) -> Iterator[Broken]:
+    old = said.setdefault(tensor, new)
+    if old.datatype is not new.datatype:
+        what = f"{where}: inconsistent data type: {old.datatype.name} is inferred from model {old.by} while "
+        what += f"{new.datatype.name} is inferred from model {new.by}"
+        yield Broken(path, what, "the same data type in both", "correct one of them, or put a step between")
+        return
+    both = list(zip(old.shape, new.shape, strict=False))
+    if len(old.shape) != len(new.shape) or any(a != b and VARIABLE not in (a, b) for a, b in both):
+        what = f"{where}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.by} while "
+        what += f"{_shown(new.shape)} is inferred from model {new.by}"
+        yield Broken(path, what, "the same shape in both, -1 for any", "correct one of them, or put a step between")
+    elif VARIABLE in old.shape:  # the next is compared with what is known of it by now
+        said[tensor] = old._replace(shape=tuple(b if a == VARIABLE else a for a, b in both))
+
+
+def _shown(shape: _Shape) -> str:
+    return f"[{','.join(map(str, shape))}]"
