@@ -104,6 +104,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("strategy", ["direct {}", OLDEST])
+@pytest.mark.usefixtures("quick_looks")
 def test_a_sequence_that_waits_for_itself_is_named(tmp_path: Path, strategy: str) -> None:
     """The other instance is idle, and can do nothing for it; a sequence of its own finds a slot there."""
     config = accumulator(strategy, size=1, more=TWO, idle_us=500_000)  # which a sequence may wait for, too
