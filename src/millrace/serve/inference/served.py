@@ -52,6 +52,7 @@ class RepositoryModel(ServedModel):
 
 class RepositoryBackend(Backend):
     what = "a repository of tensor models"
+    broken = "tensor models could not be loaded"
     elsewhere = (
         "ask its models at /v2/models/NAME/infer or /generate; here are those of "
         "`millrace serve MODEL --model-repository DIR`"

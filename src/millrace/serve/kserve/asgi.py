@@ -17,7 +17,7 @@ from millrace.serve.kserve.guarded import group_of_path, named
 from millrace.serve.kserve.http import OF_MODEL, STATUS, Front, Reply, Request, error_reply
 from millrace.serve.kserve.infer_body import HEADER
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, header, read_body, unless_gone
+from millrace.serve.wire import CALL, header, joined, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
@@ -84,9 +84,8 @@ class KServe:
                     raise
                 return error_reply(400, _too_large(scope, self._most_bytes).message)
             call.body_bytes = len(body)
-            request = Request(
-                scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming), came_ns
-            )
+            headers = joined(scope["headers"], b",")
+            request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))

@@ -27,7 +27,7 @@ from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.serving import number_of_connections
-from millrace.serve.wire import LogLater, RequestLog, id_of, log_request
+from millrace.serve.wire import LogLater, RequestLog, id_of, joined, log_request
 
 STATUS = {
     Code.UNKNOWN: grpc.StatusCode.UNKNOWN, Code.INTERNAL: grpc.StatusCode.INTERNAL,
@@ -264,7 +264,7 @@ class _Inference:
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
     """By name; values of names that end in -bin are bytes."""
-    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in metadata}
+    return joined(((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ",")
 
 
 def _header(metadata: dict[str, str], name: str) -> bytes | None:
