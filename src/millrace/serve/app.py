@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
 from millrace.serve.connections import Shortcut
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.kserve.asgi import BELOW, KSERVE, KServe
 from millrace.serve.kserve.quick import Quick
+from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.metrics_door import MetricsDoor
 from millrace.serve.ollama.endpoints import OLLAMA
 from millrace.serve.openai.endpoints import OPENAI

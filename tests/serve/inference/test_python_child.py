@@ -23,7 +23,7 @@ from millrace.serve.inference.check import Given
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config_json import config_json
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 from tests.support.triton_models import (

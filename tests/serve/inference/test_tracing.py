@@ -19,7 +19,7 @@ from millrace.serve.inference.spans import Open
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.trace_context import Parent, parent_of
 from millrace.serve.inference.trace_flags import Exporting, TraceFlags
-from millrace.serve.inference.tracing import Call, Tracer
+from millrace.serve.inference.tracing import Exchange, Tracer
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import BATCHES, Loaded, asked
 from tests.support.python_models import HEAD, write
@@ -357,7 +357,7 @@ def test_a_clients_trace_decides_and_otherwise_the_rate() -> None:
 def test_a_client_that_leaves_ends_its_span_when_the_model_is_done() -> None:
     one, told = spanned()
     request = InferRequest({})
-    with pytest.raises(asyncio.CancelledError), Call(one, request, "GRPC", 5):
+    with pytest.raises(asyncio.CancelledError), Exchange(one, request, "GRPC", 5):
         one.begin(request, "m")
         raise asyncio.CancelledError
     assert not told.ended

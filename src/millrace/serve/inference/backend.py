@@ -16,7 +16,7 @@ from millrace.serve.inference.others import Others
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import InstanceGroup, ModelConfig
 
 

@@ -9,13 +9,13 @@ from starlette.types import Receive, Scope, Send
 
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError, Problem
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
 from millrace.serve.kserve.encoding import raw_too_large, too_large
 from millrace.serve.kserve.guarded import group_of_path, named
-from millrace.serve.kserve.http import OF_MODEL, STATUS, Front, Reply, Request, error_reply
+from millrace.serve.kserve.http import OF_MODEL, STATUS, HttpFront, Reply, Request, error_reply
 from millrace.serve.kserve.infer_body import HEADER
+from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.routes import Protocol
 from millrace.serve.wire import CALL, header, joined, read_body, unless_gone
 
@@ -48,7 +48,7 @@ class KServe:
         most = repository.flags.http_max_input_size
         self._guard = backend.http_guard
         self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
-        self._front = Front(
+        self._front = HttpFront(
             repository,
             lambda: backend.is_ready(models.heartbeat),
             backend.aside,

@@ -18,15 +18,15 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.serve.backend import Models
 from millrace.serve.errors import BUG, HttpError, problem_of
 from millrace.serve.inference.request import Bill
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
-from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, Front
+from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
-from millrace.serve.serving import number_of_connections
+from millrace.serve.kserve.served import RepositoryBackend
+from millrace.serve.limits import number_of_connections
 from millrace.serve.wire import LogLater, RequestLog, id_of, joined, log_request
 
 STATUS = {
@@ -63,7 +63,7 @@ class GrpcServer:
         self._backend, self._guard = backend, backend.grpc_guard
         self._quick = QuickCalls(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
-        self._front = Front(repository, is_ready, backend.aside, self._quick.came, backend.shared)
+        self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.came, backend.shared)
         self._streams: set[Stream] = set()
         self._server: Any = None
 

@@ -18,8 +18,8 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import Grant
-from millrace.serve.kserve.grpc_front import Caller, Front
-from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
+from millrace.serve.kserve.grpc_front import Caller, GrpcFront
+from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
@@ -45,7 +45,7 @@ class _Open:
     admitted: ExitStack
     model: Model | None = None
     asking: InferRequest | None = None
-    wanted: Wanted | None = None
+    wanted: GrpcWanted | None = None
     task: "asyncio.Task[None] | None" = None
     answer: _Answer | None = None
     unread: Unread | None = None
@@ -56,7 +56,7 @@ class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
     def __init__(
-        self, front: Front, admit: Admit, write_s: float, ends_with_error: bool, caller: Caller,
+        self, front: GrpcFront, admit: Admit, write_s: float, ends_with_error: bool, caller: Caller,
         grant: Grant | None = None,
     ) -> None:  # fmt: skip
         """admit: a request of so many bytes, while it is answered

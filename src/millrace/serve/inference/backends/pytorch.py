@@ -37,7 +37,7 @@ from millrace.serve.inference.backends.networks import (
 from millrace.serve.inference.ragged import with_batch_inputs
 from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput
 
 _WHO = "PyTorch"

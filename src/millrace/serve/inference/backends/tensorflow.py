@@ -30,7 +30,7 @@ from millrace.serve.inference.backends.networks import (
 from millrace.serve.inference.ragged import with_batch_inputs
 from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "tensorflow"
