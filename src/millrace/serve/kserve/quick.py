@@ -25,11 +25,11 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import Array
 from millrace.serve.keys import Keys
 from millrace.serve.kserve import encoding
-from millrace.serve.kserve.asgi import BELOW, route_of
 from millrace.serve.kserve.heads import END, ID, JSON_LENGTH, LENGTH, REQUEST_ID, Filled, Head, head_of
 from millrace.serve.kserve.http import addressed, error_of, header_length, infer_headers
 from millrace.serve.kserve.infer_body import HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.routes import BELOW, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.serving import Serving
 from millrace.serve.wire import id_of
@@ -140,7 +140,7 @@ class QuickConnection:
         if tensors is None:
             return None
         request.inputs = {}
-        route = route_of(path).path
+        route = pattern_of(path)
         filled, n_bytes = head.filled(packet), len(body) - n_json
         assert filled is not None, "it is its head"
         return _Known(
