@@ -101,6 +101,10 @@ class Instance(ABC):
         """All that `execute` does with the inputs of one request, where that is all that it looks at."""
         return None
 
+    def memory_bytes(self) -> int | None:
+        """Of this machine's that it holds, asked from another thread than its own; None: it cannot tell."""
+        return None
+
     def close(self) -> None:
         """After its last request."""
         return
