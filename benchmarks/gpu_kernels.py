@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 from benchmarks.record import provenance, write_result
 from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
 from millrace.kernels.elementwise import cuda as elementwise
-from millrace.kernels.matmul.cuda import BLOCK_K, MANY_ROWS, coded_product, tile
+from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
+from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
 
@@ -34,23 +35,24 @@ _TYPES = {
     "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "table_starts": "*i32", "blocks": "*i32",
     "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
     "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16", "M": "i32", "N": "i32", "K": "i32",
-    "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32", "residual": "*fp32",
-    "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp64",
-    "u": "*fp64", "tokens": "*i64", "V": "i32",
+    "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32",
+    "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64", "top_p": "*fp64",
+    "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
     "w8a16": {"w": "*i8"}, "w4a16": {"w": "*u8"}, "w8a8": {"x": "*i8", "w": "*i8"}, "w4a8": {"x": "*i8", "w": "*u8"},
 }  # fmt: skip
 
+TUNED = "fp8", "w4a16", "w8a8"  # of which every tile is compiled: others lie between
+
 _PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 
 
-def _product(precision: str, rows: int, minimums: bool = False) -> dict[str, Any]:
-    block_m, block_n, _ = tile(rows)
+def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, Any]:
     halves = _CODED[precision]["w"] == "*u8"
     return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
-            "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}  # fmt: skip
+            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K, "TILE": tile}  # fmt: skip
 
 
 CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
@@ -75,11 +77,21 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         for n in (14336, 28672)
         for to in ("", " to fp8")
     ),
-    *((coded_product, precision, _product(precision, 1)) for precision in _CODED),
+    *((coded_product, precision, _product(precision, tiles(1)[0])) for precision in _CODED),
     (sample.draw_rows, "any vocabulary", {"BLOCK": sample.BLOCK}),
-    (coded_product, "w4a16 minimums", _product("w4a16", 1, minimums=True)),
-    *((coded_product, f"{precision} many", _product(precision, MANY_ROWS)) for precision in ("fp8", "w8a8", "w4a8")),
+    (coded_product, "w4a16 minimums", _product("w4a16", tiles(1)[0], minimums=True)),
+    *(
+        (coded_product, f"{precision} many", _product(precision, tiles(MANY_ROWS)[0]))
+        for precision in ("fp8", "w8a8", "w4a8")
+    ),
 )
+
+# The tiles that a device may choose beside the rule.
+TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = tuple(
+    (coded_product, f"{precision} {tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages",
+     _product(precision, tile))
+    for precision in TUNED for rows in (1, 32, MANY_ROWS) for tile in tiles(rows)[1:]
+)  # fmt: skip
 
 
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
@@ -91,7 +103,11 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if constants.get("CODED"):
         types["y"] = "*fp8e4nv"
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    known = {name: value for name, value in constants.items() if name in names}
+    # What a launch knows: memory begins at multiples of 16, and so do this shape's rows and groups.
+    multiples = [i for i, name in enumerate(names) if signature[name] == "i32" or "*" in signature[name]]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in multiples}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=attrs)
     options: dict[str, Any] = {"enable_fp_fusion": True}
     if kernel is attend:
         options["num_warps"] = warps(constants["BLOCK_M"])
@@ -100,7 +116,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is sample.draw_rows:
         options["num_warps"] = sample.WARPS
     if kernel is coded_product:
-        options["num_warps"] = tile(constants["BLOCK_M"])[2]
+        tile = constants["TILE"]
+        options |= {"num_warps": tile.warps, "num_stages": tile.stages}
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
@@ -114,9 +131,9 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     }  # fmt: skip
 
 
-def every(architectures: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def every(architectures: tuple[int, ...], with_tiles: bool = True) -> Iterator[dict[str, Any]]:
     for arch in architectures:
-        for kernel, about, constants in CASES:
+        for kernel, about, constants in (*CASES, *(TILES if with_tiles else ())):
             if "fp8" in about and arch < FP8_FROM:
                 continue
             yield compiled(kernel, about, constants, arch)
@@ -129,16 +146,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="only this one, and no result file")
+    parser.add_argument("--no-tiles", action="store_true", help="products by their rule alone")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args()
-    rows = list(every((args.arch,) if args.arch else ARCHITECTURES))
+    rows = list(every((args.arch,) if args.arch else ARCHITECTURES, not args.no_tiles))
     if args.json:
         print(json.dumps(rows))
     else:
         for row in rows:
-            print("{architecture} {kernel:16} {about:24} {registers:4} registers".format(**row),
+            print("{architecture} {kernel:16} {about:36} {registers:4} registers".format(**row),
                   "{shared_bytes:7,} bytes shared {spilled_bytes:5} spilled".format(**row))  # fmt: skip
-    if not args.arch:
+    if not args.arch and not args.no_tiles:
         print(write_result("gpu-kernels", {**provenance("benchmarks.gpu_kernels"), "kernels": rows}))
 
 

@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint import write_checkpoint
 from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
-from benchmarks.start import timed, write_checkpoint
+from benchmarks.start import timed
 from millrace.bench.demo_load import Ask, ask_all, quantile
 from millrace.bench.server_process import ServerProcess
 from millrace.engine.engine import Engine

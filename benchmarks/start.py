@@ -11,24 +11,18 @@ results/start-SHAPE-TIME-COMMIT.json.
 import json
 import os
 import statistics
-import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.checkpoint import write_checkpoint
 from benchmarks.names import named
 from benchmarks.record import judged, provenance, shape_command
-from benchmarks.shapes import SHAPES, random_source
-from millrace.checkpoint.config import ModelConfig
 from millrace.engine.engine import Engine
-from millrace.kernels.convert.ref import to_bf16
 
-CONTEXT, PROMPT = 2048, 32
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PROMPT = 32
 # Asks as a program would, and tells what of its own memory is neither weights nor KV pages.
 ASK = """
 import json, sys
@@ -41,50 +35,6 @@ with LLM(sys.argv[1], kv_memory="64M") as llm:
     rss = int(lines["VmRSS"].split()[0]) * 1024
     print(json.dumps({"rss": rss, "weights": plan.weights_bytes, "kv": plan.kv_bytes}))
 """
-
-
-def write_checkpoint(shape: str, folder: Path) -> None:
-    """config.json, one file of safetensors in bfloat16, a tokenizer of bytes and a template that adds nothing."""
-    config, source = SHAPES[shape], random_source(shape, CONTEXT)
-    sizes = {n: s for n, s in source.weights.shapes.items() if not (config.tie_embeddings and n == "lm_head.weight")}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(_config(config)))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config.vocab_size)))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    header, at = {}, 0
-    for name, size in sizes.items():
-        end = at + 2 * int(np.prod(size))
-        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for name in sizes:
-            rounded = to_bf16(source.weights.load(name).astype(np.float32))
-            out.write((rounded.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-
-
-def _config(c: ModelConfig) -> dict[str, Any]:
-    return {
-        "architectures": [c.architecture], "model_type": c.family, "hidden_size": c.hidden_size, "torch_dtype": c.dtype,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads, "vocab_size": c.vocab_size, "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope.theta, "tie_word_embeddings": c.tie_embeddings,
-        "hidden_act": c.activation, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-
-
-def _tokenizer(n: int) -> dict[str, Any]:
-    """One token a byte; the others are never met."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    names = [*sorted(ByteLevel.alphabet()), *(f"<{i}>" for i in range(n))][:n]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": []},
-    }  # fmt: skip
 
 
 def timed(*command: str | Path) -> float:

@@ -14,10 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint import write_checkpoint
 from benchmarks.names import named
 from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES
-from benchmarks.start import timed, write_checkpoint
+from benchmarks.start import timed
 from millrace.bench.server_process import ServerProcess
 from millrace.cli.size_verify import told
 from millrace.engine.engine import Engine

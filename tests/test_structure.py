@@ -128,7 +128,9 @@ def test_tensor_models_know_no_protocol() -> None:
 
 
 def test_imports_by_name_stay_in_their_room() -> None:
-    """No edge is seen where a module is imported by its name: three places do it, the last two within their room."""
+    """No edge is seen where a module is imported by its name: four places do it, two of them within their room, and the
+    last one, which is given names of packages, never of ours.
+    """
     found = {
         path.relative_to(PACKAGE).as_posix()
         for path, tree in modules()
@@ -136,7 +138,17 @@ def test_imports_by_name_stay_in_their_room() -> None:
         if (isinstance(node, ast.Attribute) and node.attr == "import_module")
         or (isinstance(node, ast.Name) and node.id in ("import_module", "__import__"))
     }
-    assert found == {"__init__.py", "cli/main.py", "kernels/catalogue.py"}
+    outside = "serve/inference/backends/networks.py"
+    assert found == {"__init__.py", "cli/main.py", "kernels/catalogue.py", outside}
+    asked = [
+        node.args[0]
+        for path, tree in modules()
+        if path.parent == (PACKAGE / outside).parent
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "package"
+    ]
+    names = [node.value for node in asked if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert len(names) == len(asked) > 5 and not any(name.startswith("millrace") for name in names), names
 
 
 def test_every_room_has_its_place() -> None:
@@ -146,6 +158,8 @@ def test_every_room_has_its_place() -> None:
 
 def test_files_and_functions_stay_readable() -> None:
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.hpp"), *(ROOT / "native").glob("*.[ch]pp")]
+    for folder in ("tests", "benchmarks", "tools", "examples"):
+        sources += (ROOT / folder).rglob("*.py")
     long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > MAX_FILE}
     assert long == LONGER, "a file grew beyond its budget, or an exception can be lowered"
     for path, tree in modules():

@@ -130,5 +130,8 @@ def versions() -> dict[str, Any]:
 
     names = ("fastapi", "uvicorn", "httptools", "uvloop", "grpcio", "protobuf", "numpy")
     wrk = subprocess.run(["wrk", "-v"], capture_output=True, text=True).stdout.split("\n")[0]
-    h2load = subprocess.run(["h2load", "--version"], capture_output=True, text=True).stdout.strip()
-    return {**{name: version(name) for name in names}, "wrk": wrk.partition(" [")[0], "h2load": h2load}
+    return {**{name: version(name) for name in names}, "wrk": wrk.partition(" [")[0], "h2load": h2load_version()}
+
+
+def h2load_version() -> str:
+    return subprocess.run(["h2load", "--version"], capture_output=True, text=True).stdout.strip()

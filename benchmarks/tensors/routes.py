@@ -3,25 +3,28 @@
     python -m benchmarks.tensors.routes
 
 SmolLM2-135M-Instruct (its Q4_1 file, as stored) is served by one process, over OpenAI's protocol and as a model of its
-repository: the same engine, opened twice. Clients stream greedy answers, all at once, in asyncio in this process, and
-look at nothing but the end while the clock runs; the texts are compared afterwards. Clients, server and engine share
-the cores. Needs the extra `grpc`. Writes results/routes-TIME-COMMIT.json.
+repository: the same engine, opened twice. Before the clock runs, clients of each protocol stream greedy answers, whose
+texts must be the same. While it runs one client asks over every route: h2load (of the system's packages), over HTTP/1.1
+or as gRPC, because what a client in Python costs, on the cores that the engine works on, is no server's. Needs the
+extra `grpc`. Writes results/routes-TIME-COMMIT.json.
 """
 
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import struct
+import subprocess
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.names import named
 from benchmarks.record import count, judged, provenance, write_result
-from benchmarks.tensors.load import cpu_s
+from benchmarks.tensors.load import cpu_s, h2load_version
+from benchmarks.tensors.request import GRPC_SERVICE
 from millrace.bench.server_process import ServerProcess
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
@@ -30,8 +33,9 @@ from millrace.env import read_env
 from tools.nightly.packages import smollm2
 
 USERS, NEW = (1, 16), 128
+REQUESTS = 4  # at least in a sample, those of one user one after another
 OPENAI, GENERATE, GRPC = "OpenAI's completions", "generate_stream", "gRPC ModelStreamInfer"
-MODEL = "llm"
+MODEL, GRPC_METHOD = "llm", "ModelStreamInfer"
 WITHIN = 0.97  # of the speed over OpenAI's route
 Ask = Callable[[str], Awaitable[bytes]]  # a prompt; all that came back
 
@@ -85,7 +89,7 @@ def grpc_request(prompt: str) -> bytes:
 
 def over_grpc(channel: Any) -> Ask:
     """Messages with their lengths in front of them."""
-    call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    call = channel.stream_stream(f"/{GRPC_SERVICE}/{GRPC_METHOD}")
 
     async def ask(prompt: str) -> bytes:
         stream = call(iter([grpc_request(prompt)]))
@@ -121,24 +125,58 @@ TEXTS: Mapping[str, Callable[[bytes], str]] = {
 }
 
 
-async def measured(asks: Mapping[str, Ask], pid: int, rounds: int) -> list[dict[str, Any]]:
+async def compared(asks: Mapping[str, Ask]) -> None:
+    """The same texts over every route, for as many users as there are at most."""
+    texts = {}
+    for name, ask in asks.items():
+        texts[name] = [TEXTS[name](told) for told in await asyncio.gather(*map(ask, prompts(max(USERS))))]
+    assert len({tuple(one) for one in texts.values()}) == 1, texts
+    assert all(len(text) > NEW for text in texts[OPENAI]), texts[OPENAI]
+
+
+def command(name: str, users: int, urls: tuple[str, str], model: str, folder: Path) -> list[str]:
+    """What asks over a route. urls: of HTTP and of gRPC, `host:port`"""
+    prompt = prompts(1)[0]
+    body, path, http = folder / GRPC_METHOD, f"/{GRPC_SERVICE}/{GRPC_METHOD}", urls[1]
+    if name == GRPC:
+        message = grpc_request(prompt)
+        body.write_bytes(b"\0" + struct.pack(">I", len(message)) + message)
+        flags = ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+    else:
+        of, path, http = {
+            OPENAI: (openai_body(model), "/v1/completions", urls[0]),
+            GENERATE: (generate_body, f"/v2/models/{MODEL}/generate_stream", urls[0]),
+        }[name]
+        body = folder / path.rpartition("/")[2]
+        body.write_text(json.dumps(of(prompt)))
+        flags = ["--h1", "-H", "content-type: application/json"]
+    counts = ["-t1", "-m1", f"-c{users}", f"-n{max(users, REQUESTS)}"]
+    return ["h2load", *counts, "-d", str(body), *flags, f"http://{http}{path}"]
+
+
+def seconds_of(said: str, requests: int) -> float:
+    """Of what h2load said, where all was answered."""
+    assert f"{requests} succeeded, 0 failed, 0 errored" in said, said
+    found = re.search(r"finished in ([0-9.]+)(us|ms|s)\b", said)
+    assert found is not None, said
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
+def measured(commands: Callable[[str, int], list[str]], pid: int, rounds: int) -> list[dict[str, Any]]:
     """By number of users, the seconds of each round by route and the server's CPU seconds; the first round warms up."""
     found = []
     for users in USERS:
-        samples: dict[str, list[dict[str, float]]] = {name: [] for name in asks}
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in TEXTS}
         for at in range(rounds + 1):
-            order = [*asks][at % len(asks) :] + [*asks][: at % len(asks)]
-            texts: dict[str, list[str]] = {}
-            for name in order:
-                before, began_s = sum(cpu_s(pid)), time.perf_counter()
-                told = await asyncio.gather(*map(asks[name], prompts(users)))
-                seconds, cpu = time.perf_counter() - began_s, sum(cpu_s(pid)) - before
-                texts[name] = [TEXTS[name](one) for one in told]
+            for name in [*TEXTS][at % len(TEXTS) :] + [*TEXTS][: at % len(TEXTS)]:
+                before = sum(cpu_s(pid))
+                done = subprocess.run(commands(name, users), capture_output=True, text=True)
+                cpu = sum(cpu_s(pid)) - before
+                assert done.returncode == 0, done.stderr
                 if at:
+                    seconds = seconds_of(done.stdout, max(users, REQUESTS))
                     samples[name].append({"seconds": seconds, "server_cpu_s": round(cpu, 3)})
-            assert len({tuple(one) for one in texts.values()}) == 1, texts
-            assert all(len(text) > NEW for text in texts[OPENAI]), texts[OPENAI]
-        found.append({"users": users, "samples": samples})
+        found.append({"users": users, "requests": max(users, REQUESTS), "samples": samples})
     return found
 
 
@@ -167,21 +205,22 @@ def run(rounds: int, folder: Path) -> dict[str, Any]:
     flags = ("--model-repository", str(folder / "models"), "--grpc-port", "0", "--log-level", "warning",
              "--no-prefix-cache")  # fmt: skip
 
-    async def loads(server: ServerProcess) -> list[dict[str, Any]]:
+    async def texts(server: ServerProcess) -> None:
         port = int(server.url.rpartition(":")[2])
         async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-            asks = {
+            await compared({
                 OPENAI: over_http(port, "/v1/completions", openai_body(model)),
                 GENERATE: over_http(port, f"/v2/models/{MODEL}/generate_stream", generate_body),
                 GRPC: over_grpc(channel),
-            }
-            return await measured(asks, server.pid, rounds)
+            })  # fmt: skip
 
     with ServerProcess(engine.folder, flags) as server:
-        found = asyncio.run(loads(server))
+        asyncio.run(texts(server))
+        urls = server.url.rpartition("/")[2], server.grpc_url
+        found = measured(lambda name, users: command(name, users, urls, model, folder), server.pid, rounds)
     return {
         **provenance("benchmarks.tensors.routes"), "model": smollm2().stem, **named(Engine.open(engine.folder)),
-        "new": NEW, "loads": found, "goals": goals(found),
+        "client": h2load_version(), "new": NEW, "loads": found, "goals": goals(found),
     }  # fmt: skip
 
 
@@ -189,7 +228,7 @@ def summary(result: dict[str, Any]) -> str:
     lines = [f"{result['model']}, {NEW} tokens each, streamed"]
     for load in result["loads"]:
         for name, samples in load["samples"].items():
-            rate = load["users"] * NEW / statistics.median(s["seconds"] for s in samples)
+            rate = load["requests"] * NEW / statistics.median(s["seconds"] for s in samples)
             cpu = statistics.median(s["server_cpu_s"] for s in samples)
             lines.append(f"  {load['users']:2} users, {name}: {rate:,.0f} tokens/s; {cpu:.2f} s of the server's CPU")
     return "\n".join([*lines, *(f"  {g['what']}: {g['reached']} ({g['verdict']})" for g in result["goals"])])
@@ -200,7 +239,7 @@ def main() -> None:
         prog="python -m benchmarks.tensors.routes", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--rounds", type=count, default=7, help="default: %(default)s")
+    parser.add_argument("--rounds", type=count, default=21, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,6 +1,7 @@
 """`millrace serve --model-repository DIR`: as a process, beside a language model, and what keeps it from starting."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -72,33 +73,25 @@ def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, besid
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_terminal_is_told_where_it_is(root: Path, built_tiny: Path, tmp_path: Path, beside: bool) -> None:
+    """And there a key is asked for, but for health."""
+    (tmp_path / "keys").write_text("secret\n")
     command = [sys.executable, "-m", "millrace", "serve", *[str(built_tiny)][:beside], "--model-repository", str(root),
-               "--port", "0"]  # fmt: skip
+               "--port", "0", "--api-key-file", str(tmp_path / "keys")]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(tmp_path)) as server:
         assert server.stderr is not None
         line = next(line for line in server.stderr if line.startswith("Ready after"))
+        found = re.search(r"http://[0-9.]+:\d+", line)
+        assert found is not None, line
+        with httpx.Client(base_url=found[0], timeout=20) as client:
+            assert client.get("/v2/health/live").status_code == 200
+            refused = client.post("/v2/models/simple/infer", json=ADDED)
+            assert refused.status_code == 401 and refused.json()["error"].startswith("the API key is missing")
+            key = {"authorization": "Bearer secret"}
+            assert client.post("/v2/models/simple/infer", json=ADDED, headers=key).status_code == 200
         server.terminate()
         server.stderr.read()
         assert server.wait(30) == 0
     assert ("tensor models at http://" in line, "/v1," in line, "/docs" in line) == (beside,) * 3 and "/v2" in line
-
-
-def test_a_key_is_asked_for_but_for_health(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("secret\n")
-    command = [sys.executable, "-m", "millrace", "serve", "--model-repository", str(root), "--port", "0", "--json",
-               "--api-key-file", str(tmp_path / "keys")]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(tmp_path)
-    ) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        assert httpx.get(f"{url}/v2/health/live").status_code == 200
-        refused = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED)
-        assert refused.status_code == 401 and refused.json()["error"].startswith("the API key is missing")
-        allowed = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED, headers={"authorization": "Bearer secret"})
-        assert allowed.status_code == 200
-        server.terminate()
-        assert server.wait(30) == 0
 
 
 def test_the_load_generator_drives_it_over_grpc(millrace: Millrace, root: Path) -> None:

@@ -130,7 +130,7 @@ def never(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(("gpu", "asked", "kind", "words"), [
     ((), {"precision": "fp8a16"}, ConfigError, ["A100 (Ampere, sm_80) does not multiply fp8", "has fp16, bf16, int8"]),
     ((), {"precision": "auto"}, ConfigError, ["precision=auto is given for a GPU", "millrace build"]),
-    ((), {"tune": 5.0}, ConfigError, ["tune is given for a GPU"]),
+    ((), {"tune_rows": "1/64"}, ConfigError, ["tune_rows is given for a GPU"]),
     ((), {"bf16_sums": "tiles"}, ConfigError, ["bf16_sums is given for a GPU"]),
     ((), {"threads": 2}, ConfigError, ["threads is given, and device is cuda"]),
     ((), {"kv_cache_dtype": "int4"}, EngineError, ["int4 on a GPU", "int8, fp8"]),

@@ -1,218 +1,85 @@
 """What Triton's users suffer from, one test each, with the number that ../shared/anchors/server.md gives it.
 
-Each is short and real; what it is about is tested more widely where it lives.
+Each is short and real; what it is about is tested more widely where it lives. Those of processes, memory and keys are
+in test_pains_of_triton_operators.py.
 """
 
-import contextlib
-import importlib.metadata
 import json
-import os
 import re
 import shutil
-import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
-from millrace.machine.cpu import usable_cores
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
-from millrace.serve.inference import instances
-from millrace.serve.key_file import KeyFile
+from millrace.serve.inference.backends.identity import _Identity
 from millrace.serve.listening import bind
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live
+from tests.e2e.triton_users import Unix, becomes
 from tests.support.ensembles import ensemble
-from tests.support.kserve import binary, infer, parts
+from tests.support.kserve import HEADER, binary, infer
+from tests.support.kserve_grpc import connected, request
 from tests.support.kserve_grpc import one as grpc_one
-from tests.support.kserve_grpc import request
 from tests.support.prometheus import series
-from tests.support.python_models import ANY, HEAD, OWN, SAY, write
+from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, serving, write_models
 
-FLOATS = ANY.replace("STRING", "FP32")
-SAME = HEAD + """
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests]
-"""  # fmt: skip
-
-
-def words(url: str, model: str, *values: str) -> httpx.Response:
-    return infer(url, model, {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [len(values)], "data": values}]})
-
-
-def floats(url: str, model: str, array: Any) -> Any:
-    """As binary, there and back."""
-    raw = array.astype(np.float32).tobytes()
-    one = {"name": "IN", "datatype": "FP32", "shape": list(array.shape), "parameters": {"binary_data_size": len(raw)}}
-    body, headers = binary([one], raw, outputs=[{"name": "OUT", "parameters": {"binary_data": True}}])
-    return np.frombuffer(parts(infer(url, model, body, headers))[1], np.float32)
-
-
-def becomes(is_so: Callable[[], bool], within_s: float = 15) -> None:
-    until_s = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
-def children() -> set[psutil.Process]:
-    """Processes of models."""
-    found = set()
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it is gone meanwhile
-            if any("guest" in word for word in process.cmdline()):
-                found.add(process)
-    return found
-
-
-@pytest.fixture
-def child_free() -> Iterator[None]:
-    before = children()
-    yield
-    assert children() <= before, "a process of a model was left behind"
-
-
-def test_01_ten_gigabytes_of_image() -> None:
-    """What `pip install millrace` brings, all together: no CUDA, no PyTorch, no container."""
-    left, seen = ["millrace"], set[str]()
-    while left:
-        name = left.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for told in importlib.metadata.requires(name) or ():
-            needed, _, condition = told.partition(";")
-            if "extra" not in condition:
-                found = re.split(r"[^\w.-]", needed.strip())[0].lower()
-                if list(importlib.metadata.distributions(name=found)):  # others are of other platforms
-                    left.append(found)
-    assert {"numpy", "uvicorn"} <= seen and not seen & {"torch", "triton", "transformers", "tritonclient"}
-    assert not any("cuda" in name or "nvidia" in name for name in seen)
-    sizes = [
-        Path(str(file.locate())).stat().st_size for name in seen - {"millrace"}
-        for file in importlib.metadata.files(name) or () if Path(str(file.locate())).is_file()
-    ]  # fmt: skip
-    assert sum(sizes) < 300 * 2**20, f"{sum(sizes) / 2**20:.0f} MiB"
-
-
-def test_02_the_python_backend_wants_dev_shm(tmp_path: Path, child_free: None) -> None:
-    """4 MiB there and back through shared memory without a name, so that /dev/shm may have any size."""
-    write(tmp_path, "m", SAME, FLOATS % OWN)
-    before, array = sorted(Path("/dev/shm").iterdir()), np.arange(1 << 20)
-    with serving(tmp_path) as url:
-        assert np.array_equal(floats(url, "m", array), array)
-        (child,) = children()
-        maps = Path(f"/proc/{child.pid}/maps").read_text()
-        assert "memfd:millrace" in maps and "/dev/shm" not in maps and sorted(Path("/dev/shm").iterdir()) == before
-
-
-def test_03_shared_memory_grows_when_a_model_raises(tmp_path: Path, child_free: None) -> None:
-    write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        raise ValueError('no')\n", FLOATS % OWN)
-    with serving(tmp_path) as url:
-        array, raw = np.zeros(1 << 18, np.float32), {"name": "IN", "datatype": "FP32", "shape": [1 << 18]}
-        body, headers = binary([{**raw, "parameters": {"binary_data_size": array.nbytes}}], array.tobytes())
-
-        def mapped() -> int:
-            (child,) = children()
-            (whole,) = [m.size for m in child.memory_maps() if "memfd:millrace" in m.path] or [0]
-            return int(whole)
-
-        sizes = []
-        for _ in range(150):
-            assert "ValueError: no" in infer(url, "m", body, headers).json()["error"]
-            sizes.append(mapped())
-        assert 0 < max(sizes[10:]) == max(sizes[:10]) <= 64 << 20, "of 150 MiB"
-
-
-def test_04_a_dead_stub_and_health_stays_200(tmp_path: Path, child_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "RESTARTS_S", (0.3,))
-    write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        return [said('x')]\n" + SAY, ANY % OWN)
-    with serving(tmp_path) as url:
-
-        def ready() -> int:
-            return httpx.get(f"{url}/v2/health/ready").status_code
-
-        assert words(url, "m", "a").status_code == ready() == 200
-        (child,) = children()
-        os.kill(child.pid, signal.SIGKILL)
-        becomes(lambda: ready() == 400)
-        becomes(lambda: ready() == 200)
-        assert words(url, "m", "a").status_code == 200 and child not in children()
-
-
-def test_05_unloading_gives_no_memory_back(tmp_path: Path, child_free: None) -> None:
-    """100 MiB that a model has are the system's again once it is unloaded: its process is gone."""
-    code = "    def initialize(self, args):\n        self.weights = np.ones(100 << 20, np.uint8)\n"
-    write(
-        tmp_path, "m", HEAD + code + "    def execute(self, requests):\n        return [said('x')]\n" + SAY, ANY % OWN
-    )
-
-    def held() -> int:
-        return sum(p.memory_info().rss for p in (psutil.Process(), *children()))
-
-    with serving(tmp_path, model_control_mode="explicit") as url:
-        before = held()
-        assert httpx.post(f"{url}/v2/repository/models/m/load", timeout=20).status_code == 200
-        assert held() - before > 100 << 20
-        assert httpx.post(f"{url}/v2/repository/models/m/unload").status_code == 200
-        becomes(lambda: not children())
-        assert held() - before < 20 << 20
-
-
-def test_06_dependencies_of_another_environment(tmp_path: Path, child_free: None) -> None:
-    """A model with a package that the server does not have, of a version of its own, in an environment beside it."""
-    code = "    def execute(self, requests):\n        import millwright\n        return [said(millwright.VERSION)]\n"
-    where = 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env" } }'
-    write(tmp_path, "m", HEAD + code + SAY, ANY % where)
-    site = tmp_path / "m" / "env" / "site"
-    site.mkdir(parents=True)
-    (site / "millwright.py").write_text("VERSION = '7.1'\n")
-    python = tmp_path / "m" / "env" / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    with serving(tmp_path) as url:
-        assert words(url, "m", "a").json()["outputs"][0]["data"] == ["7.1"]
-    with pytest.raises(ImportError):
-        importlib.import_module("millwright")
-
-
-def test_07_whoever_disconnects_cancels_nothing(tmp_path: Path) -> None:
-    code = """
+LOOKS_UP = """
     def initialize(self, args):
-        self.seen = args["model_repository"] + "/seen"
+        self.folder = args["model_repository"]
 
     def execute(self, requests):
         import pathlib, time
+        word = requests[0].inputs()[0].as_numpy()[0].decode()
+        pathlib.Path(self.folder, "began " + word).touch()
         for _ in range(1000):
             if requests[0].is_cancelled():
-                pathlib.Path(self.seen).touch()
+                pathlib.Path(self.folder, "left " + word).touch()
                 break
             time.sleep(0.01)
         return [said("x")]
 """
-    write(tmp_path, "m", HEAD + code + SAY, ANY % "")
-    with serving(tmp_path) as url:
-        host, port = url.removeprefix("http://").split(":")
-        body = json.dumps({"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": ["a"]}]})
-        with socket.create_connection((host, int(port))) as client:
-            head = f"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+
+
+def test_07_whoever_disconnects_cancels_nothing(tmp_path: Path) -> None:
+    """Whose connection is gone, whatever was asked over it, or whose call was cancelled: the model is told soon."""
+    kinds = ("infer", "generate", "generate_stream", "gRPC")
+    write(tmp_path, "m", HEAD + LOOKS_UP + SAY, ANY % f"instance_group {{ kind: KIND_CPU count: {len(kinds)} }}")
+
+    def all_are(what: str) -> bool:
+        return all((tmp_path / "m" / f"{what} {kind}").exists() for kind in kinds)
+
+    with in_process(tmp_path, grpc_port=0) as served, ExitStack() as connections:
+        host, port = served.url.removeprefix("http://").split(":")
+        for kind in kinds[:3]:
+            asked: dict[str, Any] = {"IN": [kind]}
+            if kind == "infer":
+                asked = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": [kind]}]}
+            body = json.dumps(asked)
+            head = f"POST /v2/models/m/{kind} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            client = connections.enter_context(socket.create_connection((host, int(port))))
             client.sendall((head + body).encode())
-            time.sleep(0.2)
-        becomes((tmp_path / "m" / "seen").exists, 3)
+        grpc_client = connections.enter_context(connected(served.grpc_url))
+        given = request("m", [grpc_one("BYTES", [1], "IN")], [b"\x04\0\0\0gRPC"])
+        connections.callback(grpc_client.future("ModelInfer", given).cancel)
+        becomes(lambda: all_are("began"))
+        connections.close()
+        becomes(lambda: all_are("left"), 3)
 
 
 def test_08_no_stream_over_http(tmp_path: Path) -> None:
@@ -308,23 +175,66 @@ def test_11_shapes_and_typing_errors(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "a batch dimension to be prepended" in error
 
 
-def test_12_what_is_quick_is_slow_through_the_server(tmp_path: Path) -> None:
-    """Beside a socket over a network: one of this machine alone, which a client reaches by its path."""
-    path = tmp_path / "socket"
-    write_models(tmp_path / "models", {"m": ADD_SUB})
-    client = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost")
-    with serving(tmp_path / "models", ServerSettings(uds=str(path))), client:
-        raw = np.arange(32, dtype=np.int32).tobytes()
-        inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16],
-                   "parameters": {"binary_data_size": 64}} for i in (0, 1)]  # fmt: skip
-        body, headers = binary(inputs, raw, parameters={"binary_data_output": True})
+def test_12_eight_milliseconds_become_sixty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 8 ms that is given an image and gives one, 602 KB each, takes some 8 ms: over HTTP, over a socket of
+    this machine alone, which a client reaches by its path, and over gRPC. It is given the request's own bytes.
+    """
+    roots, of_model_ms, n_rounds = list[object](), 8, 20
+    compute = _Identity.compute
+
+    def looked_at(self: _Identity, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        roots.append(root(inputs["INPUT0"]))
+        return compute(self, inputs)
+
+    monkeypatch.setattr(_Identity, "compute", looked_at)
+    delay = f'parameters {{ key: "execute_delay_ms" value {{ string_value: "{of_model_ms}" }} }}'
+    models = write_models(tmp_path / "models", {"m": identity("FP32", "3, 224, 224", "max_batch_size: 8 " + delay)})
+    image = np.random.default_rng(12).standard_normal((1, 3, 224, 224)).astype(np.float32)
+    raw, path = image.tobytes(), tmp_path / "socket"
+    told = {"name": "INPUT0", "datatype": "FP32", "shape": image.shape}
+    body, headers = binary(
+        [{**told, "parameters": {"binary_data_size": len(raw)}}], raw, parameters={"binary_data_output": True}
+    )
+
+    def quickest_ms(ask: Callable[[], bytes]) -> float:
         took_s = []
-        for _ in range(200):
+        for _ in range(n_rounds):
             began_s = time.perf_counter()
-            _, found = parts(client.post("/v2/models/m/infer", content=body, headers=headers))
+            found = ask()
             took_s.append(time.perf_counter() - began_s)
-        assert np.frombuffer(found[:64], np.int32).tolist() == [16 + 2 * i for i in range(16)]
-        assert sorted(took_s)[100] < 0.03, "with the client's own time, of a model of microseconds"
+            assert found == raw
+        return 1e3 * min(took_s)
+
+    with (
+        in_process(models, grpc_port=0) as served, in_process(models, ServerSettings(uds=str(path))),
+        closing(HTTPConnection(served.url.removeprefix("http://"))) as network,
+        closing(Unix(path)) as here, connected(served.grpc_url) as grpc_client,
+    ):  # fmt: skip
+
+        def over(client: HTTPConnection) -> bytes:
+            client.request("POST", "/v2/models/m/infer", body, headers)
+            reply = client.getresponse()
+            assert reply.status == 200
+            return reply.read()[int(reply.headers[HEADER]) :]
+
+        ways: dict[str, Callable[[], bytes]] = {
+            "HTTP": partial(over, network), "the socket": partial(over, here),
+            "gRPC": lambda: bytes(grpc_client.infer("m", [told], [raw]).raw_output_contents[0]),
+        }  # fmt: skip
+        found_ms = {name: quickest_ms(ask) for name, ask in ways.items()}
+    assert all(of_model_ms <= ms < 2 * of_model_ms for ms in found_ms.values()), found_ms
+    assert len(roots) == n_rounds * len(ways) and {type(held) for held in roots} == {bytes}, "copies"
+
+
+def root(array: Any) -> object:
+    """What holds its numbers, in the end."""
+    held = array
+    while isinstance(held, np.ndarray | memoryview):
+        below = held.base if isinstance(held, np.ndarray) else held.obj
+        if below is None:
+            break
+        held = below
+    return held
 
 
 def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
@@ -350,7 +260,7 @@ def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
 
 
 def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:
-    """While one that takes a second has more than it can do, hundreds of requests to another are answered."""
+    """While one that takes a second has more than it can do, a hundred requests to another are answered."""
     slow = identity("FP32", "1", 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }')
     with serving(write_models(tmp_path, {"slow": slow, "quick": ADD_SUB})) as url, ThreadPoolExecutor(8) as threads:
         one = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
@@ -405,42 +315,6 @@ def test_14_the_openai_front_end_does_not_batch(tiny: Live) -> None:
         assert all(n > 2 for n in threads.map(stream, range(n_clients)))
     after = tiny.stats()
     assert after.steps_total - before.steps_total < n_clients * n_tokens / 2
-
-
-def test_15_every_instance_takes_all_cores(tmp_path: Path, child_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of a model has its share of threads, unless whoever started the server said how many."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MKL_NUM_THREADS", "7")
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    tell = "    def execute(self, requests):\n        import os\n" + (
-        f"        return [said(' '.join(os.environ[name] for name in {names}))]\n"
-    )
-    for count in (1, 2 * usable_cores()):
-        group = f"instance_group {{ kind: KIND_CPU count: {count} }}"
-        write(tmp_path, f"m{count}", HEAD + tell + SAY, ANY % (OWN + group))
-    with serving(tmp_path) as url:
-        share = {count: max(1, usable_cores() // count) for count in (1, 2 * usable_cores())}
-        for count, n in share.items():
-            assert words(url, f"m{count}", "a").json()["outputs"][0]["data"] == [f"{n} {n} 7"]
-
-
-def test_16_keys_are_fixed_at_the_start(tmp_path: Path) -> None:
-    """A key that is added answers while the server runs, one that is taken out does not; each has its limits."""
-    path = tmp_path / "keys"
-    path.write_text("first\n")
-    root = write_models(tmp_path / "models", {"m": ADD_SUB})
-    with in_process(root, ServerSettings(port=0, key_file=KeyFile.read(path))) as served:
-
-        def status(key: str) -> int:
-            return httpx.get(f"{served.url}/v2/models/m", headers={"authorization": f"Bearer {key}"}).status_code
-
-        assert (status("first"), status("second")) == (200, 401)
-        path.write_text("second name=web requests_per_minute=2\n")
-        becomes(lambda: status("first") == 401)
-        assert [status("second") for _ in range(3)] == [200, 200, 429]
-        refused = httpx.get(f"{served.url}/metrics").text
-        assert 'millrace:key_refused_total{key="web",limit="requests_per_minute"} 1.0' in refused
 
 
 def test_17_a_language_model_takes_seven_steps(tmp_path: Path, tiny: Live) -> None:

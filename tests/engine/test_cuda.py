@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes  # noqa: F401 - NumPy then knows bfloat16
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 
@@ -18,13 +20,14 @@ from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.cuda import transfer
 from millrace.engine.cuda.executor import DTYPES, CudaExecutor
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.sampling import likeliest
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
-from millrace.errors import ConfigError, EngineError, MachineError
+from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 from millrace.runtime.generate import generate
@@ -248,6 +251,34 @@ def test_a_row_that_failed_is_alone(pair: tuple[CudaExecutor, ReferenceExecutor]
     assert ours.run(of).tokens.tolist() == [NOT_FINITE, 11]
     of = replace(step, masks=packed(np.zeros(VOCAB, bool)))
     assert ours.run(of).tokens.tolist() == [NOT_FINITE, NOTHING_ALLOWED] and (alone.tokens >= 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "bad", "kind"), [
+    ("bf16", float("nan"), "bfloat16"), ("fp32", float("inf"), "float32"), ("fp16", 70_000.0, "float16"),
+])  # fmt: skip
+def test_weights_that_are_no_numbers_are_refused_by_name(dtype: str, bad: float, kind: str, tmp_path: Path) -> None:
+    """As a CPU's engine refuses them when it is built; 70,000 is more than float16 has."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    folder = random_checkpoint(tmp_path, "llama", max_shard_size="1GB")
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = bad
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"layers.1.mlp.down_proj.*not finite, or too large for {kind}"):
+        both(folder, "bf16" if dtype == "bf16" else "fp32", dtype=dtype)
+
+
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16", "float64", "int32"])
+def test_what_stays_on_a_device_comes_there_in_slabs(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element once, whatever is left for the last slab; a row is longer than a slab, or some rows are one."""
+    for slab in (1, 24, 100, 1 << 20):
+        monkeypatch.setattr(transfer, "SLAB_BYTES", slab)
+        for shape in ((7, 5), (1, 3), (9,), (2, 3, 4)):
+            x = (np.random.default_rng(1).standard_normal(shape) * 100).astype(np.dtype(given))
+            for dtype in (torch.float32, torch.bfloat16) if given != "int32" else (torch.int32,):
+                got = transfer.kept_on_device(x, dtype, torch.device("cpu"))
+                want = torch.from_numpy(x.astype(np.float64)).to(dtype) if given != "int32" else torch.from_numpy(x)
+                assert got.dtype == dtype and got.shape == shape
+                np.testing.assert_array_equal(got.float().numpy(), want.float().numpy())
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -195,9 +195,12 @@ def test_a_night_of_schedules_draws_many_more_with_seeds_of_its_own() -> None:
     fast, night = settings.get_profile(FAST), settings.get_profile(NIGHT)
     assert fast.derandomize and not night.derandomize and night.print_blob
     assert night.max_examples == TIMES * fast.max_examples and examples(25) == 25
-    (part,) = (part for part in PARTS if part.name == "schedules")
-    assert part.cases and part.command[part.command.index("--hypothesis-seed") + 1] == "{seed}"
-    assert "tests/runtime/test_shares.py" in part.files
+    parts = {part.name: part for part in PARTS if part.name.startswith("schedules")}
+    for part in parts.values():
+        assert part.cases and part.command[part.command.index("--hypothesis-seed") + 1] == "{seed}"
+    assert "tests/runtime/test_shares.py" in parts["schedules"].files
+    batchers = {f"tests/serve/inference/test_{name}.py" for name in ("batching", "sequences", "ensemble")}
+    assert batchers <= set(parts["schedules-serve"].files) & set(parts["schedules-serve"].command)
 
 
 def test_a_night_goes_on_where_it_was() -> None:

@@ -97,6 +97,7 @@ def _marked(mark: str) -> tuple[str, ...]:
     return _holding(f"pytest.mark.{mark}")
 
 
+DRAWN_OF_SERVE = _holding("@given", "tests/serve")
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests", "pbtxt",
            "tensors")  # fmt: skip
 CLIENTS = (
@@ -141,6 +142,8 @@ PARTS = (
              "onnx==1.23.2"),
     _backend("sklearn", "estimators of skops, beside scikit-learn itself", "scikit-learn==1.9.1", "skops==0.16.0"),
     _backend("xgboost", "trees, beside XGBoost's own answers", "xgboost-cpu==3.2.0"),
+    _backend("pytorch", "networks as TorchScript and torch.export's programs, beside their modules called as Python",
+             "torch==2.13.0"),
     _backend("openvino", "networks as IR and ONNX, beside NumPy", "openvino==2026.4.1", "onnx==1.23.2"),
     _backend("tensorflow", "SavedModels, beside the functions they were saved from", "tensorflow-cpu==2.21.0"),
     Part(
@@ -189,6 +192,14 @@ PARTS = (
         ("{python}", "-m", "pytest", "-m", "hypothesis", "--hypothesis-profile", NIGHT, "--hypothesis-seed", "{seed}",
          "--timeout", str(60 * MINUTES), "tests/runtime"),
         TIMES, files=(*_holding("@given", "tests/runtime"), "tests/support/drawn.py", "src/millrace/runtime"),
+    ),
+    Part(
+        "schedules-serve", f"batchers, sequences, ensembles, limits, configs: {TIMES} times what the fast suite draws",
+        ("{python}", "-m", "pytest", "-m", "hypothesis", "--hypothesis-profile", NIGHT, "--hypothesis-seed", "{seed}",
+         "--timeout", str(60 * MINUTES), *DRAWN_OF_SERVE),
+        TIMES,
+        files=(*DRAWN_OF_SERVE, "tests/support/drawn.py", "tests/support/batching_rules.py",
+               "tests/support/sequence_rules.py", "src/millrace/serve/inference", "src/millrace/serve/repository"),
     ),
     Part(
         "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",

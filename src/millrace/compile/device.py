@@ -4,9 +4,10 @@ The weights go to the device as the checkpoint has them, so there is no folder t
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from millrace.compile.precision import precision_map
 from millrace.compile.pricing import AUTO
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.compile.source import Source
+from millrace.compile.timings import TimingCache
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.engine import Files, GpuEngine, GpuModel
 from millrace.engine.cuda.found import Gpu
@@ -39,6 +41,10 @@ from millrace.kernels.precision import Precision
 from millrace.machine.devices import check_multiplies
 from millrace.model.module import trace_model
 from millrace.settings import flag_of
+
+if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
+    from millrace.engine.cuda.executor import CudaExecutor
+    from millrace.kernels.matmul.gpu_tiles import Tiles
 
 GPU_BATCH, GPU_STEP_TOKENS = 64, 2048  # sequences, and tokens of a step, where nobody says otherwise
 # What is about kernels of a CPU, or measured with them.
@@ -104,7 +110,7 @@ def device_engine(
     return GpuEngine(
         folder=files.folder, manifest=_manifest(name, source, chosen, model, needs, identity, notes),
         held=Hold(os.open(files.folder, os.O_RDONLY)), model=model, gpu=gpu, needs=needs, files=files,
-        smaller=lambda: _smaller(traced, chosen, gpu),
+        smaller=lambda: _smaller(traced, chosen, gpu), tuner=_tuner(gpu, build.tune, cache) if build.tune else None,
     )  # fmt: skip
 
 
@@ -120,8 +126,6 @@ def _check(build: BuildSettings) -> None:
     """raises ConfigError"""
     usual = BuildSettings()
     asked = [f.name for f in fields(build) if f.name in _OF_CPUS and getattr(build, f.name) != getattr(usual, f.name)]
-    if build.tune not in (0, usual.tune):
-        asked.append("tune")
     if asked:
         raise ConfigError(
             f"{flag_of(asked[0])} is given for a GPU", "nothing: it is about kernels of a CPU", "leave it out"
@@ -131,6 +135,15 @@ def _check(build: BuildSettings) -> None:
             "--precision auto is given for a GPU", "a precision: what they cost is measured with kernels of a CPU",
             "millrace build --precision auto says which it is; name that",
         )  # fmt: skip
+
+
+def _tuner(gpu: Gpu, seconds: float, cache: Path | None) -> "Callable[[CudaExecutor], Tiles]":
+    def tuned(executor: "CudaExecutor") -> "Tiles":
+        from millrace.compile.device_tune import DeviceTuner, check_choice  # and with it Triton
+
+        return DeviceTuner(gpu, seconds, TimingCache(cache / "timings.json", check_choice) if cache else None)(executor)
+
+    return tuned
 
 
 def _unpriced(source: Source, chosen: Settled) -> tuple[str, ...]:

@@ -66,7 +66,8 @@ class BuildSettings(Settings):
     )
     tune: float = setting(
         2.0,
-        "about how many seconds a build times kernels on this machine; 0: they go by their own rules",
+        "about how many seconds a build, or a start on a GPU, times kernels that were never timed on this machine; 0: "
+        "they go by their own rules",
         low=0,
         high=3600,
     )

@@ -5,7 +5,7 @@ With every answer in it a build times nothing, so the same inputs and the same c
 
 import fcntl
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -32,9 +32,14 @@ def machine_key(isa: str, threads: int) -> str:
     return f"{machine['cpu']}, {isa}, {threads} of {machine['cores']} cores, kernels {_library_digest()}"
 
 
+def _check_choice(region: str, choice: Choice) -> None:
+    knob_values(region.split(" ")[0], choice.knobs)
+
+
 class TimingCache:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, check: Callable[[str, Choice], None] = _check_choice) -> None:
+        """check: raises ValueError for a region's choice that the machines of which one reads do not have"""
+        self._path, self._check = path, check
 
     def read(self, machine: str) -> Regions:
         """What is known of one machine: others may be another version's. raises MachineError where it cannot be read"""
@@ -42,7 +47,7 @@ class TimingCache:
             regions = msgspec.json.decode(self._machines().get(machine, b"{}"), type=Regions)
             for region, choices in regions.items():
                 for choice in choices:
-                    knob_values(region.split(" ")[0], choice.knobs)
+                    self._check(region, choice)
         except (msgspec.DecodeError, ValueError) as error:
             raise self._unreadable(error) from error
         return regions

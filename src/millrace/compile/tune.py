@@ -220,7 +220,7 @@ class Trial:
             fewest = min(len(samples) for of_work in self._us.values() for samples in of_work.values())
         if fewest < SAMPLES:
             return []
-        return [(w, [_summary(v, self._us[w.name][v]) for v in self._settings[w.name]]) for w in self._turning]
+        return [(w, [summary(v, self._us[w.name][v]) for v in self._settings[w.name]]) for w in self._turning]
 
     def _pass(self, knobs: Mapping[str, Knobs], number: int) -> None:
         """One run, each layer with the next of its settings; other regions work as was chosen."""
@@ -242,7 +242,8 @@ class Trial:
                 self._us[w.name][turn[call]].append(float(spent[call]) * 1e6)
 
 
-def _summary(value: int, microseconds: Sequence[float]) -> Timed:
+def summary(value: int, microseconds: Sequence[float]) -> Timed:
+    """What was timed of one setting."""
     cut = sorted(microseconds)
     low, high = cut[len(cut) // 10], cut[-1 - len(cut) // 10]
     return Timed(value, round(statistics.median(cut), 2), round(low, 2), round(high, 2), len(cut))

@@ -37,7 +37,7 @@ _GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
 _CHAT = frozenset({"messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs"})
 _EMBED = frozenset({"prompts", "truncate_prompt_tokens", "use_tqdm"})
 _CAN = {True: "embed()", False: "generate(), chat() and astream()"}
-_FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})\b( (?=[\d\"]|auto\b))?")
+_FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})(?![\w-])( (?=[\d\"]|auto\b))?")
 
 
 def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:

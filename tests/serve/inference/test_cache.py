@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from millrace.errors import ConfigError
 from millrace.serve.inference.cache import _EACH_BYTES, ResponseCache, digest_of, key_of
@@ -17,6 +18,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.limiter import RateLimiter
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.request import InferRequest, InferResponse
+from tests.support.drawn import SEEDS, examples
 from tests.support.loaded import Loaded, asked
 from tests.support.prometheus import series
 from tests.support.repository import identity, in_process, write_models
@@ -65,7 +67,8 @@ def test_a_key_is_of_what_a_model_sees() -> None:
     assert len({repr(one) for one in different}) == len(set(different)) == len(different)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@settings(max_examples=examples(5))
+@given(SEEDS)
 def test_the_least_recently_used_go_first(seed: int) -> None:
     rng, most_bytes = random.Random(seed), 40 * 600
     cache, plain = ResponseCache(most_bytes), OrderedDict[tuple[object, ...], int]()

@@ -4,9 +4,11 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
@@ -14,6 +16,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Responses
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.inference.tensors import Array
+from tests.support.drawn import SEEDS, examples
 from tests.support.ensembles import Link, asking, ensemble
 from tests.support.loaded import Loaded, becomes
 from tests.support.repository import REPEAT, identity, write_models
@@ -85,11 +88,14 @@ def computed(steps: Sequence[Link], tensors: Mapping[str, Array], wanted: str) -
     return np.asarray(a + b if makes.get("OUTPUT0") == wanted else a - b)
 
 
-def test_random_ensembles_agree_with_plain_evaluation(tmp_path: Path) -> None:
-    draw, numbers = random.Random(0), np.random.default_rng(0)
+@settings(max_examples=examples(1))
+@given(SEEDS)
+def test_random_ensembles_agree_with_plain_evaluation(seed: int) -> None:
+    draw, numbers = random.Random(seed), np.random.default_rng(seed)
     asked = {f"e{k}": drawn(draw) for k in range(40)}
+    folder = TemporaryDirectory()
     write(
-        tmp_path,
+        Path(folder.name),
         {"quick": SUMS, "behind": SUMS.replace("add_sub", "python") + "dynamic_batching {}"}
         | {"nested": ensemble(list(SIDES), list(SIDES.values()), [("behind", *BOTH)])}
         | {name: ensemble(*parts) for name, parts in asked.items()},
@@ -108,12 +114,13 @@ def test_random_ensembles_agree_with_plain_evaluation(tmp_path: Path) -> None:
         assert (model.statistics.n_inferences, model.statistics.stages["success"].count) == (4, 2)
 
     async def run() -> None:
-        async with Loaded(tmp_path) as repository:
+        async with Loaded(Path(folder.name)) as repository:
             await asyncio.gather(*(check(repository, name) for name in asked))
             n_open = [m._n_open + m._n_holds for m in repository.models()]
             assert not any(n_open), "nobody is held on to"
 
-    asyncio.run(run())
+    with folder:
+        asyncio.run(run())
 
 
 def test_a_long_chain_of_quick_models_is_no_recursion(tmp_path: Path) -> None:

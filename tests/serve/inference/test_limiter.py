@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from millrace.errors import ConfigError
 from millrace.serve.inference.batching import Batch
@@ -20,6 +21,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.repository.config import InstanceGroup, Resource
 from millrace.serve.repository.config import RateLimiter as Said
 from millrace.serve.repository.declare import empty
+from tests.support.drawn import SEEDS, examples
 from tests.support.ensembles import asking
 from tests.support.loaded import Loaded, asked
 from tests.support.python_models import HEAD, write
@@ -64,7 +66,8 @@ def slots(limiter: RateLimiter, **groups: InstanceGroup) -> dict[str, Slot]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@settings(max_examples=examples(4))
+@given(SEEDS)
 def test_nobody_holds_what_is_not_there(seed: int) -> None:
     rng, limits = random.Random(seed), {"A": 5, "B": 3}
     needs = {f"m{i}": {"A": rng.randint(0, 5), "B": rng.randint(0, 3)} for i in range(6)}

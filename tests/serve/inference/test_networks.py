@@ -1,22 +1,27 @@
 """What backends of networks share, without their packages: files, threads, parameters, completion, comparison."""
 
+import asyncio
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from millrace.machine.cpu import usable_cores
-from millrace.serve.inference.backends import backend_named, networks
-from millrace.serve.inference.backends.networks import Told, check, with_told
+from millrace.serve.inference.backend import InstanceGiven
+from millrace.serve.inference.backends import BACKENDS, backend_named, networks
+from millrace.serve.inference.backends.networks import Network, NetworkBackend, Sides, Told, check, with_told
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.status import StatusError, invalid
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.bind import read_config
 from millrace.serve.repository.completion import completed
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.config_json import config_json
-from tests.support.loaded import refused
+from tests.support.loaded import Loaded, refused
+from tests.support.sequences import part
 
 ROWS = Told("x", "FP32", (-1, 4)), Told("y", "FP32", (-1, 2))
 SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
@@ -145,13 +150,72 @@ def test_whatever_a_framework_raises_is_an_answer() -> None:
         raise invalid("ours")
 
 
+HELD = """backend: "sums" max_batch_size: 4 sequence_batching { state {
+  input_name: "held" output_name: "held_on" data_type: TYPE_INT32 dims: [ 1 ] } }"""
+
+
+class Sums(NetworkBackend):
+    file = "network.txt"
+
+    def instance(self, given: InstanceGiven) -> Network:
+        return Sum(given)
+
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        kind = file.read_text()
+        return (
+            [Told(name, kind, (-1, 1)) for name in ("INPUT", "held")],
+            [Told(name, kind, (-1, 1)) for name in ("OUTPUT", "held_on")],
+        )
+
+
+class Sum(Network):
+    def __init__(self, given: InstanceGiven) -> None:
+        super().__init__(given)
+        self.check(*Sums().sides(self.inner, given.file))
+
+    def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        assert [i.name for i in self.inner.input] == ["INPUT", "held"]
+        total = inputs["INPUT"] + inputs["held"]
+        return {"OUTPUT": total, "held_on": total}
+
+
+def test_a_network_is_completed_and_compared_with_what_clients_do_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its file, whose name is the backend's; its state goes in and comes out, and is no input of a client's."""
+    monkeypatch.setitem(BACKENDS, "sums", Sums)
+
+    def write(config: str, kind: str = "INT32") -> None:
+        (tmp_path / "m" / "1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / "1" / "network.txt").write_text(kind)
+        (tmp_path / "m" / "config.pbtxt").write_text(config)
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("m")
+            assert [i.name for i in model.config.input] == ["INPUT"]
+            assert [o.name for o in model.config.output] == ["OUTPUT"]
+            found = [await model.infer(part(model, 7, value, flags=int(not i))) for i, value in enumerate((3, 4, 5))]
+            assert [answer.outputs["OUTPUT"].item() for answer in found] == [3, 7, 12]
+
+    write(HELD)
+    asyncio.run(run())
+    write(HELD, "INT64")
+    assert (
+        "tensor 'held': the model expects data-type INT64 but the model configuration specifies" in refused(tmp_path)[0]
+    )
+    write(HELD + 'optimization { execution_accelerators { cpu_execution_accelerator { name: "openvino" } } }')
+    (failed,) = refused(tmp_path)
+    assert "execution accelerator 'openvino' of model 'm' is not supported" in failed
+
+
 @pytest.mark.parametrize(
     ("backend", "package", "file"),
     [
         ("onnxruntime", "onnxruntime", "model.onnx"), ("sklearn", "sklearn", "model.skops"),
         ("sklearn", "skops.io", "model.skops"), ("xgboost", "xgboost", "xgboost.json"),
         ("fil", "xgboost", "xgboost.ubj"), ("openvino", "openvino", "model.xml"),
-        ("tensorflow", "tensorflow", "model.savedmodel"),
+        ("tensorflow", "tensorflow", "model.savedmodel"), ("pytorch", "torch", "model.pt"),
     ],
 )  # fmt: skip
 def test_a_missing_package_is_named_with_its_extra(
@@ -160,15 +224,12 @@ def test_a_missing_package_is_named_with_its_extra(
     (tmp_path / "net" / "1").mkdir(parents=True)
     (tmp_path / "net" / "1" / file).write_bytes(b"")
     (tmp_path / "net" / "config.pbtxt").write_text(f'backend: "{backend}"')
-    module = type(backend_named(backend)).__module__
-    for name in ("_runtime", "_io", "_xgboost", "_openvino", "_tensorflow"):
-        clear = getattr(getattr(sys.modules[module], name, None), "cache_clear", None)
-        if clear is not None:
-            clear()
+    extra = type(backend_named(backend)).__module__.rpartition(".")[2]
+    networks.package.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     (failed,) = refused(tmp_path)
-    assert f"backend '{module.rpartition('.')[2]}' needs a package that cannot be imported: " in failed
-    assert f"pip install 'millrace[{module.rpartition('.')[2]}]'" in failed
+    assert f"backend '{extra}' needs a package that cannot be imported: " in failed
+    assert f"pip install 'millrace[{extra}]'" in failed
 
 
 def test_backends_that_are_not_run_here_say_what_is(tmp_path: Path) -> None:

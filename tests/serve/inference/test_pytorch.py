@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -319,12 +318,3 @@ def test_requests_of_different_shapes_in_one_batch(tmp_path: Path) -> None:
             assert repository.get("twice").statistics.by_size.keys() == {3}
 
     asyncio.run(run())
-
-
-def test_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "dense", scripted(Dense()))
-    pytorch._torch.cache_clear()
-    monkeypatch.setitem(sys.modules, "torch", None)
-    (failed,) = refused(tmp_path)
-    assert "backend 'pytorch' needs a package that cannot be imported" in failed
-    assert "pip install 'millrace[pytorch]'" in failed

@@ -1,57 +1,26 @@
-"""Traces: which requests have one, what it says, and the files that hold them."""
+"""Traces and spans: which requests have one, what it says, and what is below it."""
 
 import asyncio
-import json
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from millrace.errors import ConfigError
-from millrace.serve.inference import trace_files, trace_flags, tracing
 from millrace.serve.inference.cache import ResponseCache
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.spans import Open
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.trace_context import Parent, parent_of
-from millrace.serve.inference.trace_flags import Exporting, TraceFlags
-from millrace.serve.inference.tracing import Exchange, Tracer
+from millrace.serve.inference.tracing import Exchange
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import BATCHES, Loaded, asked
-from tests.support.python_models import HEAD, write
+from tests.support.python_models import write
 from tests.support.repository import identity, write_models
+from tests.support.traces import ASKS, come, spanned, tracer, traces
 
 TIMES = ["REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END",
          "INFER_RESPONSE_COMPLETE", "REQUEST_END"]  # fmt: skip
-
-ASKS = f"""{HEAD}
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse(self.asked(request).output_tensors()) for request in requests]
-
-    def asked(self, request):
-        return pb_utils.InferenceRequest(
-            model_name="a", requested_output_names=["OUTPUT0"], inputs=request.inputs()).exec()
-"""
-
-
-def tracer(path: Path, **said: Any) -> Tracer:
-    level = {"trace_level": ("TIMESTAMPS",), "trace_rate": 1}
-    return Tracer({"trace_file": str(path), **level, **said})
-
-
-def traces(path: Path) -> dict[int, dict[str, Any]]:
-    """By their numbers; the records of each in one, as Triton's own tool reads them."""
-    found: dict[int, dict[str, Any]] = {}
-    for record in json.loads(path.read_text()):
-        one = found.setdefault(record["id"], {"tensors": []})
-        one |= {key: value for key, value in record.items() if key != "tensor"}
-        if "tensor" in record:
-            one["tensors"].append((record["activity"], record["tensor"]))
-    return found
 
 
 def names(trace: dict[str, Any]) -> list[str]:
@@ -161,19 +130,6 @@ def test_tensors_are_told(tmp_path: Path) -> None:
     assert "timestamps" not in trace
 
 
-def come(tracer: Tracer, model: str, n: int) -> list[int]:
-    """Of n requests those that are traced, by their places."""
-    found = []
-    for i in range(n):
-        request = InferRequest({})
-        request.received_ns = 1
-        tracer.begin(request, model)
-        if request.trace is not None:
-            found.append(i)
-            tracer.end(request, model, 1, 2, None)
-    return found
-
-
 def test_every_nth_is_traced_and_so_many(tmp_path: Path) -> None:
     one = tracer(tmp_path / "t", trace_rate=3, trace_count=2)
     assert come(one, "m", 12) == [2, 5] and one.told()["trace_count"] == "0"
@@ -182,158 +138,7 @@ def test_every_nth_is_traced_and_so_many(tmp_path: Path) -> None:
     assert come(tracer(tmp_path / "t", trace_level=("OFF",)), "m", 5) == []
 
 
-def test_a_models_settings_stand_before_the_servers(tmp_path: Path) -> None:
-    one = tracer(tmp_path / "t")
-    first = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "-1", "log_frequency": "0",
-             "trace_file": str(tmp_path / "t"), "trace_mode": "triton"}  # fmt: skip
-    assert one.told() == one.told("m") == first
-    one.change({"trace_rate": 12, "log_frequency": 34}, "m")
-    one.change({"trace_rate": 56, "trace_count": 78, "trace_level": ("OFF",)})
-    assert one.told() == {**first, "trace_rate": "56", "trace_count": "78", "trace_level": ["OFF"]}
-    assert one.told("m") == {**first, "trace_level": ["OFF"], "trace_rate": "12", "trace_count": "78",
-                             "log_frequency": "34"}  # fmt: skip
-    assert not one.is_on
-    one.change({"trace_rate": None, "trace_count": None})
-    assert one.told() == {**first, "trace_level": ["OFF"]}
-    one.change({"trace_rate": None, "trace_level": None}, "m")
-    assert one.told("m") == {**first, "trace_level": ["OFF"], "log_frequency": "34"}
-    one.change({"trace_level": None})
-    assert one.is_on and one.told("m") == {**first, "log_frequency": "34"}
-    one.change({"trace_count": 3}, "m")
-    assert come(one, "m", 2) == [0, 1] and one.told("m")["trace_count"] == "1"
-    one.change({"trace_rate": 1})
-    assert one.told("m")["trace_count"] == "1", "what was taken stays taken"
-    one.change({"trace_count": None, "log_frequency": None}, "m")
-    assert one.told("m") == first
-    with pytest.raises(StatusError, match="trace file name is not given"):
-        Tracer().change({"trace_level": ("TIMESTAMPS",)})
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_files_are_json_whenever_they_are_read(tmp_path: Path, seed: int) -> None:
-    rng, files, n = random.Random(seed), trace_files.TraceFiles(), 0
-    for _ in range(400):
-        files.add(str(tmp_path / "t"), 0, [b'{"id":%d}' % n] * rng.randint(1, 3))
-        n += 1
-        if rng.random() < 0.02:
-            files.write()
-            assert {one["id"] for one in json.loads((tmp_path / "t").read_text())} == set(range(n))
-    files.write()
-    assert {one["id"] for one in json.loads((tmp_path / "t").read_text())} == set(range(n))
-
-
-def test_a_few_traces_are_written_soon(tmp_path: Path) -> None:
-    due: list[tuple[float, Callable[[], None]]] = []
-    one = trace_files.TraceFiles(lambda seconds, call: due.append((seconds, call)))
-    one.add(str(tmp_path / "t"), 0, [b'{"id":1}'])
-    one.add(str(tmp_path / "t"), 0, [b'{"id":2}'])
-    assert [seconds for seconds, _ in due] == [trace_files.FLUSH_S] and not (tmp_path / "t").exists()
-    due.pop()[1]()
-    assert json.loads((tmp_path / "t").read_text()) == [{"id": 1}, {"id": 2}]
-    one.add(str(tmp_path / "t"), 0, [b'{"id":3}'])
-    one.write()
-    due.pop()[1]()
-    assert json.loads((tmp_path / "t").read_text())[2:] == [{"id": 3}], "nothing is written twice"
-    one.add(str(tmp_path / "t"), 3, [b'{"id":4}'])
-    assert not due, "a file of its own is written when it is whole"
-    one.write()
-    assert json.loads((tmp_path / "t.0").read_text()) == [{"id": 4}], "or at the end, as one of them"
-
-
-def test_a_number_of_traces_is_a_file(tmp_path: Path) -> None:
-    one = tracer(tmp_path / "t", log_frequency=2)
-    come(one, "m", 5)
-    one.close()
-    assert [list(traces(tmp_path / f"t.{i}")) for i in range(3)] == [[1, 2], [3, 4], [5]]
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_files_end_at_a_size_or_where_the_disk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "MOST_BYTES", 10_000)
-    one = tracer(tmp_path / "t")
-    come(one, "m", 1000)
-    one.close()
-    assert 10_000 < (tmp_path / "t").stat().st_size < 30_000 and len(traces(tmp_path / "t")) < 1000
-    nowhere = tracer(tmp_path / "none" / "t")
-    assert len(come(nowhere, "m", 200)) == 200, "inferences go on"
-    nowhere.close()
-
-
-def test_flags_are_tritons() -> None:
-    said = ("triton,file=/tmp/t.json", "level=TIMESTAMPS", "level=TENSORS", "rate=7", "count=9",
-            "triton,log-frequency=5", "mode=triton")  # fmt: skip
-    assert Tracer.of(said).told() == {
-        "trace_file": "/tmp/t.json", "trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "7", "trace_count": "9",
-        "log_frequency": "5", "trace_mode": "triton",
-    }  # fmt: skip
-    assert not Tracer.of(()).is_on
-
-
-@pytest.mark.parametrize(
-    "said, fragment",
-    [
-        (("zipkin,url=x",), "another mode"),
-        (("mode=zipkin",), "another mode"),
-        (("opentelemetry,url=http://c:4318",), "is of mode opentelemetry, and the mode is triton"),
-        (("url=http://c:4318",), "is of mode opentelemetry, and the mode is triton"),
-        (("mode=opentelemetry", "file=t.json"), "is of mode triton, and the mode is opentelemetry"),
-        (("mode=opentelemetry", "triton,rate=7"), "is of mode triton, and the mode is opentelemetry"),
-        (("mode=opentelemetry", "url=c:4318"), "expected: http://HOST:PORT/v1/traces"),
-        (("mode=opentelemetry", "resource=name"), "expected: KEY=VALUE"),
-        (("mode=opentelemetry", "level=TENSORS"), "spans hold no tensors"),
-        (("mode=opentelemetry", "bsp_max_queue_size=0"), "out of range"),
-        (("mode=opentelemetry", "bsp_max_queue_size=8"), "bsp_max_export_batch_size=512"),
-        (("level=TIMESTAMPS",), "names no file"),
-        (("file=x", "level=ALL"), "Unsupported trace level: ALL\n  expected: OFF, TIMESTAMPS, TENSORS"),
-        (("rate=0",), "out of range"),
-        (("rate=many",), "Unable to parse(?s:.)*expected: a whole number from 1 to 4294967295"),
-        (("mode=opentelemetry", "url=x"), "'url=x': url is 'x'(?s:.)*expected: http://HOST:PORT"),
-        (("speed=1",), "KEY=VALUE"),
-        (("file=/nowhere/t.json", "level=TIMESTAMPS"), "a folder that exists"),
-    ],
-)
-def test_a_mistake_in_a_flag_is_said(said: tuple[str, ...], fragment: str) -> None:
-    with pytest.raises(ConfigError, match=fragment):
-        Tracer.of(said)
-
-
-# ---------------------------------------------------------------------- mode opentelemetry, without its packages
-
 SPAN = f"00-{0xA:032x}-{0xB:016x}-01"
-
-
-class Told:
-    """In the place of `Spans`: what begins and what ends."""
-
-    def __init__(self, to: Exporting | None = None) -> None:
-        self.to, self.began, self.ended = to or Exporting(), list[Any](), list[Any]()
-
-    def begin(self, model: str, began_ns: int, parent: Parent | None) -> Open:
-        self.began.append((model, began_ns, parent))
-        return Open(None, _Span(model), 0, "")
-
-    def begin_part(self, model: str, outer: Open) -> Open:
-        self.began.append((model, outer.of_model.model, None))
-        return Open(None, _Span(model), 0, "")
-
-    def end(self, spans: Open, request: InferRequest, done_ns: int, error: Any, told: Any, *around: Any) -> None:
-        self.ended.append((spans.of_model.model, told, around))
-
-
-class _Span:
-    trace_id, span_id = 0xA, 0xB
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-
-    def get_span_context(self) -> "_Span":
-        return self
-
-
-def spanned(**said: Any) -> tuple[Tracer, Told]:
-    told = Told()
-    level = {"trace_mode": "opentelemetry", "trace_level": ("TIMESTAMPS",), "trace_rate": 1}
-    return Tracer({**level, **said}, told), told  # type: ignore[arg-type]
 
 
 def test_a_clients_trace_decides_and_otherwise_the_rate() -> None:
@@ -381,33 +186,6 @@ def test_parts_are_below_whoever_asks(tmp_path: Path) -> None:
     assert [(model, above) for model, above, _ in told.began[1:]] == [("a", "both"), ("asks", "both"), ("a", "asks")]
     assert sorted(model for model, _, _ in told.ended) == ["a", "a", "asks", "both"]
     assert all(t["millrace.batch_size"] == 1 for m, t, _ in told.ended if m != "both")
-
-
-def test_settings_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "Spans", Told)
-    monkeypatch.setattr(trace_flags, "check_extra", lambda: None)
-    one = Tracer.of(("mode=opentelemetry", "opentelemetry,url=https://c/v1/traces", "level=TIMESTAMPS", "rate=0",
-                     "opentelemetry,resource=service.name=mill", "resource=zone=b=c", "bsp_max_queue_size=99",
-                     "opentelemetry,bsp_max_export_batch_size=9"))  # fmt: skip
-    told = {
-        "trace_level": ["TIMESTAMPS"], "trace_rate": "0", "trace_count": "-1", "trace_mode": "opentelemetry",
-        "url": "https://c/v1/traces", "resource": ["service.name=mill", "zone=b=c"], "bsp_max_queue_size": "99",
-        "bsp_schedule_delay": "5000", "bsp_max_export_batch_size": "9",
-    }  # fmt: skip
-    assert one.told() == one.told("m") == told
-    one.change({"trace_rate": 5}, "m")
-    assert one.told("m") == {**told, "trace_rate": "5"}
-    for change, says in (({"trace_level": ("TENSORS",)}, "TENSORS"), ({"log_frequency": 2}, "log_frequency")):
-        with pytest.raises(StatusError, match=f"{says} is of trace mode triton"):
-            one.change(change)
-
-
-def test_without_the_extra_one_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as refused:
-        TraceFlags.of(("mode=opentelemetry",))
-    assert "mode=opentelemetry without OpenTelemetry's SDK" in refused.value.what
-    assert refused.value.expected == 'pip install "millrace[otel]"'
 
 
 @pytest.mark.parametrize(

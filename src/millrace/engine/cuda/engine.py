@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TYPE_CHECKING
 
 from millrace.engine.cuda.found import CPU, Gpu
 from millrace.engine.cuda.memory import DevicePlan, Needs, plan_device
@@ -14,6 +15,10 @@ from millrace.engine.executor import Executor, ExecutorLimits
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError, mib
 from millrace.graph.types import Graph
+
+if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
+    from millrace.engine.cuda.executor import CudaExecutor
+    from millrace.kernels.matmul.gpu_tiles import Tiles
 
 
 class Files:
@@ -44,6 +49,7 @@ class GpuEngine(Engine):
     """Its folder has the tokenizer's files, and is there until `close`; its manifest is of this start alone.
 
     smaller: what could be asked for instead where this does not fit, and what that takes
+    tuner: times kernels on the device, before they are captured
     """
 
     model: GpuModel
@@ -51,6 +57,7 @@ class GpuEngine(Engine):
     needs: Needs
     smaller: Callable[[], Iterable[tuple[str, Needs]]]
     files: Files = field(compare=False, repr=False)
+    tuner: "Callable[[CudaExecutor], Tiles] | None" = field(default=None, compare=False, repr=False)
 
     @property
     def page_bytes(self) -> int:
@@ -72,6 +79,8 @@ class GpuEngine(Engine):
                 fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device,
             )  # fmt: skip
             if self.gpu.device != CPU:
+                if self.tuner:
+                    executor.tiles = self.tuner(executor)
                 executor.warm()
         except RuntimeError as error:  # PyTorch's of a device, among them that its memory has run out
             why = (str(error) or "no reason given").splitlines()[0]

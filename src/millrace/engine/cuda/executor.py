@@ -5,7 +5,7 @@ same steps go through plain PyTorch, so that everything but the kernels is teste
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import ModuleType
 
@@ -29,8 +29,11 @@ from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages
-from millrace.kernels.matmul.coded import Matrix, e4m3_rows
+from millrace.kernels.matmul.coded import CodedRows, Matrix, e4m3_rows, int8_rows
+from millrace.kernels.matmul.gpu_tiles import RULES
+from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.operators import number, size
+from millrace.kernels.storage import storage_of
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,7 +65,7 @@ class CudaExecutor(Executor):
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._graph, self._loaded, self._read_last = graph, self._load(graph), read_last(graph)
-        self._glue = glue_of(graph, self._takes_e4m3)
+        self._glue, self.tiles = glue_of(graph, self._takes_e4m3), RULES
         self._values: dict[Value, Matrix] = {}
         self._tables: Tables
         self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
@@ -172,6 +175,16 @@ class CudaExecutor(Executor):
         (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
         return self.tensor(output).float()
 
+    def coded(self) -> Iterator[tuple[CodedRows, Callable[[Tensor], Matrix]]]:
+        """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
+        producers = self._graph.producers()
+        for node, matrices in self._loaded.coded.items():
+            meets: Callable[[Tensor], Matrix] = e4m3_rows if self._takes_e4m3(node) else Tensor.contiguous
+            if precision_of(node).takes_bytes:
+                meets = partial(int8_rows, group=storage_of(producers[node.inputs[0]]).group)
+            for matrix in matrices:
+                yield matrix, meets
+
     def close(self) -> None:
         self._flights.clear()
         self._loaded, self._pages, self._values = Loaded({}, {}), {}, {}
@@ -188,7 +201,7 @@ class CudaExecutor(Executor):
         x = self._values[node.inputs[0]]
         if isinstance(x, Tensor) and self._takes_e4m3(node):
             x = e4m3_rows(x)
-        return [self._kernels.product(x, w, self.dtype, bias) for w in self._loaded.matrices(node)]
+        return [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""

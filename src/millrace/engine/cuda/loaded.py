@@ -1,16 +1,28 @@
 """What a graph has constant, on a device: each read once."""
 
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.engine.cuda.placement import Placement, transform_of
+from millrace.engine.cuda.transfer import kept_on_device
+from millrace.errors import CheckpointError
 from millrace.graph.types import DType, Graph, Node, Value
 from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
 from millrace.kernels.matmul.op import codes_of, group_of, matrices_of, precision_of
 from millrace.kernels.places import constant_of
+
+AHEAD = 4  # matrices that are read at a time; so many lie in the host's memory
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +43,57 @@ class Loaded:
 def load(graph: Graph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
     """given: what is there already, and is not read
 
-    raises CheckpointError for weights that are not finite, where they become codes
+    raises CheckpointError for weights that are not finite, or too large for the engine's type
     """
     placement, held = Placement.of(graph), given or Loaded({}, {})
-    coded = {n: held.coded[n] if n in held.coded else _coded(n, rows, device) for n, rows in placement.coded.items()}
-    kinds = (placement.narrow, dtype), (placement.wide, torch.float32)
-    tensors = {
-        value: held.tensors[value] if value in held.tensors else _tensor(value, kind, device)
-        for values, kind in kinds for value in values
-    }  # fmt: skip
+    coded = {node: held.coded[node] for node in placement.coded if node in held.coded}
+    matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
+    read = _ahead([partial(_codes, *matrix) for matrix in matrices])
+    for (node, _, _), matrix in zip(matrices, read, strict=True):
+        coded[node] = (*coded.get(node, ()), weights(matrix, device))
+    kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
+    tensors = {value: held.tensors[value] for value in kinds if value in held.tensors}
+    new = [value for value in kinds if value not in tensors]
+    for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
+        kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
+        tensors[value] = kept_on_device(array, kind, device)
+    _check_finite({value: tensors[value] for value in new if tensors[value].is_floating_point()})
     return Loaded(tensors, coded)
 
 
-def _tensor(value: Value, dtype: torch.dtype, device: torch.device) -> Tensor:
-    kind = np.int32 if value.dtype == DType.I32 else np.float32
-    array = np.ascontiguousarray(constant_of(value).load()).astype(kind)
-    return torch.from_numpy(array).to(device, torch.int32 if kind == np.int32 else dtype)
+def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
+    """What each gives, in turn: files are read, and weights rounded, while what came before goes to the device."""
+    flights = deque[Future[_T]]()
+    with ThreadPoolExecutor(AHEAD) as pool:
+        for work in works:
+            flights.append(pool.submit(work))
+            if len(flights) > AHEAD:
+                yield flights.popleft().result()
+        while flights:
+            yield flights.popleft().result()
 
 
-def _coded(node: Node, rows: Node | None, device: torch.device) -> tuple[CodedRows, ...]:
-    """rows: what made those that its weights meet"""
-    bits, group, transform = precision_of(node).bits, group_of(node), transform_of(rows)
-    constants = [constant_of(w) for w in matrices_of(node)]
-    return tuple(weights(codes_of(c, c.load, bits, group, transform), device) for c in constants)
+def _codes(node: Node, w: Value, rows: Node | None) -> QuantisedMatrix:
+    """rows: what made those that the weights meet"""
+    constant = constant_of(w)
+    return codes_of(constant, constant.load, precision_of(node).bits, group_of(node), transform_of(rows))
+
+
+def _read(value: Value) -> NDArray[Any]:
+    """float64 becomes what a CPU makes of it, which is rounded twice."""
+    array = constant_of(value).load()
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _check_finite(tensors: Mapping[Value, Tensor]) -> None:
+    """On the device, and waited for once; the least and the largest of what has no number in it would be none."""
+    if not tensors:
+        return
+    ends = torch.stack([torch.stack([x.min(), x.max()]).float() for x in tensors.values()])
+    for value, finite in zip(tensors, ends.isfinite().all(1).tolist(), strict=True):
+        if not finite:
+            kind = str(tensors[value].dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{'+'.join(constant_of(value).origin)} has weights that are not finite, or too large for {kind}",
+                "numbers", "correct them, download the checkpoint again, or choose another",
+            )  # fmt: skip

@@ -9,6 +9,7 @@ from torch.nn import functional
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.declare import NOTHING
 from millrace.kernels.matmul.coded import LARGEST, Matrix, e4m3_rows, int8_rows, transformed
+from millrace.kernels.matmul.gpu_tiles import RULES, Tiles
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -39,8 +40,10 @@ def _row(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
-def product(x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
+def product(
+    x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None, tiles: Tiles = RULES
+) -> Tensor:  # fmt: skip
+    """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is. tiles: of no account here"""
     if isinstance(w, Tensor):
         assert isinstance(x, Tensor), "coded rows meet coded weights"
         return functional.linear(x.to(dtype), w, bias)

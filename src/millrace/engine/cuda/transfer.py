@@ -8,10 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+SLAB_BYTES = 32 << 20  # of weights on their way
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def there(device: torch.device) -> AbstractContextManager[Any]:
@@ -26,8 +30,26 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
 
 def on_device(x: NDArray[Any], device: torch.device) -> Tensor:
     """Its copy there; on a CPU it may be the array itself."""
-    host = torch.from_numpy(np.ascontiguousarray(x))
-    return pinned(host, device).to(device, non_blocking=True)
+    return pinned(_tensor(x), device).to(device, non_blocking=True)
+
+
+def kept_on_device(x: NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stays there, of another type if need be: it goes as it is, in slabs, and is cast there.
+
+    While a slab is on its way the next one comes into pinned memory; beside what is kept a slab is all that it takes.
+    """
+    host = _tensor(x)
+    found = torch.empty(host.shape, dtype=dtype, device=device)
+    rows = max(1, SLAB_BYTES // max(1, host[:1].nbytes))
+    for part, slab in zip(found.split(rows), host.split(rows), strict=True):
+        part.copy_(pinned(slab, device).to(device, non_blocking=True))
+    return found
+
+
+def _tensor(x: NDArray[Any]) -> Tensor:
+    """PyTorch does not take NumPy's bfloat16 for its own."""
+    host = np.ascontiguousarray(x)
+    return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16) if host.dtype == _BF16 else torch.from_numpy(host)
 
 
 @dataclass(frozen=True, slots=True)

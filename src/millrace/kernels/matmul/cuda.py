@@ -12,44 +12,43 @@ from torch.nn import functional
 
 from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
+from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, rows_of
 
-MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
 BLOCK_K = 128  # what goes through at a time, at most
 
 
 @triton.jit
-def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, x_group, group,
+def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group, group,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
 
     CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
-    exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups unless a row is one
+    exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups unless a row is one.
+    w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16
     """
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < M, column < N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     each: tl.constexpr = 2 if HALVES else 1  # codes of a byte
-    wide = column.to(tl.int64) * tl.cdiv(K, each)
+    wide = column.to(tl.int64) * w_row
     for first in range(0, K, BLOCK_K):
         at = first // each + tl.arange(0, BLOCK_K // each)
         codes = tl.load(w + wide[None] + at[:, None],
-                        mask=is_column[None] & (at[:, None] < tl.cdiv(K, each)), other=0.0)  # fmt: skip
-        left = tl.load(x + row[:, None] * K + each * at[None], mask=is_row[:, None] & (each * at[None] < K), other=0.0)
+                        mask=is_column[None] & (at[:, None] < w_row), other=0.0)  # fmt: skip
+        place = first + tl.arange(0, BLOCK_K)
+        rows = tl.load(x + row[:, None] * K + place[None], mask=is_row[:, None] & (place[None] < K), other=0.0)
         if HALVES:
-            odd = tl.load(x + row[:, None] * K + 2 * at[None] + 1,
-                          mask=is_row[:, None] & (2 * at[None] + 1 < K), other=0.0)  # fmt: skip
+            even, odd = tl.split(tl.reshape(rows, (BLOCK_M, BLOCK_K // 2, 2)))
             low, high = (codes & 15).to(tl.int8) - ZERO, (codes >> 4).to(tl.int8) - ZERO
-            part = _dot(left, low) + _dot(odd, high)
+            part = _dot(even, low) + _dot(odd, high)
         else:
-            part = _dot(left, codes)
+            part = _dot(rows, codes)
         scale = tl.load(w_scales + column * tl.cdiv(K, group) + first // group, mask=is_column, other=0.0)
         found = part.to(tl.float32) * scale.to(tl.float32)[None]
         if MINIMUMS:
-            sums = tl.sum(left.to(tl.float32), 1)
-            if HALVES:
-                sums += tl.sum(odd.to(tl.float32), 1)
+            sums = tl.sum(rows.to(tl.float32), 1)
             least = tl.load(minimums + column * tl.cdiv(K, group) + first // group, mask=is_column, other=0.0)
             found += sums[:, None] * least.to(tl.float32)[None]
         if CODED_X:
@@ -72,22 +71,30 @@ def _dot(left, right):
     return found
 
 
-def product(x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def product(
+    x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None, tiles: Tiles = RULES
+) -> Tensor:  # fmt: skip
     """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
     if isinstance(w, CodedRows):
-        y = _coded(x, w, dtype)
+        y = _coded(x, w, dtype, tiles)
         return y if bias is None else y + bias
     assert isinstance(x, Tensor), "coded rows meet coded weights"
     return functional.linear(x.to(dtype), w, bias)
 
 
-def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype) -> Tensor:
-    depth = block_k(x, w)
+def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype, tiles: Tiles) -> Tensor:
+    if goes_by_kernel(x, w, dtype):
+        return by_kernel(x, w, dtype, tiles.of(x, w))
     if isinstance(x, Tensor):
-        return by_kernel(x, w, dtype, depth) if len(x) < MANY_ROWS and depth else _as_floats(x, w, dtype)
-    if not depth:
-        return _as_floats(x.dense(), w, dtype)
-    return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else by_kernel(x, w, dtype, depth)
+        return _as_floats(x, w, dtype)
+    return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else _as_floats(x.dense(), w, dtype)
+
+
+def goes_by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype) -> bool:
+    """Whether it is `coded_product` that computes it."""
+    if not block_k(x, w):
+        return False
+    return rows_of(x) < MANY_ROWS if isinstance(x, Tensor) else not scaled_mm_takes(x, w, dtype)
 
 
 def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
@@ -108,22 +115,15 @@ def block_k(x: Matrix, w: CodedRows) -> int:
     return depth if depth >= least else 0
 
 
-def tile(rows: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program: a tensor core's least rows, or what many fill without spilling."""
-    return (16, 32, 4) if rows < MANY_ROWS else (64, 64, 8)
-
-
-def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, depth: int) -> Tensor:
-    """depth: of block_k"""
+def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
     given, scales, x_group = (x.codes, x.scales, x.group) if isinstance(x, CodedRows) else (x, w.scales, w.width)
     (m, k), n = given.shape, len(w.codes)
     y = torch.empty((m, n), dtype=dtype, device=given.device)
-    block_m, block_n, warps = tile(m)
-    coded_product[triton.cdiv(n, block_n), triton.cdiv(m, block_m)](
+    coded_product[triton.cdiv(n, tile.columns), triton.cdiv(m, tile.rows)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
-        x_group, w.group, CODED_X=isinstance(x, CodedRows), HALVES=w.halves, ZERO=w.zero,
-        MINIMUMS=w.minimums is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=depth,
-        num_warps=warps, enable_fp_fusion=True,
+        w.codes.shape[1], x_group, w.group, CODED_X=isinstance(x, CodedRows), HALVES=w.halves, ZERO=w.zero,
+        MINIMUMS=w.minimums is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        BLOCK_K=block_k(x, w), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 

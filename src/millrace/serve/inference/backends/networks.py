@@ -1,21 +1,25 @@
 """What backends of networks share: files and packages from outside, threads, parameters, what a file says of itself.
 
-A backend reads its file's inputs and outputs as `Told`; what a configuration does not say is completed by them, and
-what it says is compared with them, in Triton's words.
+A backend reads its file's inputs and outputs as `Told`; what a configuration does not say is completed by them
+(`NetworkBackend`), and what it says is compared with them, in Triton's words (`Network`).
 """
 
 import logging
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from millrace.errors import nearest
 from millrace.machine.cpu import memory, usable_cores
+from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.ragged import Ragged, with_batch_inputs
 from millrace.serve.inference.states import whole
@@ -47,17 +51,56 @@ class Told:
     shown: str = ""
 
 
+Sides = tuple[Sequence[Told], Sequence[Told]]  # inputs and outputs
+
+
+# ---------------------------------------------------------------------- the backend and its instances
+
+
+class NetworkBackend(ModelBackend):
+    """Of files that say what goes in and what comes out. file: what one is called where no configuration says it"""
+
+    file = ""
+
+    @abstractmethod
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        """What the file says of them. raises StatusError"""
+
+    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
+        """Inputs and outputs by the file of the highest version, and, where it says none of them, its batches."""
+        config = replace(config, default_model_filename=config.default_model_filename or self.file)
+        file = newest(folder, config.default_model_filename)
+        if file is None or (config.input and config.output):
+            return config
+        return with_told(config, *self.sides(config, file))
+
+
+class Network(Batched):
+    """inner: its configuration with what the network is given and gives and clients do not see, as states are"""
+
+    def __init__(self, given: InstanceGiven) -> None:
+        """raises StatusError"""
+        super().__init__(given)
+        self.inner = with_batch_inputs(whole(given.config))
+        refuse_accelerators(self.inner)
+
+    def check(self, inputs: Sequence[Told], outputs: Sequence[Told]) -> None:
+        """Whether the configuration is this file's. raises StatusError"""
+        check(self.inner, inputs, outputs, self._ragged)
+
+
 # ---------------------------------------------------------------------- what comes from outside
 
 
-@contextmanager
-def importing(backend: str) -> Iterator[None]:
-    """What is imported within comes with the extra of the backend's name. raises StatusError where it is not there"""
+@cache
+def package(name: str, extra: str = "") -> Any:
+    """A module that comes with one of our extras, which has its name or another. raises StatusError without it"""
     try:
-        yield
+        return import_module(name)
     except ImportError as error:
-        what = f"backend '{backend}' needs a package that cannot be imported: {error}"
-        raise StatusError(Code.UNSUPPORTED, f"{what}; pip install 'millrace[{backend}]'") from None
+        extra = extra or name
+        what = f"backend '{extra}' needs a package that cannot be imported: {error}"
+        raise StatusError(Code.UNSUPPORTED, f"{what}; pip install 'millrace[{extra}]'") from None
 
 
 @contextmanager

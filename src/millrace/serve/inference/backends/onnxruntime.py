@@ -5,31 +5,27 @@ cores of this machine, where the configuration's `intra_op_thread_count` says no
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from millrace.machine.cpu import usable_cores
-from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
+from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.backends.networks import (
+    Network,
+    NetworkBackend,
     Setting,
+    Sides,
     Told,
-    check,
     check_size,
     encoded,
     failing,
     flag,
-    importing,
     n_threads,
-    newest,
     number,
-    refuse_accelerators,
+    package,
     set_parameters,
     texts,
-    with_told,
 )
-from millrace.serve.inference.ragged import with_batch_inputs
-from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import invalid
 from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
@@ -43,32 +39,26 @@ _TYPES = {
     "tensor(string)": "STRING",
 }  # fmt: skip
 _LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}  # Triton's
-_FILE = "model.onnx"
+_FILE = "model.onnx"  # also in a folder of that name
 
 
-class OnnxRuntimeBackend(ModelBackend):
+class OnnxRuntimeBackend(NetworkBackend):
     takes_ragged = takes_batch_io = True
 
     def instance(self, given: InstanceGiven) -> "_Network":
         return _Network(given)
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        """Inputs and outputs by the file of the highest version, and, where it says none of them, its batches."""
-        file = newest(folder, config.default_model_filename or _FILE)
-        if file is None or (config.input and config.output):
-            return config
-        session = _session(file, _options(config, usable_cores()))
-        return with_told(config, _told(session.get_inputs()), _told(session.get_outputs()))
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        return _sides(_session(file, _options(config, usable_cores())))
 
 
-class _Network(Batched):
+class _Network(Network):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = with_batch_inputs(whole(given.config))
-        self._session = _session(given.file, _options(config, n_threads(config)))
-        check(config, _told(self._session.get_inputs()), _told(self._session.get_outputs()), self._ragged)
-        self._outputs = [o.name for o in config.output]
-        self._strings = {i.name for i in config.input if i.data_type is DataType.TYPE_STRING}
+        self._session = _session(given.file, _options(self.inner, n_threads(self.inner)))
+        self.check(*_sides(self._session))
+        self._outputs = [o.name for o in self.inner.output]
+        self._strings = {i.name for i in self.inner.input if i.data_type is DataType.TYPE_STRING}
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         fed = {name: texts(name, array) if name in self._strings else array for name, array in inputs.items()}
@@ -80,21 +70,17 @@ class _Network(Batched):
         del self._session
 
 
-@cache
-def _runtime() -> Any:
-    """The package. raises StatusError where it is not there"""
-    with importing("onnxruntime"):
-        import onnxruntime
-    return onnxruntime
-
-
 def _session(file: Path, options: Any) -> Any:
     """file: or a folder of that name, with the network and what it keeps beside itself. raises StatusError"""
     check_size(file)
     file = file / _FILE if file.is_dir() else file
-    runtime = _runtime()
+    runtime = package("onnxruntime")
     with failing(_WHO):
         return runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def _sides(session: Any) -> Sides:
+    return _told(session.get_inputs()), _told(session.get_outputs())
 
 
 def _told(tensors: Sequence[Any]) -> list[Told]:
@@ -107,8 +93,7 @@ def _dims(shape: Sequence[Any]) -> tuple[int, ...]:
 
 def _options(config: ModelConfig, threads: int) -> Any:
     """Of a session, by what the configuration says. raises StatusError"""
-    refuse_accelerators(config)
-    runtime, graph = _runtime(), config.optimization.graph if config.optimization else None
+    runtime, graph = package("onnxruntime"), config.optimization.graph if config.optimization else None
     level = graph.level if graph else 0
     if level not in _LEVELS:
         raise invalid(f"graph optimization level {level} of model '{config.name}' is none of -1, 0, 1 and 2")

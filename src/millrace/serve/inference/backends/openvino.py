@@ -6,35 +6,30 @@ nothing else, and none is pinned to one.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
+from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.backends.networks import (
+    Network,
+    NetworkBackend,
+    Sides,
     Told,
-    check,
     check_size,
     choice,
     failing,
-    importing,
     n_threads,
-    newest,
     number,
-    refuse_accelerators,
+    package,
     set_parameters,
-    with_told,
 )
-from millrace.serve.inference.ragged import with_batch_inputs
-from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "openvino"
-_FILE = "model.xml"
 _TYPES = {
     "boolean": "BOOL", "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64", "i8": "INT8", "i16": "INT16",
     "i32": "INT32", "i64": "INT64", "f16": "FP16", "f32": "FP32", "f64": "FP64",
@@ -43,35 +38,29 @@ _YES_NO = ("YES", "NO")
 Properties = dict[str, Any]
 
 
-class OpenvinoBackend(ModelBackend):
+class OpenvinoBackend(NetworkBackend):
     takes_ragged = takes_batch_io = True
 
     def instance(self, given: InstanceGiven) -> "_Network":
         return _Network(given)
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        """Inputs and outputs by the file of the highest version, and, where it says none of them, its batches."""
-        file = newest(folder, config.default_model_filename or _FILE)
-        if file is None or (config.input and config.output):
-            return config
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
         network = _read(file)
-        return with_told(config, _told(network.inputs), _told(network.outputs))
+        return _told(network.inputs), _told(network.outputs)
 
 
-class _Network(Batched):
+class _Network(Network):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = with_batch_inputs(whole(given.config))
-        refuse_accelerators(config)
+        config = self.inner
         properties, network = _properties(config), _read(given.file)
         self._inputs, self._outputs = (
             {name: i for i, port in enumerate(ports) for name in _names(port)}
             for ports in (network.inputs, network.outputs)
         )
-        inputs, outputs = _told(network.inputs, config.input), _told(network.outputs, config.output)
-        check(config, inputs, outputs, self._ragged)
+        self.check(_told(network.inputs, config.input), _told(network.outputs, config.output))
         with failing(_WHO):
-            self._compiled = _openvino().Core().compile_model(network, "CPU", properties)
+            self._compiled = package("openvino").Core().compile_model(network, "CPU", properties)
             self._request = self._compiled.create_infer_request()
         self._wanted = [o.name for o in config.output]
 
@@ -84,17 +73,9 @@ class _Network(Batched):
         del self._request, self._compiled
 
 
-@cache
-def _openvino() -> Any:
-    """The package. raises StatusError where it is not there"""
-    with importing("openvino"):
-        import openvino
-    return openvino
-
-
 def _read(file: Path) -> Any:
     """raises StatusError, also where a part of the network is not beside it"""
-    core = _openvino().Core()
+    core = package("openvino").Core()
     check_size(file.parent)
     with failing(_WHO):
         return core.read_model(file)

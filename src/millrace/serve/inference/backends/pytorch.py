@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,30 +17,26 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
+from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.backends import torch_archive
 from millrace.serve.inference.backends.networks import (
+    Network,
+    NetworkBackend,
+    Sides,
     Told,
-    check,
     failing,
     flag,
-    importing,
     n_threads,
-    newest,
     number,
-    refuse_accelerators,
+    package,
     set_parameters,
     texts,
-    with_told,
 )
-from millrace.serve.inference.ragged import with_batch_inputs
-from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import invalid
 from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput
 
 _WHO = "PyTorch"
-_FILE = "model.pt"
 _TYPES = {
     "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8",
     "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32",
@@ -54,29 +49,25 @@ _READING = Lock()  # torch.export reads one program of a process at a time, and 
 log = logging.getLogger(__name__)
 
 
-class PytorchBackend(ModelBackend):
+class PytorchBackend(NetworkBackend):
     takes_ragged = takes_batch_io = True
 
     def instance(self, given: InstanceGiven) -> "_Network":
         return _Network(given)
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        """By a program of torch.export; TorchScript does not say what its tensors are. raises StatusError"""
-        file = newest(folder, config.default_model_filename or _FILE)
-        if file is None or (config.input and config.output):
-            return config
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        """Of a program of torch.export; TorchScript does not say what its tensors are."""
         loaded = _loaded(file)
         if isinstance(loaded, _Script):
             what = f"model '{config.name}' must say its inputs and outputs in config.pbtxt: TorchScript does not know"
             raise invalid(f"{what} types and shapes; forward is {loaded.schema}")
-        return with_told(config, loaded.inputs, loaded.outputs)
+        return loaded.inputs, loaded.outputs
 
 
-class _Network(Batched):
+class _Network(Network):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = with_batch_inputs(whole(given.config))
-        refuse_accelerators(config)
+        config = self.inner
         self._torch, self._is_inference, self._is_optimised = _torch(), True, True
         self._set(config)
         self._loaded = _loaded(given.file)
@@ -87,7 +78,7 @@ class _Network(Batched):
         }
         ours = (*self._loaded.module.parameters(), *self._loaded.module.buffers())
         self._own = {tensor.untyped_storage().data_ptr() for tensor in ours}
-        self._compare(config)
+        self._compare()
 
     def _set(self, config: ModelConfig) -> None:
         """In its thread, whose number of threads PyTorch keeps for it alone."""
@@ -118,7 +109,7 @@ class _Network(Batched):
         self._torch.get_num_threads()  # else this thread's first operator takes what whatever thread set last
         self._torch.set_num_threads(threads)
 
-    def _compare(self, config: ModelConfig) -> None:
+    def _compare(self) -> None:
         """With what the file says, by the configuration's names. raises StatusError"""
         inputs, outputs = self._loaded.inputs, self._loaded.outputs
         named = [replace(inputs[i], name=name) for name, i in self._places.items() if isinstance(i, int)]
@@ -127,7 +118,7 @@ class _Network(Batched):
             replace(outputs[place], name=name) if isinstance(place, int) and outputs else Told(name, None, None)
             for name, (_, place) in self._outputs.items()
         ]
-        check(config, named, made, self._ragged)
+        self.check(named, made)
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         given = {self._places[name]: self._tensor(name, array) for name, array in inputs.items()}
@@ -178,12 +169,9 @@ class _Network(Batched):
         del self._loaded
 
 
-@cache
 def _torch() -> Any:
     """The package. raises StatusError where it is not there"""
-    with importing("pytorch"):
-        import torch
-    return torch
+    return package("torch", "pytorch")
 
 
 def _kind(dtype: Any) -> str:

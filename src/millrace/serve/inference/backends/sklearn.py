@@ -9,30 +9,28 @@ wherever they lead. Each instance has an estimator of its own; they share out th
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
+from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.backends.networks import (
+    Network,
+    NetworkBackend,
+    Sides,
     Told,
-    check,
     check_size,
     column,
     encoded,
     failing,
-    importing,
     n_threads,
-    newest,
     number,
-    refuse_accelerators,
+    package,
     set_parameters,
     texts,
     told_column,
-    with_told,
 )
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.environment import TRUSTED
@@ -41,22 +39,18 @@ from millrace.serve.inference.tensors import BYTES, DTYPES, Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "scikit-learn"
-_FILE = "model.skops"
 _USUAL = ("predict", "predict_proba")  # what is completed, and for what predicts nothing the third
 _METHODS = (*_USUAL, "transform", "predict_log_proba", "decision_function", "score_samples", "apply")
 _KINDS = {np.dtype(dtype): kind for kind, dtype in DTYPES.items() if kind != BYTES}
 log = logging.getLogger(__name__)
 
 
-class SklearnBackend(ModelBackend):
+class SklearnBackend(NetworkBackend):
     def instance(self, given: InstanceGiven) -> "_Estimator":
         return _Estimator(given)
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
         """By what the estimator answers to a row of zeros."""
-        file = newest(folder, config.default_model_filename or _FILE)
-        if file is None or (config.input and config.output):
-            return config
         estimator = _loaded(config, file)
         if not config.input and not hasattr(estimator, "n_features_in_"):
             what = f"model '{config.name}' must say its input in config.pbtxt: its estimator"
@@ -64,14 +58,13 @@ class SklearnBackend(ModelBackend):
         has = [m for m in _METHODS if hasattr(estimator, m)]
         methods = [m for m in has if m in _USUAL] or has[:1]
         rows = _zeros(config) if config.input else np.zeros((1, estimator.n_features_in_))
-        return with_told(config, [Told("input", "FP64", (-1, *rows.shape[1:]))], _told(estimator, rows, methods))
+        return [Told("input", "FP64", (-1, *rows.shape[1:]))], _told(estimator, rows, methods)
 
 
-class _Estimator(Batched):
+class _Estimator(Network):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = given.config
-        refuse_accelerators(config)
+        config = self.inner
         self._estimator = _loaded(config, given.file)
         self._share(config)
         if len(config.input) != 1:
@@ -115,7 +108,7 @@ class _Estimator(Batched):
         except StatusError as error:  # an estimator may take no zeros; then it is compared when it answers
             log.info("model '%s': no answer to %s of zeros: %s", config.name, kind, error)
             outputs = [Told(name, None, None) for name in self._outputs]
-        check(config, told, [told_column(config, self._outputs[t.name], t) for t in outputs])
+        self.check(told, [told_column(config, self._outputs[t.name], t) for t in outputs])
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         ((name, rows),) = inputs.items()
@@ -134,18 +127,10 @@ class _Estimator(Batched):
         del self._estimator
 
 
-@cache
-def _io() -> Any:
-    """skops.io. raises StatusError where it is not there"""
-    with importing("sklearn"):
-        import sklearn  # noqa: F401  skops begins without it, and fails later
-        import skops.io
-    return skops.io
-
-
 def _loaded(config: ModelConfig, file: Path) -> Any:
     """raises StatusError, also for types that skops does not trust"""
-    io = _io()
+    package("sklearn")  # skops begins without it, and fails later
+    io = package("skops.io", "sklearn")
     try:
         with ZipFile(file) as archive:
             entries = archive.infolist()

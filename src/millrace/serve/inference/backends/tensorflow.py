@@ -6,35 +6,31 @@ in TensorFlow's operators: those that call Python, or read and write files of th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
+from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.backends.networks import (
+    Network,
+    NetworkBackend,
+    Sides,
     Told,
-    check,
     check_size,
     failing,
     flag,
-    importing,
     n_threads,
-    newest,
     number,
-    refuse_accelerators,
+    package,
     set_parameters,
-    with_told,
 )
-from millrace.serve.inference.ragged import with_batch_inputs
-from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "tensorflow"
-_FILE, _PROTO = "model.savedmodel", "saved_model.pb"
+_PROTO = "saved_model.pb"
 _GRAPHDEF = "tensorflow_graphdef"
 _MOST_GRAPH_BYTES = 2 << 30  # of protobuf
 _TYPES = {
@@ -46,20 +42,18 @@ _TYPES = {
 _REFUSED = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "WriteFile", "ReadFile", "MatchingFiles"})
 
 
-class TensorflowBackend(ModelBackend):
+class TensorflowBackend(NetworkBackend):
     takes_ragged = takes_batch_io = True
 
     def instance(self, given: InstanceGiven) -> "_Network":
         return _Network(given)
 
     def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        """By the signature of the highest version, and, where it says neither side, its batches."""
         _refuse_graphdef(config)
-        file = newest(folder, config.default_model_filename or _FILE)
-        if file is None or (config.input and config.output):
-            return config
-        signature = _signature(config, file, _Asked(config))
-        return with_told(config, _told(signature.inputs), _told(signature.outputs))
+        return super().completed(config, folder)
+
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        return _sides(_signature(config, file, _Asked(config)))
 
 
 class _Asked:
@@ -86,15 +80,14 @@ class _Asked:
         })  # fmt: skip
 
 
-class _Network(Batched):
+class _Network(Network):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = with_batch_inputs(whole(given.config))
+        config = self.inner
         _refuse_graphdef(config)
-        refuse_accelerators(config)
-        asked, tf = _Asked(config), _tensorflow().compat.v1
+        asked, tf = _Asked(config), package("tensorflow").compat.v1
         signature = _signature(config, given.file, asked)
-        check(config, _told(signature.inputs), _told(signature.outputs), self._ragged)
+        self.check(*_sides(signature))
         options = tf.ConfigProto(
             intra_op_parallelism_threads=asked.intra, inter_op_parallelism_threads=asked.inter,
             use_per_session_threads=True, device_count={"GPU": 0},
@@ -121,14 +114,6 @@ class _Network(Batched):
         self._session.close()
 
 
-@cache
-def _tensorflow() -> Any:
-    """The package. raises StatusError where it is not there"""
-    with importing("tensorflow"):
-        import tensorflow
-    return tensorflow
-
-
 def _refuse_graphdef(config: ModelConfig) -> None:
     if config.platform == _GRAPHDEF:
         what = f"platform '{_GRAPHDEF}' of model '{config.name}' is not supported"
@@ -146,7 +131,7 @@ class _Signature:
 
 def _signature(config: ModelConfig, file: Path, asked: _Asked) -> _Signature:
     """raises StatusError, also for operators that are about more than tensors"""
-    _tensorflow()
+    package("tensorflow")
     from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
 
     proto, named = file / _PROTO, f"failed to load {file.parent.name}/{file.name}"
@@ -177,8 +162,12 @@ def _operators(graph: Any) -> Iterator[str]:
         yield from (node.op for node in function.node_def)
 
 
+def _sides(signature: _Signature) -> Sides:
+    return _told(signature.inputs), _told(signature.outputs)
+
+
 def _told(tensors: Mapping[str, Any]) -> Sequence[Told]:
-    dtypes = _tensorflow().dtypes
+    dtypes = package("tensorflow").dtypes
     found = []
     for name, info in sorted(tensors.items()):
         kind, shape = dtypes.as_dtype(info.dtype).name, info.tensor_shape

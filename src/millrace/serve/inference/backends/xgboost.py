@@ -8,30 +8,28 @@ instance has trees of its own; they share out the cores.
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
+from millrace.serve.inference.backend import InstanceGiven
 from millrace.serve.inference.backends.networks import (
+    Network,
+    NetworkBackend,
     Setting,
+    Sides,
     Told,
-    check,
     check_size,
     choice,
     column,
     failing,
     flag,
-    importing,
     n_threads,
-    newest,
     number,
-    refuse_accelerators,
+    package,
     set_parameters,
     told_column,
-    with_told,
 )
 from millrace.serve.inference.backends.xgboost_file import check_model
 from millrace.serve.inference.status import Code, StatusError, invalid
@@ -45,15 +43,12 @@ _BINARY = ("binary:logistic",)
 _MANY = ("multi:softmax", "multi:softprob")
 
 
-class XgboostBackend(ModelBackend):
+class XgboostBackend(NetworkBackend):
     def instance(self, given: InstanceGiven) -> "_Trees":
         return _Trees(given)
 
-    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
-        file = newest(folder, config.default_model_filename)
-        if file is None or (config.input and config.output):
-            return config
-        return with_told(config, *_told(_loaded(file, 1), _Asked(config)))
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        return _sides(_loaded(file, 1), _Asked(config))
 
 
 class _Asked:
@@ -93,18 +88,16 @@ def _type(config: ModelConfig, text: str) -> str:
     return text
 
 
-class _Trees(Batched):
+class _Trees(Network):
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
-        config = given.config
-        refuse_accelerators(config)
+        config = self.inner
         self._asked = _Asked(config)
         self._booster = _loaded(given.file, self._asked.threads)
         self._objective = _objective(self._booster)
-        inputs, outputs = _told(self._booster, self._asked)
+        inputs, outputs = _sides(self._booster, self._asked)
         said = {output.name: output for output in config.output}
-        told = [told_column(config, said[one.name], one) if one.name in said else one for one in outputs]
-        check(config, inputs, told)
+        self.check(inputs, [told_column(config, said[o.name], o) if o.name in said else o for o in outputs])
         self._said = said[_OUTPUT]
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -127,17 +120,9 @@ class _Trees(Batched):
         del self._booster
 
 
-@cache
-def _xgboost() -> Any:
-    """The package. raises StatusError where it is not there"""
-    with importing("xgboost"):
-        import xgboost
-    return xgboost
-
-
 def _loaded(file: Path, threads: int) -> Any:
     """raises StatusError, also for what is in neither of the open formats"""
-    xgboost, named = _xgboost(), f"failed to load {file.parent.name}/{file.name}"
+    xgboost, named = package("xgboost"), f"failed to load {file.parent.name}/{file.name}"
     if file.suffix not in (".json", ".ubj"):
         raise invalid(f"{named}: a name in .json or .ubj is expected, as save_model writes them")
     check_size(file)
@@ -154,7 +139,7 @@ def _objective(booster: Any) -> str:
         return str(json.loads(booster.save_config())["learner"]["objective"]["name"])
 
 
-def _told(booster: Any, asked: _Asked) -> tuple[list[Told], list[Told]]:
+def _sides(booster: Any, asked: _Asked) -> Sides:
     """What it takes and gives. raises StatusError for classes of what has none"""
     objective = _objective(booster)
     if asked.is_classifier or asked.has_probabilities:

@@ -1,0 +1,160 @@
+"""Tiles of a GPU's products: timed in turn by a clock of the test's own, on tensors of this CPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.compile.timings import TimingCache
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.found import Gpu
+from millrace.errors import MachineError
+from millrace.kernels.matmul.coded import E4M3, CodedRows
+from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, Tiles, region_of, tiles
+from tests.engine.test_cuda import both
+from tests.support.checkpoints import random_checkpoint
+
+device_tune = pytest.importorskip("millrace.compile.device_tune", reason="triton is not installed")
+from triton.runtime.errors import OutOfResources  # noqa: E402 (Triton's)
+
+H200 = Gpu("cpu", "NVIDIA H200", (9, 0), 1 << 30, 132)
+Clock = Callable[[Any, Tile], float]
+
+
+class Device:
+    """A clock: microseconds by tile, what was timed, and tiles that it cannot run."""
+
+    def __init__(self, us: Callable[[Tile], float], lacks: tuple[Tile, ...] = ()) -> None:
+        self.us, self.lacks, self.timed = us, lacks, list[tuple[int, Tile]]()
+
+    def __call__(self, products: Any, tile: Tile) -> float:
+        if tile in self.lacks:
+            raise OutOfResources(1 << 20, 1 << 18, "shared memory")
+        self.timed.append((len(products), tile))
+        return self.us(tile)
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> CudaExecutor:
+    """Rows of bfloat16 and codes of four bits; two layers."""
+    folder = random_checkpoint(tmp_path_factory.mktemp("tiles") / "checkpoint", "llama")
+    return both(folder, "w4a16")[0]
+
+
+def tuner(clock: Clock, cache: Path | None = None, seconds: float = 60) -> Any:
+    timings = TimingCache(cache, device_tune.check_choice) if cache else None
+    return device_tune.DeviceTuner(H200, seconds, timings, clock)
+
+
+WIDE = Tile(16, 64, 4, 4)
+
+
+def test_the_clearly_faster_tile_is_chosen(executor: CudaExecutor) -> None:
+    device = Device(lambda tile: 5.0 if tile == WIDE else 9.0)
+    found = tuner(device)(executor)
+    weights, meets = next(iter(executor.coded()))
+    assert found.of(meets(torch.zeros((1, weights.width), dtype=torch.bfloat16)), weights) == WIDE
+    assert found.of(meets(torch.zeros((16, weights.width), dtype=torch.bfloat16)), weights) == WIDE
+    some = found.of(meets(torch.zeros((40, weights.width), dtype=torch.bfloat16)), weights)
+    assert some == tiles(40)[0], "where none is faster it is the rule"
+    works = device_tune.works_of(executor)
+    assert {work.rows for work in works} == {1, 16, 32, MANY_ROWS - 1}, "of many rows others compute"
+    regions = {work.region for work in works}
+    assert len(regions) * 4 == len(works) and all(r.endswith(", int4 in 128 by bfloat16") for r in regions)
+    assert max(n for n, _ in device.timed) >= 4, "of all layers at a time"
+
+
+def test_what_is_within_noise_stays_by_the_rule(executor: CudaExecutor) -> None:
+    found = tuner(Device(lambda tile: 8.8 if tile == WIDE else 9.0))(executor)
+    assert {tile for tiles_ in found.found.values() for _, tile in tiles_} <= {tiles(1)[0], tiles(40)[0]}
+
+
+def test_what_was_timed_is_not_timed_again(executor: CudaExecutor, tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    first = Device(lambda tile: float(tile.stages))
+    found = tuner(first, path)(executor)
+    again = Device(lambda tile: 1 / tile.stages)
+    assert tuner(again, path)(executor) == found and not again.timed
+    (machine,) = json.loads(path.read_text())
+    assert machine.startswith("NVIDIA H200, sm_90, torch ") and "triton" in machine
+    other = device_tune.DeviceTuner(
+        Gpu("cpu", "NVIDIA L4", (8, 9), 1, 58), 60, TimingCache(path, device_tune.check_choice), again
+    )
+    assert other(executor) != found and again.timed, "another device is another machine"
+    assert len(json.loads(path.read_text())) == 2
+
+
+def test_no_time_is_the_rule_and_the_next_start_goes_on(executor: CudaExecutor, tmp_path: Path) -> None:
+    path, slow = tmp_path / "timings.json", Device(lambda tile: 1.0)
+    assert tuner(slow, path, seconds=1e-9)(executor) == Tiles() and not path.exists()
+    works = device_tune.works_of(executor)
+
+    class Ends(Device):
+        """Time is up when the first work is done."""
+
+        def __call__(self, products: Any, tile: Tile) -> float:
+            if len(self.timed) > len(tiles(1)) * (device_tune.PLENTY + 2):
+                clock.now = 1e9
+            return super().__call__(products, tile)
+
+    clock = Now()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_tune.time, "perf_counter", clock)
+        some = tuner(Ends(lambda tile: 1.0), path)(executor)
+    assert 0 < sum(map(len, some.found.values())) < len(works)
+    rest = Device(lambda tile: 1.0)
+    whole = tuner(rest, path)(executor)
+    assert sum(map(len, whole.found.values())) == len(works) and rest.timed
+
+
+class Now:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_tile_that_the_device_cannot_run_is_left_out(executor: CudaExecutor) -> None:
+    device = Device(lambda tile: 5.0 if tile == WIDE else 9.0, lacks=(WIDE,))
+    found = tuner(device)(executor)
+    assert WIDE not in {tile for tiles_ in found.found.values() for _, tile in tiles_}
+
+
+@pytest.mark.parametrize("knobs", [{"tile": 99}, {"depth": 1}])
+def test_a_cache_that_says_what_there_is_not_is_refused(
+    executor: CudaExecutor, tmp_path: Path, knobs: dict[str, int]
+) -> None:
+    path = tmp_path / "timings.json"
+    choice = {"rows": 1, "knobs": knobs, "compared": []}
+    path.write_text(json.dumps({device_tune.machine_key(H200): {"coded_product 8 x 8, int8 by bfloat16": [choice]}}))
+    with pytest.raises(MachineError, match=r"timing cache .* cannot be read"):
+        tuner(Device(lambda tile: 1.0), path)(executor)
+
+
+def test_regions_are_told_apart_by_all_that_time_depends_on() -> None:
+    codes, scales = torch.zeros((8, 32), dtype=torch.int8), torch.ones((8, 2), dtype=torch.float16)
+    plain = CodedRows(codes, scales, 32, 16)
+    floats = torch.zeros((3, 32), dtype=torch.bfloat16)
+    found = [
+        region_of(floats, plain),
+        region_of(floats.half(), plain),
+        region_of(plain, plain),
+        region_of(floats, CodedRows(codes, scales, 32, 16, minimums=scales)),
+        region_of(floats, CodedRows(codes.view(E4M3), scales[:, :1], 32, 32)),
+        region_of(floats, CodedRows(codes.view(torch.uint8)[:, :16], scales, 32, 16, zero=8)),
+        region_of(floats, CodedRows(codes[:4], scales[:4], 32, 16)),
+    ]
+    assert len(set(found)) == len(found)
+    assert found[0] == "coded_product 8 x 32, int8 in 16 by bfloat16"
+    assert found[4] == "coded_product 8 x 32, float8_e4m3fn by bfloat16"
+
+
+def test_a_tile_counts_for_at_most_so_many_rows() -> None:
+    w = CodedRows(torch.zeros((8, 32), dtype=torch.int8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
+    x = torch.zeros((20, 32), dtype=torch.bfloat16)
+    a, b = Tile(16, 16, 2, 4), Tile(32, 64, 4, 4)
+    found = Tiles({region_of(x, w): ((1, a), (16, b))})
+    assert [found.of(x[:n], w) for n in (1, 2, 16, 17)] == [a, b, b, tiles(17)[0]]

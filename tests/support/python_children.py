@@ -1,0 +1,37 @@
+"""Models in processes of their own, and what a test waits for."""
+
+import asyncio
+from collections.abc import Callable
+
+from millrace.serve.inference.backend_model import BackendModel
+from millrace.serve.inference.backends.python_child import ChildModel
+from millrace.serve.inference.lifecycle import ModelRepository
+
+
+def child_of(repository: ModelRepository, name: str) -> ChildModel:
+    model = repository.get(name)
+    assert isinstance(model, BackendModel)
+    instance = model._workers[0]._instance
+    assert isinstance(instance, ChildModel)
+    return instance
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+async def load(repository: ModelRepository, *names: str) -> None:
+    await asyncio.gather(*(repository.load(name) for name in names))
+
+
+SLEEPS = """
+    def execute(self, requests):
+        import os, signal, time
+        word = requests[0].inputs()[0].as_numpy()[0].decode()
+        if word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+        return [said(str(os.getpid())) for request in requests]
+"""
