@@ -100,7 +100,7 @@ def scores(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             rows.append([*row, "", "", ""])
             continue
         least, most = (-end / base["share"] for end in reversed(beside["interval"]))
-        loss = f"{-beside['difference'] / base['share']:+.2%} ({least:+.2%} to {most:+.2%})"
+        loss = f"{0.0 - beside['difference'] / base['share']:+.2%} ({least:+.2%} to {most:+.2%})"
         flips = f"{beside['gained']:,} / {beside['lost']:,}"
         rows.append([*row, loss, flips, f"{beside['p_value']:.2g}"])
     return ["recipe", "runs in", "right", "loss of it", "became right / wrong", "p (McNemar)"], rows

@@ -110,7 +110,12 @@ def main() -> None:
                 )  # fmt: skip
             result["runs"].append({"shape": shape, "precision": precision, "work": found})
     result["goals"] = [
-        judged(f"{run['precision']}, {one['work']}: speed, of {result['old']}'s", one["speed_of_old"], 1.0, 1 - WITHIN)
+        judged(
+            f"{run['shape']} in {run['precision']}, {one['work']}: speed, of {result['old']}'s",
+            one["speed_of_old"],
+            1.0,
+            1 - WITHIN,
+        )
         for run in result["runs"]
         for one in run["work"]
     ]

@@ -42,6 +42,9 @@ KNOWN = {
 }
 register_profiles()
 os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton looks at when it is first imported: there is no GPU here
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of NumPy and PyTorch would wait for others'
+    for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(_name, "1")
 _REASONS = pytest.StashKey[dict[str, Counter[str]]]()  # of tests, and of modules that were not collected
 
 

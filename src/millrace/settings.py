@@ -125,5 +125,5 @@ def _check(f: "Field[Any]", value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{flag_of(f.name)} is {value!r}", "a number", "write one")
     if not ((s.low is None or value >= s.low) and (s.high is None or value <= s.high)):
-        span = f"at least {s.low:g}" if s.high is None else f"{s.low:g} to {s.high:g}"
+        span = f"at least {s.low:.10g}" if s.high is None else f"{s.low:.10g} to {s.high:.10g}"
         raise ConfigError(f"{flag_of(f.name)} is {value}", span, "choose a value in this range")

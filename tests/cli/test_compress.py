@@ -72,7 +72,9 @@ def test_the_whole_way(millrace: Millrace, source: Path, tmp_path: Path) -> None
 
 
 _MEASURES_FOR_LONG = """
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background, where it is ignored
 from millrace.cli import compression
 from millrace.cli.main import main
 def measure(source, made, read, report):

@@ -71,7 +71,7 @@ def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(size, "_is_terminal", lambda: True)
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
     monkeypatch.setattr(capacity, "_TURNS", 1)
-    typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n-5\n\nfirst 0\nfirst 500\nH100\n"
+    typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n-5\n\nfirst 0\nfirst 500 ms\nH100\n"
     done = CliRunner().invoke(size.command, [], input=typed)
     assert done.exit_code == 0, done.output
     assert "no model is known as llama-3-9b" in done.output and "3,500 of what?" in done.output

@@ -59,6 +59,20 @@ def test_within_the_noise_what_loses_least_is_taken() -> None:
     assert all(said.startswith("leave it as it is: a") and "b has" not in said for said in larger.values())
 
 
+def test_a_neighbour_beside_the_source_makes_no_method_faster() -> None:
+    """As it was for the 1.1B shape: the source had 16 tokens/s beside one method in some rounds, 24 beside the other.
+    What is ahead by medians is so only where its slowest round is ahead of what the source may have had."""
+    near, far = row("near", 0.001, 500, 170, 170, 170), row("far", 0.2, 300, 190, 190, 190)
+    assert "far has 1.90 times" in words(near, far)["one answer at a time"]
+    assert far.speed is not None
+    unsure = [msgspec.structs.replace(pace, source=Rate(100, 99, 115)) for pace in far.speed.paces]
+    unsure_row = msgspec.structs.replace(far, speed=msgspec.structs.replace(far.speed, paces=unsure))
+    assert (
+        words(near, unsure_row)["one answer at a time"]
+        == "near: 1.70 times the source's speed (170 tokens/s), KL 0.001"
+    )
+
+
 def test_where_all_lose_much_or_nothing_was_measured() -> None:
     found = words(row("four", 0.3, 270, 300, 300, 300), row("five", 0.2, 300, 200, 300, 300))
     assert found["memory"] == "none keeps within KL 0.01: five loses least (KL 0.2), 30% of the source's bytes"

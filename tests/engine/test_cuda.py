@@ -133,8 +133,8 @@ def fake_gpu(name: str, major: int, minor: int, monkeypatch: pytest.MonkeyPatch)
     (("NVIDIA A100", 8, 0), "fp8a16", "bf16", "A100 (Ampere, sm_80) does not multiply fp8; it has fp16, bf16, int8"),
     (("NVIDIA L4", 8, 9), "fp8a16", "bf16", ""), (("NVIDIA A10", 8, 6), "w8a8", "fp16", ""),
     (("NVIDIA H200", 9, 0), "fp8a16", "bf16", ""), (("NVIDIA B300", 10, 3), "fp8a16", "bf16", ""),
-    (("Tesla T4", 7, 5), "w8a8", "fp16", "no kernel here runs on Tesla T4 (Turing, sm_75)"),
-    (("Tesla P4", 6, 1), "w8a8", "fp16", "no kernel here runs on Tesla P4 (before Volta, sm_61)"),
+    (("Tesla T4", 7, 5), "w8a8", "fp16", "no kernel for GPUs here runs on Tesla T4 (Turing, sm_75)"),
+    (("Tesla P4", 6, 1), "w8a8", "fp16", "no kernel for GPUs here runs on Tesla P4 (before Volta, sm_61)"),
 ])  # fmt: skip
 def test_a_gpu_without_the_precision_is_refused(
     gpu: tuple[str, int, int], precision: str, dtype: str, lacks: str, biased: Path, monkeypatch: pytest.MonkeyPatch

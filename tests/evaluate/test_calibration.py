@@ -1,6 +1,8 @@
 """The text on which precisions are measured: bounded, in UTF-8, and of a size that fills a window."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -8,8 +10,8 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
-from millrace.evaluate.calibration import SHORTEST, TOKENS, Calibration
-from millrace.evaluate.windows import LENGTH
+from millrace.evaluate.calibration import SHORTEST, TOKENS, VARIED, Calibration
+from millrace.evaluate.windows import LENGTH, Windows
 
 
 @pytest.fixture(scope="module")
@@ -97,5 +99,20 @@ def test_too_few_tokens_for_a_window(tmp_path: Path, tokenizer: Tokenizer) -> No
 
 def test_a_text_of_one_letter_tells_nothing_of_a_precision(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("a" * 20_000)
-    with pytest.raises(ConfigError, match=r"has \d different tokens"):
+    with pytest.raises(ConfigError, match=r"a.txt has [12] different tokens"):
         Calibration.open(str(tmp_path / "a.txt")).windows(tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [(None, "the bundled text has 3 different"), ("b", "--calibration b has 3 ")]
+)
+def test_the_beginning_of_a_text_counts_for_nothing(file: str | None, said: str) -> None:
+    """It is the tokenizer's own, not the text's: with four of these there is something to predict."""
+
+    def read(n: int) -> Windows:
+        own = SimpleNamespace(encode=lambda text: [*range(5, 5 + n)] * 400, bos_token_id=1, special_around=(1, 0))
+        return Calibration("text", Path(file) if file else None).windows(cast(Tokenizer, own), 64)
+
+    with pytest.raises(ConfigError, match=said):
+        read(VARIED - 1)
+    assert set(read(VARIED).ids[:, 0]) == {1} and len(set(read(VARIED).ids.ravel())) == VARIED + 1

@@ -1,6 +1,6 @@
 """One table of what devices multiply: `size` refuses by it, and so does what runs an engine on a GPU.
 
-`build` makes engines for processors alone, and `doctor` looks at processors alone: neither asks for a GPU's precision.
+`build` and `doctor` go by it, too: tests/cli/test_gpus_asked.py.
 """
 
 import re
@@ -17,6 +17,7 @@ from millrace.machine.devices import (
     PROCESSOR,
     Device,
     check_multiplies,
+    find_device,
     multiplied,
 )
 from millrace.size import plan
@@ -59,6 +60,22 @@ def test_a_purchase_is_refused_where_the_engine_is(device: Device, precision: st
         check_multiplies(device.name, capability(device), [precision])
     with pytest.raises(ConfigError, match=rf"{re.escape(device.name)} \({device.architecture}\) does not multiply"):
         plan(**asked, hardware=device.name, precision=precision)
+
+
+def test_a_name_has_many_spellings() -> None:
+    """Each device by its name and aliases, with hyphens, without regard to case; no two meet in one."""
+    for device in DEVICES:
+        for name in (device.name, *device.aliases):
+            for spelt in (
+                name,
+                name.upper(),
+                name.replace(" ", "-"),
+                f"NVIDIA {name.removeprefix('NVIDIA ').replace('-', ' ')}",
+                f" {name} ",
+            ):
+                assert find_device(spelt) is device, spelt
+    with pytest.raises(ConfigError, match="no device is known as h100-smx"):
+        find_device("h100-smx")
 
 
 def test_no_other_room_names_architectures() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.report.numbers import count, four, is_number, things
+from millrace.report.numbers import count, exact, four, is_number, things
 
 
 @pytest.mark.parametrize("n, said", [
@@ -19,6 +19,10 @@ def test_a_number_of_things_has_two_digits_at_least(n: float, said: str) -> None
 ])  # fmt: skip
 def test_four_digits_or_whole(n: float, said: str) -> None:
     assert four(n) == said
+
+
+def test_what_somebody_said_keeps_its_digits() -> None:
+    assert [exact(n) for n in (31.0, 0.25, 29_170_125.0, 30.000000000000004)] == ["31", "0.25", "29,170,125", "30"]
 
 
 def test_one_thing_is_not_several() -> None:

@@ -193,7 +193,7 @@ def test_calls_in_a_row_add_up() -> None:
 
 def test_the_p95_of_measured_calls_is_said_to_be_a_bound(runs: str) -> None:
     """The sum of each call's: in words where it is shown, beside what a limit on it decides, and as data."""
-    said = "the p95 of calls in a row is the sum of each call's p95: an upper bound, not measured"
+    said = "the p95 of calls in a row is the sum of each call's p95: as a rule an upper bound, not measured"
     more = {"pipeline": "same:2000/200>answer", "ttft_ms": 1e5}
     one, two = asked(runs, rate=5, of="p95", ttft_ms=1e5), asked(runs, rate=5, of="p95", **more)
     first, both = one.plan.point.p95, two.plan.point.p95
@@ -366,6 +366,10 @@ def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> N
     instances = found.plan.systems * 8
     assert found.operating.rate == pytest.approx(1000 / instances) and found.operating.mean.ttft_s <= limit_s
     changed = {change.what: change.fractional for change in found.changes}
+    (every,) = (table for table in tables(found) if table.key == "configurations")
+    assert len(every.rows) == 1 and not every.notes, "simulated"
+    (every,) = (table for table in tables(plan(**{**asked, "tp": None}, rate=1000)) if table.key == "configurations")
+    assert every.rows[-1][-1] == "analytic" and "none of these could serve as much" in every.notes[-1]
     said, within = told_point(point)["sampled"], point.sampled.mean_within
     assert said["mean_within"] == {"ttft_ms": within.ttft_s * 1e3, "itl_ms": within.itl_s * 1e3,
                                    "e2e_ms": within.e2e_s * 1e3}  # fmt: skip

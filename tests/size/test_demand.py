@@ -127,3 +127,8 @@ def test_an_hour_of_real_conversations() -> None:
     found = demand(LoadSettings(trace=str(AZURE)))
     assert found.average == pytest.approx(5.53, abs=0.005) and found.peak == 11
     assert "Poisson arrivals would have 10 " in found.how[-1] and found.trace is not None and len(found.trace) == 19_366
+
+
+def test_what_was_said_stands_in_its_own_digits() -> None:
+    assert demand(LoadSettings(rate=29_170_125.0)).how == ("peak: 29,170,125 requests/s, as said",)
+    assert demand(LoadSettings(average=0.25)).how[0] == "average: 0.25 requests/s, as said"

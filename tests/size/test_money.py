@@ -137,7 +137,8 @@ def test_another_currency_has_none_of_our_prices(tmp_path: Path) -> None:
     ('date = 2026-11-01\n[buy.systems]\n"H1000" = 1', "no device is known as H1000"), ("date = [", "is no TOML"),
     ("date = 2026-11-01\noffers = [1]", "no list of tables"), ("date = 2026-11-01\noffers = [{}]", "has no device"),
     ('date = 2026-11-01\noffers = [{ device = "H100" }]', "hour is None"),
-    ('date = 2026-11-01\noffers = [{ device = "H100", hour = 0 }]', "hour is 0"),
+    ('date = 2026-11-01\noffers = [{ device = "L4", hour = 1 }, { device = "H100", hour = 0 }]', "offer 2: hour is 0"),
+    ('date = 2026-11-01\n[buy.systems]\nH100 = 5\n"h100 sxm" = 6', "systems has H100 SXM twice"),
     ('date = 2026-11-01\noffers = [{ device = "H100", hour = 1, tier = "best" }]', "tier is 'best'"),
     ('date = 2026-11-01\noffers = [{ device = "H100", hour = 1, usd = 2 }]', "has 'usd'"),
     ("date = 2026-11-01\n[tokens]\noutputs = 1", 'did you mean "output"'),
@@ -250,6 +251,14 @@ def test_the_cheapest_way_is_named(more: dict[str, object], way: str, both: str)
     assert told(asked)["money"]["cheapest_way"] == way
 
 
+def test_what_few_requests_cost_stands_whole() -> None:
+    """Two people on a system of their own: thousands for a million tokens, not 7e+03."""
+    found = plan(model="llama-3-8b", isl=2000, osl=200, ttft_ms=500, simulate=False, hardware="H100", users=2).money
+    assert found is not None and found.a_million_tokens is not None and found.a_million_tokens > 1000
+    named = {row[0]: row[1] for row in costs(found).rows}
+    assert f"{found.a_million_tokens:,.0f} a million tokens" in named["the cheapest way"]
+
+
 def test_a_part_of_a_system_is_said_to_do() -> None:
     """Of three instances of one device each, three devices; of a whole system nothing is said."""
     asked = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "mode": "offline", "simulate": False, "tp": 1}
@@ -257,4 +266,8 @@ def test_a_part_of_a_system_is_said_to_do() -> None:
     said = "; 3 of 8 devices would do: --system-size plans with smaller systems"
     assert dict(in_short(plan(**asked, rate=2.5 * each)))["instances"].endswith(said)
     assert "would do" not in dict(in_short(plan(**asked, rate=7.5 * each)))["instances"]
+    three = plan(**asked, rate=3 * each)
+    assert replace(three, plan=replace(three.plan, fractional=0.375 * (1 + 1e-12))).instances == 3, (
+        "but for a last digit"
+    )
     assert "would do" not in dict(in_short(plan(**asked, systems="1")))["instances"]

@@ -26,6 +26,11 @@ def test_one_thing_otherwise(what: str, more: dict[str, Any]) -> None:
     assert change.systems == asked.systems and change.fractional == pytest.approx(asked.fractional)
 
 
+def test_limits_that_are_as_long_as_they_may_be_have_twice_as_long_beside_them() -> None:
+    found = {one.what: one for one in plan(**{**ASKED, "ttft_ms": 1e9}).changes}
+    assert found["limits twice as long"].systems is not None
+
+
 def test_nothing_changes_where_systems_are_given() -> None:
     given = {name: value for name, value in ASKED.items() if name != "rate"}
     assert plan(**given, systems="4").changes == ()

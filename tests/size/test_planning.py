@@ -247,7 +247,7 @@ def test_the_cache_of_an_8b_on_one_h100() -> None:
      r"limit on TTFT \(mean\)[^|]*the closest is"),
     (lambda: simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, Limits(itl_s=1e-4)), "limit on ITL"),
     (lambda: served(instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16"), (8000, 200), 1),
-     "requests of 8200 tokens"),
+     "requests of 8,200 tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused(wrong: object, said: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -36,7 +36,7 @@ def test_a_file_of_answers(tmp_path: Path) -> None:
     ("", "holds no answers"), ("model: a\nmodel: b", "model stands twice"), ("a: [", "is no YAML"),
     ("model: &x a\ninput: *x", "references are not taken"), ("osl: 5.5", "osl is 5.5"), ("osl: many", "a whole number"),
     ("input: 3500", 'with its unit, such as "3500 words"'), ("rate: fast", "rate is 'fast'"),
-    ("rate: -1", "--rate is -1"),
+    ("rate: -1", "--rate is -1"), ("isl: 0", "1 to 16777216\n"), ("users: 0", "0.001 to 1e+12\n"),
     ("rate: .nan", "--rate is nan"), ("hardware: 5", "names, at most"), ("mode: batch", "one of streaming"),
     ("ttft-ms: 5\nttft_ms: 6", "ttft_ms is answered twice"),
     ("model: !!python/object/apply:os.getcwd []", "is no YAML"),

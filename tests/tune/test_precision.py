@@ -209,6 +209,8 @@ def test_names() -> None:
     )
     many = precision_map({"default": "w4a8", **{f"layers.{i}.*": "bf16" for i in range(30)}})
     assert label(many, *plain) == "w4a8 g128, lm_head w8a8, 30 layers otherwise"
+    assert label(precision_map("fp8a16"), *plain) == "fp8a16, lm_head w8a16 g128"
+    assert label(precision_map({"default": "bf16", "a.*": "w8a8"}, 64), *plain) == "bf16, a.* w8a8 g64"
 
 
 def test_rounded_again_is_not_as_stored(tmp_path: Path) -> None:
@@ -220,10 +222,10 @@ def test_rounded_again_is_not_as_stored(tmp_path: Path) -> None:
         return label(precision_map(asked, 32, head, stored_groups=True), KvFormat.BF16, False, stored)
 
     assert [named(p) for p in ("w8a8", "w8a16", "w4a8", "fp8a16")] == [
-        "w8a8 as stored", "w8a16 as stored", "w4a8 g32, lm_head w8a8", "fp8a16 g32, lm_head w8a16",
+        "w8a8 as stored", "w8a16 as stored", "w4a8 g32, lm_head w8a8", "fp8a16, lm_head w8a16 g32",
     ]  # fmt: skip
-    assert named("fp32", "w8a8") == "fp32 as stored, lm_head w8a8", "a head of codes that are the file's"
-    assert named("fp8a16", "w8a8") == "fp8a16 g32, lm_head w8a8"
+    assert named("fp32", "w8a8") == "fp32, lm_head w8a8 as stored", "a head of codes that are the file's"
+    assert named("fp8a16", "w8a8") == "fp8a16, lm_head w8a8 g32", "E4M3 has no groups"
 
 
 def test_figures_are_kept_to_three_digits() -> None:

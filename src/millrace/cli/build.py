@@ -16,8 +16,10 @@ from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
 from millrace.compile.builder import build_engine
 from millrace.compile.find import model_folder
+from millrace.compile.for_gpu import refuse_gpu
 from millrace.compile.room import check_new
 from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.found import CPU
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError
 from millrace.report.numbers import count
@@ -41,12 +43,15 @@ w8a8:32 has its activations in groups of 32, which divide those of the weights.
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="ENGINE", help="The folder to write; must not exist.")
 @click.option("--precision-map", type=Path, metavar="FILE", help="Precisions per layer pattern, as JSON; see below.")
+@click.option("--device", default=CPU, metavar="NAME", help="cpu. A GPU (cuda, or a name such as H100) takes no engine "
+              "folder: refused, and first whether it has the precision.")  # fmt: skip
 @settings_options(TrafficSettings, BuildSettings)
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any
-) -> None:
+    ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, device: str, as_json: bool,
+    **given: Any,
+) -> None:  # fmt: skip
     """Compile a checkpoint into an engine folder for this machine.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. The
@@ -62,6 +67,8 @@ def command(
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
+        if device != CPU:
+            refuse_gpu(device, model, folder, build, precisions)
         if traffic.traffic is not None:
             found = chosen(folder, traffic, build, tune_said=tune_said)
             engines = [(_beside(output, suffix), c.settings(build), c) for suffix, c in found]

@@ -4,12 +4,14 @@ from typing import Any
 
 import click
 
+from millrace.cli.doctor_gpu import examined
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json, size, table
 from millrace.compile.rooflines import keep_roofline
+from millrace.engine.cuda.found import CPU
 from millrace.engine.probe import roofline_here
 from millrace.env import Env
-from millrace.errors import MachineError
+from millrace.errors import ConfigError, MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import (
     affinity_cores,
@@ -28,7 +30,8 @@ from millrace.machine.roofline import Rate, Roofline
 EPILOG = """\b
 Examples:
   millrace doctor
-  millrace doctor --isa avx2 --json"""
+  millrace doctor --isa avx2 --json
+  millrace doctor --device L40S        which precisions a GPU has"""
 # What each instruction set needs, as the kernel names it.
 NEEDED = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
@@ -41,15 +44,23 @@ LITTLE_MEMORY = 2 << 30
 @click.command(epilog=EPILOG)
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Measure with so many threads.")
 @click.option("--isa", metavar="|".join((*NEEDED, "scalar")), help="Measure with this instruction set.")
+@click.option("--device", metavar="NAME", help="Instead of this machine a GPU: cuda, cuda:1, or one that "
+              "`millrace size` knows, such as H100. Says which precisions it has; nothing is measured.")  # fmt: skip
 @json_option
 @click.pass_obj
-def command(env: Env, threads: int | None, isa: str | None, as_json: bool) -> None:
+def command(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:
     """Examine this machine, and measure what it can do.
 
     Processor, caches, memory and huge pages; then a few seconds of measurements. The measured rates are the
     roofline that every benchmark is compared with; they are kept, and a server's /metrics then has the least time of a
     step beside what it takes. Run it on an idle machine.
     """
+    if device not in (None, CPU):
+        if threads is not None or isa is not None:
+            raise ConfigError(f"--{'threads' if isa is None else 'isa'} beside --device {device}",
+                              "one of both: of a GPU nothing is measured", "leave one out")  # fmt: skip
+        examined(device, as_json)
+        return
     usable = usable_isas()
     if isa is not None and isa not in usable:
         why = (

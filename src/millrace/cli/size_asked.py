@@ -59,9 +59,9 @@ def _limit(text: str) -> Answers:
         return {"mode": "offline"}
     name, _, ms = text.partition(" ")
     if name == "first":
-        return {"ttft_ms": _number(ms)}
+        return {"ttft_ms": _number(ms.removesuffix("ms"))}
     if name == "last":
-        return {"mode": "sequential", "e2e_ms": _number(ms)}
+        return {"mode": "sequential", "e2e_ms": _number(ms.removesuffix("ms"))}
     raise ConfigError(f'a limit "{text:.60}"', "first 500, last 5000, or none", "name the token, and milliseconds")
 
 

@@ -18,6 +18,7 @@ from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_ta
 from millrace.engine.tactics import TacticTable, read_tables, table_for
 from millrace.errors import plain
 from millrace.kernels.library import usable_isas
+from millrace.kernels.precision import with_groups
 from millrace.machine.cpu import fingerprint, usable_cores
 
 
@@ -209,16 +210,16 @@ def precision_told(engine: Engine) -> str:
     if not isinstance(engine, GpuEngine):
         return Tables(engine).precision()
     m = engine.manifest
-    return _precision(m, f"g{m.group}" if m.precision.get("default", "")[:2] in ("w4", "w8") else "")
+    return _precision(m, f"g{m.group}" if any(value[:2] in ("w4", "w8") for value in m.precision.values()) else "")
 
 
 def _precision(m: Manifest, groups: str) -> str:
     patterns = [(p, value) for p, value in m.precision.items() if p != "default"]
     if len(patterns) > 4:  # a GGUF may name dozens of layers
         patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
-    default = f"{m.precision.get('default', '?')} {groups}".strip()
+    named = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
     sums = ["bf16 summed by tiles"] if m.cpu.bf16_sums == "tiles" else []
-    return ", ".join([default, *(f"{pattern} {value}" for pattern, value in patterns), *sums])
+    return ", ".join([*with_groups(named, groups), *sums])
 
 
 def machine(fingerprint: Mapping[str, str | int]) -> str:

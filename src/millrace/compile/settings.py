@@ -34,8 +34,8 @@ class BuildSettings(Settings):
     )
     head: str | None = setting(
         None,
-        "precision of the head; default: that of the layers, but 8 bits where these have 4; w4a8: a 4-bit pass, and "
-        "the best 256 tokens again in 8 bits",
+        "precision of the head; default: that of the layers, but 8-bit integers where these have 4 bits or E4M3; "
+        "w4a8: a 4-bit pass, and the best 256 tokens again in 8 bits",
         choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16", "fp8a16"),
     )
     bf16_sums: str | None = setting(

@@ -178,9 +178,12 @@ def _ahead(one: Row, other: Row, target: Target) -> bool:
 
 
 def _relative(row: Row, target: Target) -> Rate:
-    """To the source as it ran in the same turns: the machine may have been another at another time."""
-    pace = row.pace(target.work)
-    return Rate(*(value / pace.source.median for value in (pace.made.median, pace.made.low, pace.made.high)))
+    """To the source as it ran in the same turns: the machine may have been another at another time.
+
+    low, high: of any two rounds, since a neighbour that takes memory's bandwidth slows what reads more, and that alone
+    """
+    made, source = row.pace(target.work).made, row.pace(target.work).source
+    return Rate(made.median / source.median, made.low / source.high, made.high / source.low)
 
 
 def _gains(row: Row, target: Target, about: About) -> bool:

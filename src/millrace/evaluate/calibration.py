@@ -67,15 +67,15 @@ class Calibration:
         length, ids = min(LENGTH, max_context), tokenizer.encode(self.content)
         if self.file is None:
             length = min(length, max(len(ids), SHORTEST))
+        text = f"--calibration {self.file}" if self.file else "the bundled text"
         if len(ids) < length:
-            text = f"--calibration {self.file}" if self.file else "the bundled text"
             raise ConfigError(
                 f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
         found = replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
-        if (different := len(np.unique(found.ids))) < VARIED:
+        if (different := len(np.unique(found.ids[:, 1:]))) < VARIED:  # the first may be the tokenizer's own
             raise ConfigError(
-                f"--calibration {self.file} has {different} different tokens: any precision predicts them",
+                f"{text} has {different} different tokens of this model: any precision predicts them",
                 f"at least {VARIED}, as running text has", "give a text like those that the model will read",
             )  # fmt: skip
         return found

@@ -1,6 +1,7 @@
 """The names of the numerics classes: weights and activations of one matrix product."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -59,6 +60,15 @@ SCALING_WORDS: Mapping[int, str] = MappingProxyType({
     Scaling.PLAIN: "", Scaling.MINIMUMS: "with minimums", Scaling.LEVELS: "in two levels",
     Scaling.LEVELS_MINIMUMS: "in two levels with minimums",
 })  # fmt: skip
+
+_INTEGERS = re.compile(r"\bw[48]a")
+
+
+def with_groups(parts: Sequence[str], groups: str) -> list[str]:
+    """Words for precisions, with those for groups behind the first that has any: "fp8a16", "lm_head w8a16 g128"."""
+    first = next((i for i, part in enumerate(parts) if _INTEGERS.search(part)), len(parts) - 1)
+    return [f"{part} {groups}" if groups and i == first else part for i, part in enumerate(parts)]
+
 
 HADAMARD = "by Hadamard"  # codes of transformed groups
 

@@ -6,6 +6,7 @@ Peaks are dense: vendors' pages and most tables on the web quote twice as much, 
 vendors' datasheets.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -100,12 +101,17 @@ DEVICES = (
 
 def find_device(name: str) -> Device:
     """By its name, or what nvidia-smi calls it, without regard to case and vendor. raises ConfigError"""
-    named = {alias.casefold(): device for device in DEVICES for alias in (device.name, *device.aliases)}
-    wanted = name.casefold().removeprefix("nvidia ").strip()
+    named = {_spelt(alias): device for device in DEVICES for alias in (device.name, *device.aliases)}
+    wanted = _spelt(name)
     if wanted not in named:
         raise ConfigError(f"no device is known as {name}", "a device of the catalogue",
                           nearest(wanted, named, [one.name for one in DEVICES if one.memory_bytes]))  # fmt: skip
     return named[wanted]
+
+
+def _spelt(name: str) -> str:
+    """As all spellings of a name have it: "NVIDIA H100 SXM", "h100-sxm" and "H100_SXM" are one."""
+    return re.sub(r"[\s_-]+", " ", name.casefold()).strip().removeprefix("nvidia ")
 
 
 # The least compute capability of each architecture of NVIDIA's.
@@ -122,15 +128,27 @@ def multiplied(architecture: str) -> tuple[str, ...]:
 
 def check_multiplies(gpu: str, capability: tuple[int, int], needed: Collection[str]) -> None:
     """gpu: its name; needed: of "fp16", "bf16", "int8", "fp8". raises ConfigError where it lacks one, naming those"""
+    check_architecture(*seen_as(gpu, capability), needed)
+
+
+def seen_as(gpu: str, capability: tuple[int, int]) -> tuple[str, str]:
+    """How a GPU that was found is named, and its architecture."""
     own = max((least for least in CAPABILITIES if least <= capability), default=None)
-    about = f"{gpu} ({CAPABILITIES[own] if own else 'before Volta'}, sm_{capability[0]}{capability[1]})"
-    if own is None or own < LEAST_CAPABILITY:
-        least = f"{CAPABILITIES[LEAST_CAPABILITY]} or later, sm_{LEAST_CAPABILITY[0]}{LEAST_CAPABILITY[1]} on"
-        raise ConfigError(f"no kernel here runs on {about}", least, "run on the CPU, or on another GPU")
-    has = multiplied(CAPABILITIES[own])
+    architecture = CAPABILITIES[own] if own else "before Volta"
+    return f"{gpu} ({architecture}, sm_{capability[0]}{capability[1]})", architecture
+
+
+def check_architecture(about: str, architecture: str, needed: Collection[str]) -> None:
+    """As `check_multiplies`, of any GPU of an architecture. about: how it is named"""
+    ours = {least: name for least, name in CAPABILITIES.items() if least >= LEAST_CAPABILITY}
+    if architecture not in ours.values():
+        (a, b), first = min(ours.items())
+        least = f"a GPU of NVIDIA's, {first} or later: sm_{a}{b} on"
+        raise ConfigError(f"no kernel for GPUs here runs on {about}", least, "run on the CPU, or on another GPU")
+    has = multiplied(architecture)
     lacks = [p for p in dict.fromkeys(needed) if p not in has]
     if lacks:
-        able = [f"{name} (sm_{a}{b})" for (a, b), name in CAPABILITIES.items() if set(lacks) <= set(multiplied(name))]
+        able = [f"{name} (sm_{a}{b})" for (a, b), name in ours.items() if set(lacks) <= set(multiplied(name))]
         raise ConfigError(
             f"{about} does not multiply {', '.join(lacks)}; it has {', '.join(has)}",
             f"one of {', '.join(able)}" if able else "a GPU that does", _INSTEAD,

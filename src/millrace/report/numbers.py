@@ -18,9 +18,14 @@ def four(n: float) -> str:
     return f"{n:,.0f}" if abs(n) >= 999.95 else f"{n:.4g}"
 
 
+def exact(n: float) -> str:
+    """As somebody said it, with all of its digits: 31, 0.25, 29,170,125."""
+    return f"{n:,.10g}"
+
+
 def things(n: float, name: str) -> str:
     """1 request, 3 requests."""
-    return f"{n:,.10g} {name}{'' if n == 1 else 's'}"
+    return f"{exact(n)} {name}{'' if n == 1 else 's'}"
 
 
 def is_number(text: str) -> bool:

@@ -20,7 +20,7 @@ from millrace.size.memory import Memory, memory
 from millrace.size.money import Money
 from millrace.size.offers import Offers
 from millrace.size.otherwise import Change, changes
-from millrace.size.planning import Plan
+from millrace.size.planning import Plan, rounded
 from millrace.size.points import Point
 from millrace.size.prices import read_prices
 from millrace.size.question import Question, limits_of
@@ -87,7 +87,7 @@ class Answer:
     def instances(self) -> int:
         """That the load needs; systems are rounded up from these."""
         per_system = self.plan.point.system / self.plan.point.devices
-        return -int(-(self.plan.fractional / self.question.hardware.utilisation * per_system) // 1)
+        return rounded(self.plan.fractional / self.question.hardware.utilisation * per_system, 1)
 
 
 def plan(**answers: Any) -> Answer:

@@ -1,6 +1,7 @@
 """What answers say against each other, or beside what makes no use of it: refused before anything is computed."""
 
 from millrace.errors import ConfigError, nearest
+from millrace.report.numbers import exact
 from millrace.settings import Settings
 from millrace.size.cost import WEIGHT_BYTES
 from millrace.size.hardware import THIS
@@ -60,7 +61,7 @@ def _check_request(asked: RequestSettings) -> None:
 
 def _check_limits(asked: LimitSettings) -> None:
     if asked.ttft_ms is not None and asked.e2e_ms is not None and asked.ttft_ms > asked.e2e_ms:
-        raise ConfigError(f"{asked.ttft_ms:g} ms for the first token, and {asked.e2e_ms:g} for the last",
+        raise ConfigError(f"{exact(asked.ttft_ms)} ms for the first token, and {exact(asked.e2e_ms)} for the last",
                           "the first before the last", "correct --ttft-ms or --e2e-ms")  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.report.numbers import four, things
+from millrace.report.numbers import exact, four, things
 from millrace.size.load import DAY_S, PERIODS, Peak, peak, per_second
 from millrace.size.settings import LoadSettings
 from millrace.tune.recording import Recording, read_recording
@@ -64,11 +64,11 @@ def demand(asked: LoadSettings) -> Demand:
         how = (*how, f"in their busiest hours {four(busy)} requests/s")
     top, told = _peak(asked, busy, trace)
     if top > busy * _MOST_BURST:
-        raise ConfigError(f"a peak of {top:,.10g} requests/s, and {how[0]}",
+        raise ConfigError(f"a peak of {exact(top)} requests/s, and {how[0]}",
                           f"a peak of at most {_MOST_BURST:,.0f} times the average, {four(busy * _MOST_BURST)}",
                           "leave one of them out, or correct it (--requests-each, --hours)")  # fmt: skip
     if top < busy * (1 - 1e-9):
-        raise ConfigError(f"a peak of {top:g} requests/s, and {four(busy)} on average when they come",
+        raise ConfigError(f"a peak of {exact(top)} requests/s, and {four(busy)} on average when they come",
                           "a peak above that", "correct one of them, or --percentile")  # fmt: skip
     hours = tuple(busy * h / max(curve) for h in curve)
     return Demand(top, busy, average, hours, (*how, *told), trace)
@@ -107,14 +107,14 @@ def _peak_alone(asked: LoadSettings) -> Demand:
     if wrong:
         raise ConfigError(f"{' and '.join(wrong)} beside a peak that is said", "an average that they make a peak of",
                           "say --average instead of --rate, or leave them out")  # fmt: skip
-    how = f"peak: {asked.rate:g} requests/s, as said"
+    how = f"peak: {exact(asked.rate)} requests/s, as said"
     return Demand(asked.rate, None, None, (asked.rate,) * _HOURS, (how,))
 
 
 def _average(asked: LoadSettings, trace: Recording | None) -> tuple[float, tuple[str, ...]]:
     """Requests a second of whole days."""
     if asked.average is not None:
-        return asked.average, (f"average: {asked.average:g} requests/s, as said",)
+        return asked.average, (f"average: {exact(asked.average)} requests/s, as said",)
     if asked.users is not None:
         each = asked.requests_each or USER_REQUESTS
         rate = per_second(asked.users * each, "day")
@@ -143,7 +143,7 @@ def parse_calls(text: str) -> tuple[float, str]:
         raise ConfigError(f'calls are "{text:.60}"', f"a number and a period ({', '.join(PERIODS)})", "write 30M/year")
     n = float(found[1].replace(",", "").replace("_", "")) * _TIMES[found[2]]
     if not 0 < n <= 1e18:
-        raise ConfigError(f"{n:g} calls a {found[3]}", "above 0, and at most 1e18", "correct it")
+        raise ConfigError(f"{exact(n)} calls a {found[3]}", "above 0, and at most 1e18", "correct it")
     return n, found[3]
 
 
@@ -175,14 +175,14 @@ def _peak(asked: LoadSettings, busy: float, trace: Recording | None) -> tuple[fl
                 "one of them",
                 "leave --rate out, or --burst, --split, --percentile, --window-s and --trace",
             )
-        return asked.rate, (f"peak: {asked.rate:g} requests/s, as said",)
+        return asked.rate, (f"peak: {exact(asked.rate)} requests/s, as said",)
     if trace is not None:
         return _recorded(asked, busy, trace)
     if not asked.percentile:
         if asked.split != 1:
             raise ConfigError("--split without a percentile", "--percentile above 0", "leave --split out")
         top = busy * asked.burst
-        return top, (f"peak: {four(top)} requests/s, {asked.burst:g} times that, nothing added for chance",)
+        return top, (f"peak: {four(top)} requests/s, {exact(asked.burst)} times that, nothing added for chance",)
     found = _poisson(asked, busy)
     if found.rate >= busy * asked.burst:
         return found.rate, (found.how,)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError, nearest
+from millrace.report.numbers import exact
 from millrace.size.load import tokens
 from millrace.size.models import ModelShape
 from millrace.size.settings import LENGTHS, RequestSettings
@@ -109,7 +110,7 @@ def length(text: str, name: str, words_a_token: float) -> tuple[float, str]:
         raise ConfigError(f'{name} is in "{unit}"', nearest(unit, UNITS.values()), "say it in one of them")
     n = times * tokens(number, known, words_a_token)
     if not 1 <= n <= _MOST:
-        raise ConfigError(f"{name} is {n:g} tokens", f"1 to {_MOST:,}", "correct it")
+        raise ConfigError(f"{name} is {exact(n)} tokens", f"1 to {_MOST:,}", "correct it")
     return n, _told(name, times * number, known, n, words_a_token)
 
 

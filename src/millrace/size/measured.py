@@ -13,6 +13,7 @@ from pathlib import Path
 
 from millrace.engine.tactics import write_whole
 from millrace.errors import ConfigError, plain
+from millrace.report.numbers import exact, four
 from millrace.settings import read_given
 from millrace.size.models import PRESETS, ModelShape
 from millrace.size.points import Point, Source, Waits
@@ -118,12 +119,12 @@ def _check_order(point: Point, where: str) -> None:
     units = "check the columns and their units: all times are in ms, from the request on but for itl_ms"
     for waits, (ttft, _, e2e) in ((point.mean, _MEAN), (point.p95, _P95)):
         if waits is not None and waits.ttft_s > waits.e2e_s:
-            raise ConfigError(f"{where}: {ttft} is {waits.ttft_s * 1e3:g}, and {e2e} {waits.e2e_s * 1e3:g}",
+            raise ConfigError(f"{where}: {ttft} is {exact(waits.ttft_s * 1e3)}, and {e2e} {exact(waits.e2e_s * 1e3)}",
                               "the first token before the last", units)  # fmt: skip
     gaps_s = (point.output_tokens - 1) * point.mean.itl_s
     if gaps_s > point.mean.e2e_s * (1 + LITTLE):
-        raise ConfigError(f"{where}: {point.output_tokens:g} tokens {point.mean.itl_s * 1e3:g} ms apart take "
-                          f"{gaps_s * 1e3:,.6g} ms, and e2e_ms is {point.mean.e2e_s * 1e3:g}",
+        raise ConfigError(f"{where}: {exact(point.output_tokens)} tokens {exact(point.mean.itl_s * 1e3)} ms apart take "
+                          f"{four(gaps_s * 1e3)} ms, and e2e_ms is {exact(point.mean.e2e_s * 1e3)}",
                           "e2e_ms = ttft_ms + (osl - 1) x itl_ms", units)  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def write_points(path: Path, points: Sequence[Point]) -> None:
         waits = [p.mean.ttft_s, p.mean.itl_s, p.mean.e2e_s]
         p95 = [] if p.p95 is None else [p.p95.ttft_s, p.p95.itl_s, p.p95.e2e_s]
         rows.writerow([
-            p.model, p.device, p.precision, p.tp, f"{p.input_tokens:g}", f"{p.output_tokens:g}",
+            p.model, p.device, p.precision, p.tp, f"{p.input_tokens:.10g}", f"{p.output_tokens:.10g}",
             f"{p.concurrency:.6g}", *(f"{s * 1e3:.6g}" for s in waits), f"{p.rate:.6g}",
             *([f"{s * 1e3:.6g}" for s in p95] or [""] * len(_P95)),
         ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from millrace.report.numbers import four
 from millrace.size.alternatives import Alternative
 from millrace.size.money import DAY_HOURS, Money
 from millrace.size.table import Table, few
@@ -74,10 +75,11 @@ def _both(found: Money) -> list[tuple[str, str]]:
 
 
 def _cheapest(found: Money) -> list[tuple[str, str]]:
-    if found.cheapest is None or found.a_million_tokens is None:
+    tokens, requests = found.a_million_tokens, found.a_thousand_requests
+    if found.cheapest is None or tokens is None or requests is None:
         return []
-    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: {found.a_million_tokens:,.3g} a "
-                                 f"million tokens, {found.a_thousand_requests:,.3g} a thousand requests")]  # fmt: skip
+    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: {four(tokens)} a million tokens, "
+                                 f"{four(requests)} a thousand requests")]  # fmt: skip
     if found.band is not None:
         low, high = found.band
         said = f"{low:,.0f}, even if systems serve {found.error:.0%} less or more than told"

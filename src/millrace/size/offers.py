@@ -281,7 +281,7 @@ def _of_call(points: Sequence[Point], call: Call, path: str) -> list[Point]:
         told = sorted({(p.input_tokens, p.output_tokens) for p in points})
         raise ConfigError(
             f"{path} has no measurements of {call.n_input:,.0f} tokens in and {call.n_output:,.0f} out",
-            "lengths that were measured: " + ", ".join(f"{a:g}/{b:g}" for a, b in told[:12]),
+            "lengths that were measured: " + ", ".join(f"{a:.10g}/{b:.10g}" for a, b in told[:12]),
             "choose such lengths, measure these, or leave --measured out",
         )  # fmt: skip
     return found

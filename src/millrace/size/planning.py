@@ -7,7 +7,7 @@ from typing import Protocol
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import PROCESSOR, Device, find_device
-from millrace.report.numbers import four
+from millrace.report.numbers import exact, four
 from millrace.size.constants import UNSEEN, profile
 from millrace.size.cost import Instance
 from millrace.size.load import DAY_S
@@ -125,7 +125,7 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
     raises ConfigError where no point keeps the limits
     """
     if not 0 < rate <= 1e9:
-        raise ConfigError(f"a peak of {rate:g} requests/s", "above 0, and at most 1e9", "correct it")
+        raise ConfigError(f"a peak of {exact(rate)} requests/s", "above 0, and at most 1,000,000,000", "correct it")
     point = best([p for p in points if p.source == Source.SIMULATED] or points, limits)
     error, told, grounds = 0.02, str(point.source), None
     if point.source in (Source.ANALYTIC, Source.SIMULATED) and basis is not None:
@@ -139,7 +139,7 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
     def bought(share: float) -> int:
         n = rounded(fractional * share / fleet.utilisation, point.systems) + fleet.spare
         if n > _MOST_SYSTEMS:
-            raise ConfigError(f"{rate:g} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
+            raise ConfigError(f"{four(rate)} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
                               f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
                               f"are {four(rate / DAY_S)} a second")  # fmt: skip
         return n

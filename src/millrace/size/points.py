@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.errors import ConfigError
+from millrace.report.numbers import exact, four
 
 SYSTEM = 8  # devices of the machines that are bought, where nobody says
-_MOST_S = 1e6  # that a limit allows
+_MOST_S = 1e7  # that a limit allows: settings take 1e6, of which twice as much is looked at, too
 # Of calls in a row that were measured apart, for as long as waits are not those of a few outliers in each call.
-P95_OF_CALLS = "the p95 of calls in a row is the sum of each call's p95: an upper bound, not measured"
+P95_OF_CALLS = "the p95 of calls in a row is the sum of each call's p95: as a rule an upper bound, not measured"
 
 
 def named_parallel(tp: int, pp: int) -> str:
@@ -112,7 +113,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What users may wait for at most, in seconds; None: as long as it takes. percentile: of p95, or of the mean"""
+    """What users may wait for at most, in seconds; None: as long as it takes. of: "mean" or "p95", which they are on"""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -125,7 +126,9 @@ class Limits:
         for name, value in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
             if value is not None and not 0 < value < _MOST_S:
                 raise ConfigError(
-                    f"a limit of {value:g} s on {name}", f"above 0 and below {_MOST_S:g}, in seconds", "correct it"
+                    f"a limit of {exact(value)} s on {name}",
+                    f"above 0 and below {exact(_MOST_S)}, in seconds",
+                    "correct it",
                 )
 
     def scaled(self, times: float) -> "Limits":
@@ -163,7 +166,7 @@ def best(points: Sequence[Point], limits: Limits) -> Point:
     waits = closest.mean if limits.of == "mean" or closest.p95 is None else closest.p95
     raise ConfigError(
         f"nothing here keeps the limit on {' and '.join(limits.broken(closest))} ({limits.of})",
-        f"the closest is {closest.configuration} with {closest.concurrency:g} in flight: TTFT "
+        f"the closest is {closest.configuration} with {four(closest.concurrency)} in flight: TTFT "
         f"{waits.ttft_s * 1e3:.0f} ms, ITL {waits.itl_s * 1e3:.1f} ms, E2E {waits.e2e_s:.2f} s",
         "allow more, ask for less, or choose faster devices",
     )  # fmt: skip

@@ -102,13 +102,13 @@ def read_prices(path: Path | None) -> Prices:
     replaced = {_device(offer, where) for offer in _list(own, where)}
     kept = [offer for offer in ours["offers"] if offer["device"] not in replaced]
     buy, own_buy = ours["buy"], _table(own, "buy", where)
-    offers = [*kept, *({"date": own["date"], **offer} for offer in _list(own, where))]
-    parts = {part: {**buy.get(part, {}), **_table(own_buy, part, where)} for part in ("systems", "watts")}
+    offers = [{"date": own["date"], **offer} for offer in _list(own, where)]
+    parts = {part: {**buy.get(part, {}), **_of_devices(own_buy, part, where)} for part in ("systems", "watts")}
     merged = {
         **ours, **own, "date": own["date"] if own_buy else ours["date"], "offers": offers,
         "buy": {**buy, **own_buy, **parts}, "tokens": {**ours["tokens"], **_table(own, "tokens", where)},
     }  # fmt: skip
-    return _made(merged, where)
+    return _made(merged, where, kept)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -123,7 +123,8 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML: {plain(str(error))}", "prices as TOML", "correct it") from None
 
 
-def _made(found: Mapping[str, Any], where: str) -> Prices:
+def _made(found: Mapping[str, Any], where: str, kept: Sequence[Mapping[str, Any]] = ()) -> Prices:
+    """kept: offers of ours, before those that are found"""
     buy = found["buy"]
     for name in buy:
         _known(name, (*_BUY, "systems", "watts"), f"{where}, buy")
@@ -138,10 +139,10 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
         raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}",
                           f"years from {_LEAST_YEARS:g} to {_MOST:g}, a PUE from 1 to {_MOST_PUE:g}",
                           "correct them")  # fmt: skip
-    offers = found["offers"]
+    known = ((_OURS.name, kept), (where, found["offers"]))
     return Prices(
         currency=currency, date=_date(found["date"], where), **rates,
-        offers=tuple(_rent(offer, f"{where}, offer {i}") for i, offer in enumerate(offers, 1)),
+        offers=tuple(_rent(one, f"{file}, offer {i}") for file, some in known for i, one in enumerate(some, 1)),
         systems=_by_device(buy.get("systems", {}), f"{where}, buy.systems"),
         watts=_by_device(buy.get("watts", {}), f"{where}, buy.watts"),
         tokens=(number(found["tokens"]["input"], f"{where}, tokens.input"),
@@ -174,6 +175,16 @@ def _table(found: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: {name} is {value!r:.40}", f"a table, [{name}]", "correct it")
     return value
+
+
+def _of_devices(found: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """By the catalogue's names. raises ConfigError, also for a device that has two, of which one would be ignored"""
+    named: dict[str, Any] = {}
+    for said, value in _table(found, name, where).items():
+        if (device := find_device(said).name) in named:
+            raise ConfigError(f"{where}: {name} has {device} twice, {said:.40} is one", "once", "leave one out")
+        named[device] = value
+    return named
 
 
 def _device(offer: Mapping[str, Any], where: str) -> str:

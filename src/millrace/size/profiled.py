@@ -103,7 +103,8 @@ class Profiled:
         """Requests of so many tokens that are in flight at most. raises ConfigError where none fits"""
         s = self.profile.schedule
         if both > s.context_tokens:
-            raise ConfigError(f"requests of {both:g} tokens", f"at most {s.context_tokens}, as the profiled server had",
+            raise ConfigError(f"requests of {both:,.0f} tokens",
+                              f"at most {s.context_tokens:,}, as the profiled server had",
                               "shorten them, or fit a profile of a server with more")  # fmt: skip
         return max(1, min(s.max_sequences, s.pages // int(-(-both // s.page_tokens))))
 

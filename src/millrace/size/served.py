@@ -40,14 +40,14 @@ def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
     both = sum(lengths)
     if both > instance.model.max_context:
         raise ConfigError(
-            f"requests of {both:g} tokens", f"the context of {instance.model.name}, {instance.model.max_context}",
+            f"requests of {both:,.0f} tokens", f"the context of {instance.model.name}, {instance.model.max_context:,}",
             "shorten them, or choose a model with a longer one",
         )  # fmt: skip
     if (room := kv_capacity(instance)) < both:
         raise ConfigError(
-            f"a request of {both:g} tokens does not fit beside {instance.model.name} on {instance.devices} x "
+            f"a request of {both:,.0f} tokens does not fit beside {instance.model.name} on {instance.devices} x "
             f"{instance.device.name}",
-            f"at most {room:.0f} tokens", "use more devices, larger ones, or shorter requests",
+            f"at most {room:,.0f} tokens", "use more devices, larger ones, or shorter requests",
         )  # fmt: skip
 
 

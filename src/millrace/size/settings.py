@@ -95,7 +95,9 @@ class HardwareSettings(Settings):
         (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice), this or all", metavar="NAME"
     )
     precision: tuple[str, ...] = setting(
-        (), "precisions to choose from; default: fp16 and fp8, as devices have them, or that of --stack"
+        (),
+        "precisions to choose from, of fp16, bf16, fp8, int8, fp4 and int4; default: fp16 and fp8, as devices have "
+        "them, or that of --stack",
     )
     tp: int | None = setting(
         None, "devices that share each layer of an instance; default: what serves most", low=1, high=8

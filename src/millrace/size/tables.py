@@ -159,9 +159,12 @@ def _configurations(answer: Answer) -> Table:
         else:
             rows.append(_point(offer.point, answer.plan.rate))
     more = len(answer.table) - _MOST_ROWS
-    notes = (f"and {more} more: --json has them",) if more > 0 else ()
-    name = "Every configuration within the limits"
-    return Table("configurations", name, rows, _COLUMNS, _OF_A_SYSTEM, notes)
+    notes = [f"and {more} more: --json has them"] if more > 0 else []
+    if len({offer.point.source for offer in answer.table if offer.point}) > 1:
+        surely = "" if answer.not_simulated else "; none of these could serve as much as what was simulated"
+        notes.append(f"analytic: in closed form, where prompts come together and wait for each other{surely}")
+    name, which = "Every configuration", f"the most within the limits; {_OF_A_SYSTEM}"
+    return Table("configurations", name, rows, _COLUMNS, which, notes)
 
 
 def _changes(answer: Answer) -> Table:
@@ -182,7 +185,7 @@ def _follows(answer: Answer) -> Table:
     rows = [
         ("requests", f"{four(f.rate)} a second{a_day}"),
         ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
-        ("users", f"{count(f.users)}, with {f.requests_each:g} requests a day each"
+        ("users", f"{count(f.users)}, with {things(f.requests_each, 'request')} a day each"
                   + (f", in {f.hours:g} hours" if f.hours else "")),
     ]  # fmt: skip
     return Table("follows", "What follows", rows, more="from what is bought, but for what is to spare")

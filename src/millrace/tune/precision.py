@@ -23,7 +23,7 @@ from millrace.evaluate.divergence import Score
 from millrace.evaluate.pieces import Answers, ReadText, answers, read, score
 from millrace.evaluate.windows import Windows
 from millrace.graph.rewrite import LOGITS
-from millrace.kernels.precision import Precision
+from millrace.kernels.precision import Precision, with_groups
 from millrace.model.families import HEAD
 
 # By the bytes of a weight; of equal ones those whose products take 8-bit activations come first, as they are faster.
@@ -137,10 +137,11 @@ def label(
     patterns = [f"{pattern} {p}" for pattern, p in named.items()]
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
-    group = f" {'as stored' if _keeps(precision, stored) else f'g{precision.group}'}" if precision.meaning.group else ""
+    groups = ("as stored" if _keeps(precision, stored) else f"g{precision.group}") if precision.meaning.group else ""
+    classes = with_groups([f"{precision.default}", *head, *patterns], groups)
     kept = [f"{KEPT[kv].name} keys and values"] if KEPT[kv].numbers else []
     sums = ["bf16 summed by tiles"] if by_tiles else []
-    return ", ".join([f"{precision.default}{group}", *head, *patterns, *kept, *sums])
+    return ", ".join([*classes, *kept, *sums])
 
 
 def _keeps(precision: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> bool:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError, MachineError
+from millrace.machine.devices import find_device, seen_as
 
 CPU = "cpu"
 _NAMED = re.compile(r"cpu|cuda(:\d{1,4})?")
@@ -18,6 +19,30 @@ class Gpu:
     capability: tuple[int, int]
     free_bytes: int
     multiprocessors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A GPU that is here, or one of the catalogue. about: its name and what it is"""
+
+    about: str
+    architecture: str
+
+
+def known_gpu(device: str) -> Known:
+    """device: cuda, or cuda:1, of those that are here; else a name of the catalogue, such as h100
+
+    raises ConfigError for others; MachineError where there is none here
+    """
+    if device != CPU and _NAMED.fullmatch(device):
+        found = find_gpu(device)
+        return Known(*seen_as(found.name, found.capability))
+    try:
+        named = find_device(device)
+    except ConfigError as error:
+        expected = "cuda, cuda:1 for the second GPU here, or one of the catalogue, such as H100"
+        raise ConfigError(f'--device is "{device}"', expected, error.mend) from None
+    return Known(f"{named.name} ({named.architecture})", named.architecture)
 
 
 def check_name(device: str) -> None:

@@ -7,10 +7,10 @@ import torch
 from millrace.engine.cuda.memory import ATTENTION
 from millrace.engine.cuda.operators import OPERATORS
 from millrace.engine.cuda.placement import PRODUCTS
+from millrace.engine.cuda.precisions import multiplied_by
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError, MachineError
 from millrace.graph.types import Graph
-from millrace.kernels.declare import WeightFormat
 from millrace.kernels.matmul.coded import E4M3
 from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.operators import size
@@ -29,9 +29,7 @@ def precisions_used(
         if precision is None or not precision.coded:
             continue
         meets_fp8 = not precision.takes_bytes and not set(fp8_rows).isdisjoint(node.origin)
-        found["int8" if precision.takes_bytes else "bf16" if dtype == "fp32" else dtype] = True
-        if precision.weights == WeightFormat.FP8 or meets_fp8:
-            found["fp8"] = True
+        found |= dict.fromkeys(multiplied_by(precision, dtype, meets_fp8=meets_fp8), True)
     if kv == KvFormat.FP8:
         found["fp8"] = True
     return tuple(found)

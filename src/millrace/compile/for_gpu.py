@@ -1,0 +1,48 @@
+"""`millrace build --device`: engine folders are for CPUs; whether a GPU has the precision goes first."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, settled
+from millrace.compile.builder import asked_precision
+from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
+from millrace.engine.cuda.found import known_gpu
+from millrace.engine.cuda.precisions import multiplied_by
+from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.errors import ConfigError, MachineError
+from millrace.machine.devices import check_architecture
+from millrace.model.families import HEAD
+
+
+def refuse_gpu(
+    device: str, model: str, folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None
+) -> NoReturn:
+    """raises ConfigError: for a precision of these that such a GPU has not, else for an engine of a GPU"""
+    try:
+        gpu = known_gpu(device)
+    except MachineError:  # none is here, so that nobody knows what it multiplies
+        gpu = None
+    if gpu is not None:
+        check_architecture(gpu.about, gpu.architecture, _needed(folder, build, precisions))
+    asked = f" --precision {build.precision}" if build.precision else ""
+    raise ConfigError(
+        f"an engine for {gpu.about if gpu else device}: engine folders are for CPUs",
+        "no build: a GPU takes a checkpoint's weights as they are, at every start",
+        f"millrace serve {model} --device cuda{asked}",
+    )
+
+
+def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None) -> list[str]:
+    """What a GPU would multiply, of these precisions and of what the checkpoint says where nothing is asked."""
+    source = Source.from_checkpoint(Checkpoint.open(folder), build.max_context)
+    kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
+    asked = asked_precision(build, source.own_precision, precisions)
+    chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
+    dtype = "fp32" if chosen.table == "f32" else "bf16"
+    of = chosen.precision
+    used = (of.default, of.of(HEAD, is_head=True), *(p for _, p in of.patterns))
+    needed = [name for precision in used for name in multiplied_by(precision, dtype)]
+    return [*needed, "fp8"] if chosen.kv_format == KvFormat.FP8 else needed

@@ -1,0 +1,100 @@
+"""`doctor --device` and `build --device`: what a GPU has, and why no engine is built for one, by the one table."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.compile.find import BUNDLED
+from millrace.compile.for_gpu import refuse_gpu
+from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda import found
+from millrace.engine.cuda.found import Gpu
+from millrace.errors import ConfigError, MachineError
+from millrace.kernels.precision import Precision
+from millrace.machine.devices import Device
+from tests.cli.conftest import Millrace
+from tests.machine.test_devices import OURS, TENSOR_CORES
+
+# What meets in the products of each precision: weights become what their rows are, and int8 rows meet integers.
+NEEDED = {
+    "precision fp32": set(), "precision bf16": {"bf16"}, "precision w8a8": {"bf16", "int8"},
+    "precision w8a16": {"bf16"}, "precision w4a8": {"bf16", "int8"}, "precision w4a16": {"bf16"},
+    "precision fp8a16": {"bf16", "fp8"}, "kv-cache-dtype int8": set(), "kv-cache-dtype fp8": {"fp8"},
+}  # fmt: skip
+WITHOUT_KERNELS = {"Volta", "Turing"}
+
+
+@pytest.mark.parametrize("device", OURS, ids=lambda device: device.name)
+def test_doctor_tells_what_the_table_has(device: Device, millrace: Millrace) -> None:
+    told = json.loads(millrace("doctor", "--device", device.name.replace(" ", "-").lower(), "--json").out)
+    has = TENSOR_CORES[device.architecture]
+    assert told["device"] == f"{device.name} ({device.architecture})" and set(told["multiplies"]) == has
+    assert told["asked"].keys() == NEEDED.keys()
+    for asked, needed in NEEDED.items():
+        one = told["asked"][asked]
+        assert set(one["multiplies"]) == needed
+        assert (one["why_not"] is None) == (device.architecture not in WITHOUT_KERNELS and needed <= has), asked
+
+
+def test_doctor_on_a_screen(millrace: Millrace) -> None:
+    done = millrace("doctor", "--device", "a100")
+    rows = {line.split("  ")[1].strip(): line.split()[-1] for line in done.out.splitlines() if line.startswith("  --")}
+    assert rows["--precision fp8a16"] == rows["--kv-cache-dtype fp8"] == "refused"
+    assert rows["--precision w4a8"] == rows["--precision fp32"] == "yes"
+    assert "--kv-cache-dtype int8  what layers do  yes" in done.out
+    assert done.err.count("A100 SXM 80GB (Ampere) does not multiply fp8; it has fp16, bf16, int8") == 1
+    for name, words in (("MI300X", "no kernel for GPUs here runs on MI300X (CDNA3)"), ("T4", "runs on T4 (Turing)"),
+                        ("EPYC 9654", "no kernel for GPUs here runs on EPYC 9654 (Zen 4)")):  # fmt: skip
+        done = millrace("doctor", "--device", name)
+        assert words in done.err and "yes" not in done.out
+    assert "nothing" not in millrace("doctor", "--device", "L4").out
+    millrace("doctor", "--device", "H10").assert_mistake('--device is "H10"', "cuda:1", "H100")
+    millrace("doctor", "--device", "L4", "--isa", "avx2").assert_mistake("--isa beside --device L4")
+
+
+def test_doctor_of_a_gpu_that_is_here(millrace: Millrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu(device, "NVIDIA A10", (8, 6), 1 << 30, 72))
+    told = json.loads(millrace("doctor", "--device", "cuda:1", "--json").out)
+    assert told["device"] == "NVIDIA A10 (Ampere, sm_86)" and told["asked"]["precision fp8a16"]["why_not"]
+    monkeypatch.setattr(found, "find_gpu", none_here)
+    millrace("doctor", "--device", "cuda").assert_mistake("no GPU to run on")
+
+
+def none_here(device: str) -> Gpu:
+    raise MachineError(f"--device {device}: no GPU to run on", "one", "run on the CPU")
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("device", OURS, ids=lambda device: device.name)
+def test_build_refuses_by_the_table_first(device: Device, precision: Precision) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_gpu(device.name, "tiny", BUNDLED / "tiny", BuildSettings(precision=precision))
+    what, has = refused.value.what, TENSOR_CORES[device.architecture]
+    if device.architecture in WITHOUT_KERNELS:
+        assert what == f"no kernel for GPUs here runs on {device.name} ({device.architecture})"
+    elif lacking := NEEDED[f"precision {precision}"] - has:
+        assert f"{device.name} ({device.architecture}) does not multiply {', '.join(lacking)}; it has" in what
+    else:
+        assert what == f"an engine for {device.name} ({device.architecture}): engine folders are for CPUs"
+        assert refused.value.mend == f"millrace serve tiny --device cuda --precision {precision}"
+
+
+def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = ("build", "tiny", "-o", tmp_path / "e")
+    millrace(*build, "--device", "h100").assert_mistake("H100 SXM (Hopper): engine folders are for CPUs")
+    fp8 = ("--kv-cache-dtype", "fp8")
+    millrace(*build, "--device", "A100", *fp8).assert_mistake("A100 SXM 80GB (Ampere) does not multiply fp8")
+    (tmp_path / "map.json").write_text('{"default": "bf16", "layers.1.*": "fp8a16"}')
+    mapped = ("--precision-map", tmp_path / "map.json")
+    millrace(*build, "--device", "A100", *mapped).assert_mistake("A100 SXM 80GB (Ampere) does not multiply fp8")
+    millrace(*build, "--device", "L4", *mapped).assert_mistake("L4 (Ada): engine folders are for CPUs")
+    monkeypatch.setattr(found, "find_gpu", none_here)
+    millrace(*build, "--device", "cuda").assert_mistake(
+        "an engine for cuda: engine folders", "serve tiny --device cuda"
+    )
+    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu(device, "NVIDIA A100", (8, 0), 1 << 30, 108))
+    millrace(*build, "--device", "cuda", "--precision", "fp8a16").assert_mistake("NVIDIA A100 (Ampere, sm_80) does not")
+    millrace(*build, "--device", "H10").assert_mistake('--device is "H10"')
+    assert not (tmp_path / "e").exists()
+    assert millrace(*build, "--device", "cpu", "--tune", "0").code == 0
