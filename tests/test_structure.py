@@ -110,6 +110,23 @@ def test_no_room_has_an_import_circle() -> None:
     assert not in_circles(edges), "what both need goes into a module of its own, or one of them is handed it"
 
 
+# Within the server: what models and their folders are knows no protocol by which they are asked.
+WITHIN_SERVE = {"repository": ("inference", "kserve"), "inference": ("kserve",)}
+
+
+def test_tensor_models_know_no_protocol() -> None:
+    trees = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): tree for path, tree in modules()}
+    wrong = [
+        f"{name} imports {other}"
+        for part, later in WITHIN_SERVE.items()
+        for name, tree in trees.items()
+        if name.startswith(f"millrace.serve.{part}.")
+        for other in imported(tree, set(trees), name)
+        if other.split(".")[2:3] != [part] and other.split(".")[2:3] and other.split(".")[2] in later
+    ]
+    assert not wrong, "\n".join([*wrong, "what both need belongs to the earlier one"])
+
+
 def test_imports_by_name_stay_in_their_room() -> None:
     """No edge is seen where a module is imported by its name: four places do it, two of them within their room, and the
     last one, which is given names of packages, never of ours.

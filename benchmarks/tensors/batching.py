@@ -31,7 +31,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ocr"
 NAME, INPUT, OUTPUT = "classifier", "x", "save_infer_model/scale_0.tmp_1"

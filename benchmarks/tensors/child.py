@@ -26,7 +26,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 
 MODEL = """
 import triton_python_backend_utils as pb_utils

@@ -137,6 +137,19 @@ def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
         millrace("serve", *arguments).assert_mistake(*fragments)
 
 
+def test_a_name_in_two_repositories(millrace: Millrace, root: Path, tmp_path: Path) -> None:
+    """With the flag, also as Triton's command lines have it, the next mistake is what is said."""
+    other = write_models(tmp_path / "others", {"simple": ADD_SUB})
+    both = ["--model-repository", str(root), "--model-repository", str(other)]
+    twice = millrace("serve", *both)
+    twice.assert_mistake("simple: model appears in two or more repositories", "or give --model-namespacing")
+    assert millrace("lint", root, other).code == 2 and millrace("lint", root, other, "--model-namespacing").code == 0
+    (other / "simple" / "config.pbtxt").write_text('backend: "add_sub" max_batchsize: 1')
+    for flag in ("--model-namespacing", "--model-namespacing=true"):
+        millrace("serve", *both, flag).assert_mistake("simple/config.pbtxt:1:20", "max_batchsize")
+    millrace("serve", "--model-namespacing").assert_mistake("there is none", "--model-repository DIR")
+
+
 def test_traces_and_ports_that_fit_nothing(millrace: Millrace, root: Path) -> None:
     here = ("--model-repository", str(root))
     for arguments, fragments in (

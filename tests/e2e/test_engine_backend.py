@@ -21,8 +21,8 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
+from millrace.serve.inference.tensors import objects
 from millrace.serve.key_file import KeyFile
-from millrace.serve.kserve.tensors import objects
 from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import connected, one, refusal, request
 from tests.support.prometheus import series

@@ -154,7 +154,7 @@ def test_10_why_is_it_not_batching(tmp_path: Path) -> None:
         assert told["batch_closed"]["full"] >= 1 and told["batch_closed"]["delay"] >= 1, told["batch_closed"]
         assert {b["batch_size"] for b in told["batch_stats"]} >= {1, 4}
         metrics = httpx.get(f"{url}/metrics").text
-        assert re.search(r'millrace_batches_closed\{model="m",version="1",closed="full"\} [1-9]', metrics)
+        assert re.search(r'millrace:batches_closed\{model="m",version="1",closed="full"\} [1-9]', metrics)
 
 
 def test_11_shapes_and_typing_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,8 +110,8 @@ class Front:
         async def aside(work: Any, n_bytes: int) -> Any:
             return work()
 
-        self.http = http.Front(repository, lambda: True, aside)
-        self.grpc = grpc_front.Front(repository, lambda: True, aside)
+        self.http = http.HttpFront(repository, lambda: True, aside)
+        self.grpc = grpc_front.GrpcFront(repository, lambda: True, aside)
 
     def ask(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[int, list[bytes]]:
         """Over HTTP: the status, and the body or the events."""

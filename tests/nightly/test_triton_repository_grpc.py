@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.serve.inference.tensors import DTYPES
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.tensors import DTYPES
 from tests.serve.support import until
 from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, write_models

@@ -9,7 +9,8 @@ from random import Random
 import httpx
 import pytest
 
-from millrace.serve.serving import MAX_REFUSED, ConnectionLimits, Connections
+from millrace.serve.limits import MAX_REFUSED, ConnectionLimits
+from millrace.serve.serving import Connections
 from tests.serve.support import START, Fake, connect, post, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")

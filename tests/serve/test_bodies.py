@@ -11,7 +11,7 @@ import pytest
 
 from millrace.serve import connections
 from millrace.serve.errors import HttpError
-from millrace.serve.serving import MAX_REFUSED
+from millrace.serve.limits import MAX_REFUSED
 from millrace.serve.wire import FREE_BYTES, Bodies, read_body
 from tests.serve.support import START, Fake, connect, everything, post, serving_with
 

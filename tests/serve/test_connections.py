@@ -14,7 +14,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.serving import number_of_connections
+from millrace.serve.limits import number_of_connections
 from tests.runtime.fakes import limits
 from tests.serve.support import (
     START,

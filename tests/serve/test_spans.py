@@ -92,6 +92,30 @@ def test_a_request_its_model_and_its_phases(tmp_path: Path) -> None:
     ).items()
 
 
+def test_a_client_that_names_two_parents_names_none(tmp_path: Path) -> None:
+    """W3C's section 3.2: it comes once. States may come in several headers, which are one, in their order.
+
+    Of two parents gRPC's library itself gives the last alone.
+    """
+    other = f"00-{TRACE}-{'1' * 16}-01"
+    body = {"inputs": [{"name": "INPUT0", **NUMBERS}]}
+    said: Any = {"model_name": "m", "inputs": [one("INT32", [1, 4])], "raw_input_contents": [bytes(16)]}
+    with collector() as found:
+        with (
+            in_process(write_models(tmp_path, {"m": PLAIN}), settings(found), grpc_port=0) as served,
+            connected(served.grpc_url) as client,
+        ):
+            for second in (other, OURS["traceparent"]):
+                twice = [("traceparent", OURS["traceparent"]), ("traceparent", second)]
+                assert httpx.post(f"{served.url}/v2/models/m/infer", json=body, headers=twice).status_code == 200
+            states = [("tracestate", "a=1"), ("traceparent", other), ("tracestate", "b=2")]
+            assert httpx.post(f"{served.url}/v2/models/m/infer", json=body, headers=states).status_code == 200
+            client.call("ModelInfer", states, **said)
+        roots = [span for span, _ in found.spans if span.name == "InferRequest"]
+    parents = [(span.parent_span_id.hex(), span.trace_state) for span in roots]
+    assert parents == [("", "")] * 2 + [("1" * 16, "a=1,b=2")] * 2
+
+
 def test_steps_and_models_that_models_ask_are_below_whoever_asks(tmp_path: Path) -> None:
     steps = [("a", {"INPUT0": "x"}, {"OUTPUT0": "y"}), ("asks", {"INPUT0": "y"}, {"OUTPUT0": "z"})]
     root = write_models(tmp_path, {"a": PLAIN, "both": ensemble(["x"], ["z"], steps)})

@@ -3,6 +3,7 @@
 import pytest
 
 from millrace.serve.inference.trace_context import parent_of
+from millrace.serve.wire import joined
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -11,7 +12,7 @@ PARENT = f"00-{TRACE}-{SPAN}-01"
 @pytest.mark.parametrize("text", [
     "", PARENT[:-1], PARENT + "0", PARENT + "-", PARENT + "\xff", PARENT.upper(), PARENT.replace(TRACE, "0" * 32),
     PARENT.replace(SPAN, "0" * 16), "ff" + PARENT[2:], f"00 {PARENT[3:]}", f"{PARENT},{PARENT}", "-" * 100_000,
-    "0" * 100_000,
+    "0" * 100_000, f"cc{PARENT[2:]}-x,{PARENT}",
 ])  # fmt: skip
 def test_parents_that_are_none(text: str) -> None:
     assert parent_of(text, "a=1") is None and parent_of(text.encode("latin-1"), None) is None
@@ -33,3 +34,12 @@ def test_states_are_passed_on_as_they_are(state: str) -> None:
 def test_states_that_are_wrong_go_nowhere(state: str) -> None:
     found = parent_of(PARENT, state.encode("latin-1"))
     assert found is not None and found.state == ""
+
+
+def test_of_two_parents_there_is_none_and_two_states_are_one() -> None:
+    """As headers of one name are read everywhere here; `test_spans.py` sends them."""
+    twice = joined([(b"traceparent", PARENT.encode()), (b"host", b"x"), (b"traceparent", PARENT.encode())], b",")
+    assert twice[b"host"] == b"x" and parent_of(twice[b"traceparent"], None) is None
+    states = joined([("tracestate", "a=1"), ("traceparent", PARENT), ("tracestate", "b=2")], ",")
+    found = parent_of(states["traceparent"], states["tracestate"])
+    assert found is not None and found.state == "a=1,b=2"

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
-from millrace.serve.kserve.infer_reply import named_type
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array, named_type
 
 # a model, its inputs' names with tensors, its outputs'
 Link = tuple[str, Mapping[str, str], Mapping[str, str]]

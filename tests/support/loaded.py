@@ -13,7 +13,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from tests.support.repository import identity
 
 BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")

@@ -10,7 +10,7 @@ from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 
 ANY = """backend: "python" %s
 input { name: "IN" data_type: TYPE_STRING dims: [ -1 ] } output { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] }

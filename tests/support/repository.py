@@ -7,8 +7,8 @@ from typing import Any
 
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.operations import OperationFlags
-from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.guarded import GuardFlags
+from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.settings import ServerSettings
 from tests.support.server import Threaded, in_thread
 

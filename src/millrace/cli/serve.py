@@ -34,10 +34,10 @@ from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.operations import OperationFlags
-from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.inference.trace_flags import FLAG, TraceFlags
 from millrace.serve.key_file import KeyFile
 from millrace.serve.kserve.guarded import GuardFlags
+from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.listening import bind, check_tls, unix_socket
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.server import Announce, serve

@@ -6,9 +6,9 @@ from millrace.errors import ConfigError
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.operations import OperationFlags
-from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.kserve.guarded import GuardFlags
+from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.repository.folders import Repository
 from millrace.serve.repository.problems import Level
 from millrace.serve.repository.several import read_repositories

@@ -1,4 +1,4 @@
-"""This process, as the system sees it."""
+"""This process, and others, as the system sees them."""
 
 import os
 import time
@@ -13,6 +13,6 @@ def age_s() -> float:
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 0.0)
 
 
-def resident_bytes() -> int:
-    """Memory of this process that lies in RAM."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(of: int | str = "self") -> int:
+    """Memory of a process that lies in RAM. of: its id. raises OSError where it is gone"""
+    return int(Path(f"/proc/{of}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
 from millrace.serve.connections import Shortcut
-from millrace.serve.inference.served import RepositoryBackend
-from millrace.serve.kserve.asgi import BELOW, KSERVE, KServe
+from millrace.serve.kserve.asgi import KSERVE, KServe
 from millrace.serve.kserve.quick import Quick
+from millrace.serve.kserve.routes import BELOW, openapi_paths, openapi_schemas
+from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.metrics_door import MetricsDoor
 from millrace.serve.ollama.endpoints import OLLAMA
 from millrace.serve.openai.endpoints import OPENAI
@@ -112,7 +113,12 @@ def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]
     names = {path: able[0].model.name for path, able in takers.items() if able}
     defaults = {name: value for backend in models.backends for name, value in backend.defaults.items()}
     about = About(names, defaults, not models.keys.are_open)
-    schema = msgspec.json.encode(document([e.operation for e in endpoints if e.path in names], about))
+    described = document([e.operation for e in endpoints if e.path in names], about)
+    if models.of_kind(RepositoryBackend):
+        described["info"]["description"] += " KServe's protocol, v2, as Triton has it."
+        described["paths"] |= openapi_paths(about.needs_key)
+        described["components"]["schemas"] |= openapi_schemas()
+    schema = msgspec.json.encode(described)
     return [
         Route("/openapi.json", Response(schema, media_type="application/json"), methods=["GET"]),
         Route("/docs", _page("docs.html"), methods=["GET"]),

@@ -51,6 +51,7 @@ class Backend(ABC):
 
     what: str  # kind of model this is, in an error: "a language model"
     elsewhere = ""  # where it is asked, if no endpoint of these protocols does
+    broken = "the warm-up failed"  # what a trouble of `warm_up` is
 
     def __init__(self, model: ServedModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings

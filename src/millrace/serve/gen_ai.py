@@ -10,7 +10,7 @@ from starlette.types import Scope
 from millrace.serve.errors import CLIENT_CLOSED
 from millrace.serve.inference.trace_context import PARENT, STATE
 from millrace.serve.inference.tracing import Tracer
-from millrace.serve.wire import Call, header
+from millrace.serve.wire import Call, joined
 
 # What the paths of all protocols ask for; others are named by their last part.
 _OPERATIONS = {"chat/completions": "chat", "responses": "chat", "messages": "chat", "api/chat": "chat",
@@ -22,7 +22,8 @@ def trace(tracer: Tracer, call: Call, scope: Scope) -> None:
     """Of a tracer that is on. It has ended; where it was for a model it is told, or not, as the settings have it."""
     if not call.model:
         return
-    parent = tracer.parent(header(scope, PARENT.encode()), header(scope, STATE.encode()))
+    headers = joined(scope["headers"], b",")
+    parent = tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
     if tracer.spans is None or not tracer.takes(parent):
         return
     log = call.log

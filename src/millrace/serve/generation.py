@@ -22,7 +22,6 @@ from millrace.engine.executor import IntArray
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
-from millrace.serve.blocks import Blocks
 from millrace.serve.conversation import Conversation
 from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.logprobs import check_whole
@@ -32,20 +31,6 @@ from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import EVENT_STREAM, UNHELD, Call
-
-
-@dataclass(slots=True)
-class Whole:
-    """One choice of an answer that is held until it is complete."""
-
-    blocks: Blocks
-    last: Delta | None = None
-
-    @property
-    def end(self) -> Delta:
-        """The last delta, which says why it ended."""
-        assert self.last is not None, "a generation is complete when each choice has ended"
-        return self.last
 
 
 class Generation:
@@ -125,26 +110,6 @@ class Generation:
         assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
         called = self._readers is not None and self._readers[delta.index].n_calls > 0
         return "length" if delta.finish_reason is FinishReason.LENGTH else "tool_calls" if called else "stop"
-
-    async def whole(self, backend: TextBackend, named: Callable[[Delta], int] = lambda delta: 0) -> list[Whole]:
-        """All choices, complete; gathered in a thread where that would hold up the event loop.
-
-        named: takes a delta's log probabilities, and says how many bytes more it holds, which count until this is left
-        raises HttpError with 503 where all answers together are too many
-        """
-        choices = [Whole(Blocks(self.new_call_id)) for _ in range(self.n_choices)]
-
-        def take(deltas: list[Delta]) -> int:
-            n_bytes = 0
-            for delta in deltas:
-                choices[delta.index].blocks.take(self.said(delta))
-                choices[delta.index].last = delta
-                n_bytes += named(delta)
-            return n_bytes
-
-        async for deltas in self:
-            self._held.add(await backend.written(self.is_much(deltas), partial(take, deltas)))
-        return choices
 
     def hold(self, n_bytes: int) -> None:
         """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""

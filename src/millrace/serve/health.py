@@ -26,7 +26,7 @@ class Phase(Enum):
     WARMING = auto()
     SERVING = auto()
     DRAINING = auto()
-    BROKEN = auto()  # the warm-up failed
+    BROKEN = auto()  # what is done before it is ready failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,5 +68,5 @@ class Heartbeat:
         if self.phase is Phase.WARMING:
             return Health(False, "warming up")
         if self.phase is Phase.BROKEN:
-            return Health(False, f"the warm-up failed: {self.trouble}")
+            return Health(False, self.trouble)
         return Health(True, "ready")

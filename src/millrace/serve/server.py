@@ -156,8 +156,9 @@ class Server:
             return
         failed = {backend: trouble for backend, trouble in zip(models.backends, troubles, strict=True) if trouble}
         if failed:
-            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, next(iter(failed.values()))
-            log.error("the warm-up failed, so this server is not ready: %s", heartbeat.trouble)
+            trouble = "; ".join(f"{backend.broken}: {trouble}" for backend, trouble in failed.items())
+            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, trouble
+            log.error("this server is not ready: %s", trouble)
             are_mended = await asyncio.gather(*(backend.mended() for backend in failed))
             if not all(are_mended) or heartbeat.phase is not Phase.BROKEN:
                 return

@@ -4,49 +4,24 @@ import asyncio
 import contextlib
 import logging
 import queue
-import resource
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from millrace.errors import BusyError
 from millrace.runtime.service import happens
 from millrace.serve.errors import HttpError
 from millrace.serve.inference.tracing import Tracer
+from millrace.serve.limits import MAX_REFUSED, ConnectionLimits
 from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
 from millrace.serve.responses.store import Responses
 from millrace.serve.settings import ServerSettings
 
-MAX_REFUSED = 8  # connections over the limit that wait for their 503
-RESERVED_FILES = 24  # sockets of processes for texts, files that are opened for a moment
-MAX_CONNECTIONS = 4096  # where there are files for more
 log = logging.getLogger(__name__)
-
-
-def number_of_connections(asked: int | None) -> int:
-    """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
-    wanted, most_files = asked or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most_files == resource.RLIM_INFINITY:
-        return wanted
-    n_open = sum(1 for _ in Path("/dev/fd").iterdir())
-    room = max(4, most_files - n_open - RESERVED_FILES - MAX_REFUSED)
-    if asked is not None and room < asked:
-        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", asked, room)
-    return min(wanted, room)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    max_connections: int
-    header_timeout_s: float
-    keep_alive_s: float
-    write_timeout_s: float
-    max_unread_bytes: int  # of all replies together that wait for their readers
 
 
 class Guest(Protocol):

@@ -11,7 +11,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from millrace.serve.connections import Connection, Shortcut
-from millrace.serve.serving import ConnectionLimits, Connections, number_of_connections
+from millrace.serve.limits import ConnectionLimits, number_of_connections
+from millrace.serve.serving import Connections
 from millrace.serve.settings import ServerSettings
 
 TICK_S = 0.1

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, AnyStr, Protocol, TypeVar
 
 import httptools
 from starlette.types import Receive, Scope
@@ -298,6 +298,15 @@ class Bodies:
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first header of that (lower-case) name."""
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def joined(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
+    """By name. One that comes several times is one with commas between (RFC 9110, 5.3): a longer list, or, of what has
+    to come once, none that is right."""
+    found: dict[AnyStr, AnyStr] = {}
+    for name, value in headers:
+        found[name] = found[name] + comma + value if name in found else value
+    return found
 
 
 async def read_body(

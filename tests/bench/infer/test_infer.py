@@ -22,7 +22,7 @@ from millrace.bench.infer.target import GRPC, HTTP, InferTarget
 from millrace.bench.null_ledger import FAULTS, NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
-from millrace.serve.kserve.tensors import DTYPES, Tensor, objects
+from millrace.serve.inference.tensors import DTYPES, Tensor, objects
 from tests.bench.conftest import Null
 
 ALONE = pytest.mark.alone  # looks at the clock

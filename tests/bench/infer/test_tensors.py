@@ -17,8 +17,8 @@ from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import numbers
 from millrace.bench.infer.target import GRPC, InferTarget
 from millrace.errors import ConfigError, MachineError
+from millrace.serve.inference.tensors import DTYPES, Array, Tensor, from_raw, objects
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.tensors import DTYPES, Array, Tensor, from_raw, objects
 
 STRINGS = [b"", b"mill", "r\u00e4ce \U0001f3c1".encode()]
 # Of each datatype values on its edges, and their bytes.

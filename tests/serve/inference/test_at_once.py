@@ -15,7 +15,7 @@ from millrace.serve.inference.batching import Closed
 from millrace.serve.inference.model import Answered, Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from tests.support.loaded import Loaded
 from tests.support.repository import ADD_SUB, write_models
 

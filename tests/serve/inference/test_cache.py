@@ -151,8 +151,8 @@ def test_it_is_told_and_small_enough(tmp_path: Path) -> None:
     assert found["nv_cache_hit_duration_per_model", "m"] == stats["inference_stats"]["cache_hit"]["ns"] // 1000
     assert found["nv_cache_hit_summary_us_count", "m"] == 2
     assert not any("cache" in name for name, model in found if model == "plain")
-    assert found["millrace_response_cache_answers", ""] == 3
-    assert 0 < found["millrace_response_cache_bytes", ""] <= found["millrace_response_cache_size_bytes", ""] == 2048
+    assert found["millrace:response_cache_answers", ""] == 3
+    assert 0 < found["millrace:response_cache_bytes", ""] <= found["millrace:response_cache_size_bytes", ""] == 2048
 
 
 def test_what_is_not_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

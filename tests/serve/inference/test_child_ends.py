@@ -16,23 +16,47 @@ from millrace.serve.inference.status import StatusError
 from tests.support.python_children import SLEEPS, child_of, until
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 
+WAITS = """
+    def execute(self, requests):
+        import os, time
+        words = [request.inputs()[0].as_numpy()[0, 0].decode() for request in requests]
+        begun = f"{folder}/{os.getpid()}"
+        with open(begun + ".part", "w") as file:
+            file.write(" ".join(words))
+        os.rename(begun + ".part", begun)
+        while not os.path.exists("{folder}/go"):
+            time.sleep(0.002)
+        arrays = [np.array([[word]], dtype=object) for word in words]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array)]) for array in arrays]
+"""
+
 
 def test_kill_9_under_load_loses_only_the_running_batch(tmp_path: Path) -> None:
-    write(tmp_path, "m", HEAD + SLEEPS + SAY, ANY % (OWN + "instance_group { kind: KIND_CPU count: 2 }"))
+    """Both instances compute a batch, and compute until they are let go: one of them is killed in it for certain."""
+    folder, config = tmp_path / "begun", "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100000 }"
+    folder.mkdir()
+    code = WAITS.replace("{folder}", str(folder))
+    more = OWN + config + " instance_group { kind: KIND_CPU count: 2 }"
+    write(tmp_path / "models", "m", HEAD + code, ANY % more)
 
     async def run() -> None:
-        async with loaded(tmp_path) as repository:
+        async with loaded(tmp_path / "models") as repository:
             await repository.load("m")
-            model = repository.get("m")
-            waiting = [asyncio.ensure_future(model.infer(asked(model, IN=text("x")))) for _ in range(60)]
-            await asyncio.wait(waiting, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            model, words = repository.get("m"), [str(i) for i in range(60)]
+            asking = [asyncio.ensure_future(model.infer(asked(model, IN=text(word).reshape(1, 1)))) for word in words]
             pid = child_of(repository, "m")._child.pid
+            await until(lambda: len([file for file in folder.iterdir() if file.name.isdigit()]) == 2)
+            lost = set((folder / str(pid)).read_text().split())
+            assert len(lost) == 4, "a whole batch"
             os.kill(pid, signal.SIGKILL)
-            found = await asyncio.gather(*waiting, return_exceptions=True)
-            errors = [str(e) for e in found if isinstance(e, BaseException)]
-            assert len(errors) <= 1, "one request is one batch here"
-            assert all("Stub process 'm_0_0' is not healthy: its process was ended by SIGKILL" in e for e in errors)
-            assert len({a.outputs["OUT"][0] for a in found if isinstance(a, InferResponse)}) >= 2
+            (folder / "go").touch()
+            found = dict(zip(words, await asyncio.gather(*asking, return_exceptions=True), strict=True))
+            failed = {word: str(one) for word, one in found.items() if not isinstance(one, InferResponse)}
+            assert failed.keys() == lost, "each of its batch, and nobody else"
+            what = "Stub process 'm_0_0' is not healthy: its process was ended by SIGKILL"
+            assert all(what in error for error in failed.values()), failed
+            answers = {w: one.outputs["OUT"].tolist() for w, one in found.items() if isinstance(one, InferResponse)}
+            assert answers == {word: [[word.encode()]] for word in words if word not in lost}
             await until(repository.is_ready)
             assert child_of(repository, "m")._child.pid != pid
 

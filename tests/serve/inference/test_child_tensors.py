@@ -10,7 +10,7 @@ import pytest
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from tests.support.python_children import child_of, load
 from tests.support.python_models import ANY, HEAD, OWN, asked, loaded, one, write
 

@@ -15,7 +15,7 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Responses
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from tests.support.drawn import SEEDS, examples
 from tests.support.ensembles import Link, asking, ensemble
 from tests.support.loaded import Loaded, becomes

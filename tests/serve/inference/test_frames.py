@@ -12,7 +12,7 @@ import pytest
 
 from millrace.serve.inference.guest.frames import FrameError, Frames
 from millrace.serve.inference.guest.memory import Arena, Mapped, _Segment
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 
 MIB = 1 << 20
 

@@ -255,12 +255,17 @@ def test_what_failed_at_the_start_can_be_mended(root: Path, config: str, what: C
         becomes(lambda: answers(url, *HEALTH) == [200, 200])
 
 
-def test_a_model_that_is_not_there_at_the_start_is_missed_until_it_is(root: Path) -> None:
+def test_a_model_that_is_not_there_at_the_start_is_missed_until_it_is(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = ServerSettings(port=free_port())
     with serving(root, settings, wait=False, model_control_mode="explicit", load_model=("m", "later")) as url:
         becomes(lambda: answers(url, "/v2/models/m/ready") == [200])
         time.sleep(0.3)
         assert answers(url, *HEALTH) == [400, 503]
+        why = "tensor models could not be loaded: failed to load 'later', failed to poll from model repository"
+        assert httpx.get(f"{url}/v1/health/ready").json()["message"] == why
+        assert f"this server is not ready: {why}" in caplog.messages
         write_models(root, {"later": BATCHES % ""})
         assert control(url, "later", "load") == (200, "")
         becomes(lambda: answers(url, *HEALTH) == [200, 200])

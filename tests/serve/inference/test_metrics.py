@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from millrace.serve.inference.operations import OperationFlags
+from tests.serve.support import Fake, running
 from tests.support.prometheus import series
 from tests.support.repository import REPEAT, identity, in_process, write_models
 
@@ -71,3 +72,20 @@ def test_what_is_told_can_be_chosen(root: Path) -> None:
         assert found[f"nv_inference_{phase}_summary_us_sum", "m"][""] == pytest.approx(summary["0.5"])
     assert not any("histogram" in name or "duration_us" in name for name, _ in found)
     assert found["nv_inference_count", "m"] == {"": 1}
+
+
+def test_names_are_those_that_dashboards_know_or_begin_as_ours(root: Path) -> None:
+    """Triton's and vLLM's as they have them, `http_requests` among these; `process_` and `python_` are those of
+    Prometheus' own library.
+    """
+    cached = OperationFlags(cache_config=("local,size=1M",), metrics_config=("summary_latencies=true",))
+    with in_process(root, operations=cached) as served:
+        infer(served.url, "m", 1)
+        names = {one.name for one in series(served.url)}
+    with running(Fake()) as server:
+        names |= {one.name for one in series(server.url)}
+    known = ("nv_", "vllm:", "http_requests", "millrace:", "process_", "python_")
+    assert not [name for name in names if not name.startswith(known)]
+    assert {name.partition(":")[0] for name in names if ":" in name} == {"vllm", "millrace"}
+    assert {"millrace:model_ready", "millrace:batches_closed", "millrace:response_cache_bytes"} <= names
+    assert "millrace:engine_healthy" in names

@@ -15,7 +15,7 @@ from millrace.serve.inference.backends import BACKENDS, backend_named, networks
 from millrace.serve.inference.backends.networks import Network, NetworkBackend, Sides, Told, check, with_told
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.bind import read_config
 from millrace.serve.repository.completion import completed
 from millrace.serve.repository.config import ModelConfig

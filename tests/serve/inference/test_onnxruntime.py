@@ -12,7 +12,7 @@ import pytest
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config_json import config_json
 from tests.support.batched import RAGGED, SEQUENCES, SIDES, ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused

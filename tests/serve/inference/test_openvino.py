@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import DTYPES, Array
+from millrace.serve.inference.tensors import DTYPES, Array
 from millrace.serve.repository import folders
 from millrace.serve.repository.config_json import config_json
 from tests.support.batched import RAGGED, SEQUENCES, SIDES, ragged_of, sums_of

@@ -12,7 +12,7 @@ from millrace.serve.inference.backends.python_child import ChildModel
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import objects
+from millrace.serve.inference.tensors import objects
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 
 WRONG = [

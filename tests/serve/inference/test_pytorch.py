@@ -14,7 +14,7 @@ import torch
 
 from millrace.serve.inference.backends import networks, pytorch
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import objects
+from millrace.serve.inference.tensors import objects
 from millrace.serve.repository.config_json import config_json
 from tests.support.loaded import Loaded, infer, refused
 from tests.support.torch_models import CONFIG, Dense, exact, exported, scripted, write

@@ -9,7 +9,7 @@ import pytest
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.bind import read_config
 
 SIDES = """max_batch_size: 8

@@ -12,7 +12,7 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.responses import Responses
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import held_bytes, objects
+from millrace.serve.inference.tensors import held_bytes, objects
 from tests.support.loaded import Loaded
 from tests.support.repository import REPEAT, write_models
 

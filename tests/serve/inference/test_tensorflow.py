@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.tensors import DTYPES, Array, objects
+from millrace.serve.inference.tensors import DTYPES, Array, objects
 from millrace.serve.repository.config_json import config_json
 from tests.support.batched import RAGGED, SEQUENCES, SIDES, ragged_of, sums_of
 from tests.support.loaded import Loaded, infer, refused

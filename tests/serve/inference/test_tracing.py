@@ -12,7 +12,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.trace_context import Parent, parent_of
-from millrace.serve.inference.tracing import Call
+from millrace.serve.inference.tracing import Exchange
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import BATCHES, Loaded, asked
 from tests.support.python_models import write
@@ -162,7 +162,7 @@ def test_a_clients_trace_decides_and_otherwise_the_rate() -> None:
 def test_a_client_that_leaves_ends_its_span_when_the_model_is_done() -> None:
     one, told = spanned()
     request = InferRequest({})
-    with pytest.raises(asyncio.CancelledError), Call(one, request, "GRPC", 5):
+    with pytest.raises(asyncio.CancelledError), Exchange(one, request, "GRPC", 5):
         one.begin(request, "m")
         raise asyncio.CancelledError
     assert not told.ended

@@ -12,8 +12,8 @@ import pytest
 from millrace.serve.inference.check import Checker
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import StatusError
+from millrace.serve.inference.tensors import DTYPES
 from millrace.serve.kserve.generate import read_generate
-from millrace.serve.kserve.tensors import DTYPES
 from millrace.serve.repository.bind import read_config
 
 KEYS = ("A", "A", "A", "B", "id", "parameters", "sequence_id", "priority", "timeout", "headers", "triton_x", "x", "")

@@ -10,10 +10,10 @@ import pytest
 
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
+from millrace.serve.inference.tensors import objects
+from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message, varint
 from millrace.serve.kserve.stream_answers import Answers, Deadline
-from millrace.serve.kserve.tensors import objects
 
 MODEL: Any = SimpleNamespace(name="llm", version=3, labels={"scores": ("a", "b")})
 
@@ -22,7 +22,7 @@ def request() -> InferRequest:
     return InferRequest({}, request_id="r-7")
 
 
-def by_protobuf(asking: InferRequest, response: InferResponse, wanted: Wanted, final: bool) -> bytes:
+def by_protobuf(asking: InferRequest, response: InferResponse, wanted: GrpcWanted, final: bool) -> bytes:
     found = message("ModelStreamInferResponse")()
     fill_response(found.infer_response, MODEL, asking, response, wanted)
     set_parameter(found.infer_response, FINAL, final)
@@ -51,7 +51,7 @@ def drawn(rng: random.Random) -> InferResponse:
 @pytest.mark.parametrize("which", ["all", "some outputs", "classes"])
 def test_the_bytes_are_protobufs(seed: int, which: str) -> None:
     rng, asking = random.Random(seed), request()
-    wanted = Wanted(n_classes={"scores": 1}) if which == "classes" else Wanted()
+    wanted = GrpcWanted(n_classes={"scores": 1}) if which == "classes" else GrpcWanted()
     if which == "some outputs":
         asking.outputs = ("text_output",)
     answers, quick = Answers(message("ModelInferRequest")(id="r-7"), MODEL, asking, wanted), 0
@@ -64,14 +64,14 @@ def test_the_bytes_are_protobufs(seed: int, which: str) -> None:
 
 
 def test_what_protobuf_cannot_say_is_an_error_each_time() -> None:
-    answers = Answers(message("ModelInferRequest")(), MODEL, request(), Wanted())
+    answers = Answers(message("ModelInferRequest")(), MODEL, request(), GrpcWanted())
     good = InferResponse({"text_output": objects([b"a"])})
     bad = InferResponse({"text_output": np.array([1 + 2j])})
     answers.response(good, False)
     for _ in range(2):
         with pytest.raises(StatusError, match="data type complex128"):
             answers.response(bad, False)
-    assert answers.response(good, False) == by_protobuf(request(), good, Wanted(), False)
+    assert answers.response(good, False) == by_protobuf(request(), good, GrpcWanted(), False)
 
 
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 300, 16383, 16384, 1 << 31])

@@ -22,8 +22,8 @@ from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import parsed_headers
 from millrace.bench.run import Load, Run
 from millrace.errors import ConfigError
+from millrace.serve.inference.tensors import Tensor
 from millrace.serve.kserve.extra import check_grpc
-from millrace.serve.kserve.tensors import Tensor
 
 EACH_S, WARM_UP = 5.0, 8
 NULL_MS, NULL_PER_S = 20, {HTTP: 1000, GRPC: 500}  # requests that the null server itself can bear

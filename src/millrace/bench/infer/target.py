@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from millrace.bench.answer import Answer
 from millrace.bench.infer.model import Model
-from millrace.serve.kserve.tensors import Tensor
+from millrace.serve.inference.tensors import Tensor
 
 HTTP, GRPC = "http", "grpc"
 

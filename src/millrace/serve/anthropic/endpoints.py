@@ -37,6 +37,7 @@ from millrace.serve.routes import Endpoint, Protocol
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import Tools, tools_of
+from millrace.serve.whole import whole_answer
 from millrace.serve.wire import EVENT_STREAM, Call
 
 _ERROR_TYPES = {
@@ -64,7 +65,7 @@ async def messages(backend: TextBackend, call: Call, asked: MessagesRequest) -> 
     if asked.stream:
         return EventStream(generation, answer.stream(), _STREAM)
     async with generation:
-        (whole,) = await generation.whole(backend)
+        (whole,) = await whole_answer(generation, backend)
         answer.blocks = whole.blocks
         return json_reply(answer.message(whole.end))
 

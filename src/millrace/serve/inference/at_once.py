@@ -13,7 +13,7 @@ from millrace.serve.inference.model import NO_RESPONSE, Answered
 from millrace.serve.inference.request import InferRequest, InferResponse, Parameter
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 
 SETTLED_S = 0.1  # at most, until such a request is counted
 _NOTHING_MORE: Mapping[str, Parameter] = {}

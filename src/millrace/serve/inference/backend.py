@@ -16,7 +16,7 @@ from millrace.serve.inference.others import Others
 from millrace.serve.inference.ragged import Ragged
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import InstanceGroup, ModelConfig
 
 
@@ -99,6 +99,10 @@ class Instance(ABC):
 
     def alone(self) -> "Computing | None":
         """All that `execute` does with the inputs of one request, where that is all that it looks at."""
+        return None
+
+    def memory_bytes(self) -> int | None:
+        """Of this machine's that it holds, asked from another thread than its own; None: it cannot tell."""
         return None
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from millrace.serve.inference.at_once import AtOnce
 from millrace.serve.inference.backend import InstanceGiven, ModelBackend
@@ -279,6 +280,11 @@ class BackendModel(Model):
         if all(worker.is_dead for worker in self._workers):
             self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
             self._end_all(StatusError(Code.UNAVAILABLE, self._broken))
+
+    def told(self) -> dict[str, Any]:
+        held = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes) is not None]
+        usage = [{"type": "CPU", "id": 0, "byte_size": sum(held)}] if held else []
+        return super().told() | {"memory_usage": usage}
 
     @property
     def is_ready(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.errors import ConfigError
 from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.kserve.tensors import Array, held_bytes
+from millrace.serve.inference.tensors import Array, held_bytes
 from millrace.settings import parse_size
 
 FLAG = "--cache-config"

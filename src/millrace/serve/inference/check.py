@@ -10,7 +10,7 @@ import numpy as np
 from millrace.serve.inference.cache import digest_of
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.kserve.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, CutOffError, objects, split_strings
+from millrace.serve.inference.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, CutOffError, objects, split_strings
 from millrace.serve.repository.config import ModelConfig, ModelInput
 from millrace.serve.repository.kinds import DataType
 

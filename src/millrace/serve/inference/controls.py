@@ -9,7 +9,7 @@ import numpy as np
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.request import END, START, InferRequest
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Array, objects
+from millrace.serve.inference.tensors import BYTES, DTYPES, Array, objects
 from millrace.serve.repository.config import Control, ModelConfig
 from millrace.serve.repository.kinds import ControlKind, DataType
 

@@ -17,7 +17,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 
 KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
 _NAME, _LABEL = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*"), re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_OURS = ("nv_", "millrace_", "vllm:", "http_", "process_", "python_")  # the server's own names begin so
+_OURS = ("nv_", "millrace", "vllm:", "http_", "process_", "python_")  # the server's own names begin so
 _MOST = 10_000  # metrics of one server: whoever labels them with what clients write would fill its memory
 _LONGEST = 1000  # characters of a name, a label or a description
 

@@ -17,8 +17,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.steps import Flow, check_steps, find_members, steps_of
-from millrace.serve.kserve.infer_reply import named_type
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array, named_type
 from millrace.serve.repository.config import TransactionPolicy
 from millrace.serve.repository.names import ModelId
 

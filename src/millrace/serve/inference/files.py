@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Array, CutOffError, objects, split_strings
+from millrace.serve.inference.tensors import BYTES, DTYPES, Array, CutOffError, objects, split_strings
 from millrace.serve.repository.given import MOST_BYTES
 
 

@@ -153,6 +153,11 @@ class Worker:
         if self._instance is not None:
             self._instance.cancelled(request)
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of its instance; None: it has none, or that cannot tell."""
+        return self._instance.memory_bytes() if self._instance is not None and not self.is_lost else None
+
     def revive(self) -> None:
         """Its instance is lost, and computes nothing more."""
         self._jobs.put(_Job.REVIVE)

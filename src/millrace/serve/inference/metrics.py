@@ -108,8 +108,8 @@ _COUNTS: tuple[_Family, ...] = (
      _cached("cache_miss", of="count")),
     ("nv_inference_pending_request_count", "gauge",
      "Instantaneous number of pending requests awaiting execution per-model.", lambda m: [_Sample(m.n_pending)]),
-    ("millrace_model_ready", "gauge", "1 while all of its instances are there", _ready),
-    ("millrace_batches_closed", "counter", "Batches, by why they had no more requests", _closed),
+    ("millrace:model_ready", "gauge", "1 while all of its instances are there", _ready),
+    ("millrace:batches_closed", "counter", "Batches, by why they had no more requests", _closed),
 )  # fmt: skip
 
 
@@ -154,9 +154,9 @@ def metrics_text(models: Iterable[Model], measures: Measures) -> str:
 def cache_text(cache: ResponseCache) -> str:
     """Of all models together."""
     told = (
-        ("millrace_response_cache_bytes", "Of answers that are kept", cache.n_bytes),
-        ("millrace_response_cache_size_bytes", "That they may have", cache.most_bytes),
-        ("millrace_response_cache_answers", "Answers that are kept", len(cache)),
+        ("millrace:response_cache_bytes", "Of answers that are kept", cache.n_bytes),
+        ("millrace:response_cache_size_bytes", "That they may have", cache.most_bytes),
+        ("millrace:response_cache_answers", "Answers that are kept", len(cache)),
     )
     return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in told)
 

@@ -18,7 +18,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.request import Hop, InferRequest, InferResponse, Parameter, Receiver
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 NO_RESPONSE = "received an unexpected null response"

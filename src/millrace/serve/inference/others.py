@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class InnerCall:
     """One request of a model to another.
 
     by: the model that asks. given: what `request` is to be given. behind: it ends when all of these are cancelled.
@@ -80,7 +80,7 @@ class Others:
     def __init__(self, repository: Repository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
         self._repository, self.custom, self._loop = repository, custom, loop
         self._loads: dict[ModelId, list[str]] = {}  # of models that are being loaded themselves, which they wait for
-        self._open: dict[Call, None] = {}  # in the order in which they came
+        self._open: dict[InnerCall, None] = {}  # in the order in which they came
         self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ from any thread
@@ -147,7 +147,7 @@ class Others:
         except StatusError:
             return False
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: InnerCall) -> None:
         """Ask. Whatever goes wrong is an answer."""
         if call.is_over:  # cancelled before it came here
             return
@@ -156,15 +156,15 @@ class Others:
         except StatusError as error:
             self._answered(call, None, error, True)
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: InnerCall) -> None:
         self._cut(call, _cancelled(call))
 
-    def taken(self, call: Call) -> None:
+    def taken(self, call: InnerCall) -> None:
         """Its oldest response was read."""
         if call.unread is not None and call.sizes:
             call.unread.take_off(call.sizes.popleft())
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: InnerCall) -> None:
         """raises StatusError"""
         try:
             model = self._repository.get(call.model, call.version)
@@ -195,18 +195,20 @@ class Others:
         if self._open and self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
-    def _outer_cancelled(self, call: Call) -> None:
+    def _outer_cancelled(self, call: InnerCall) -> None:
         if call.outer_cancelled():
             self.cancel(call)
 
-    def _cut(self, call: Call, error: StatusError) -> None:
+    def _cut(self, call: InnerCall, error: StatusError) -> None:
         """Whoever asks goes on at once; what computes may take longer."""
         if not call.is_over:
             self._answered(call, None, error, True)
             if call.asked is not None:
                 call.asked.cancel(call.request)
 
-    def _answered(self, call: Call, response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+    def _answered(
+        self, call: InnerCall, response: InferResponse | None, error: StatusError | None, final: bool
+    ) -> None:
         if call.is_over:
             return
         if not call.is_decoupled and error is None and (response is None or not final):
@@ -221,7 +223,7 @@ class Others:
                 return
         call.receive(response, error, final)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: InnerCall) -> None:
         call.is_over = True
         self._open.pop(call, None)
         for outer in call.behind:
@@ -245,7 +247,7 @@ class Others:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
 
-def _ring(call: Call, surely: bool) -> list[Waiting]:
+def _ring(call: InnerCall, surely: bool) -> list[Waiting]:
     """How `call` waits for itself to be over, one waiting for the next; empty where it may yet be answered."""
     if call.waits_by is None or call.asked is None or (surely and not call.is_sure):
         return []
@@ -275,7 +277,7 @@ def _behind(waiting: Waiting, surely: bool) -> Sequence[Waiting] | None:
     return model.waits_for(request, surely)
 
 
-def _deadlock(call: Call, ring: Sequence[Waiting]) -> StatusError:
+def _deadlock(call: InnerCall, ring: Sequence[Waiting]) -> StatusError:
     names = [model.name for model, _ in ring]
     if names[-2:-1] == [call.by]:  # it came round to whoever asks
         names.pop()
@@ -287,5 +289,5 @@ def _deadlock(call: Call, ring: Sequence[Waiting]) -> StatusError:
     )
 
 
-def _cancelled(call: Call) -> StatusError:
+def _cancelled(call: InnerCall) -> StatusError:
     return StatusError(Code.CANCELLED, f"{call.request.named}request was cancelled")

@@ -13,7 +13,7 @@ import numpy as np
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import DTYPES, Array
+from millrace.serve.inference.tensors import DTYPES, Array
 from millrace.serve.repository.config import BatchInput, ModelConfig, ModelInput
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.kinds import BatchInputKind

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 
 Parameter = bool | int | float | str
 UNKNOWN_ID = "<id_unknown>"
@@ -92,8 +92,8 @@ class InferRequest:
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
-        self.came: Any = None  # `tracing.Call` that it came by, where anything is traced
-        self.trace: Any = None  # `tracing.Trace` where it is traced
+        self.came: Any = None  # `tracing.Exchange` that it came by, where anything is traced
+        self.trace: Any = None  # `trace_records.Trace` where it is traced
         self.bill: Bill | None = None  # of its client, and of whatever is asked for it
         self.hops: list[Hop] | None = None  # of all that computed for it, where its client asks for that
         self.send_by: Sender = _nobody

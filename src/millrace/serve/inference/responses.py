@@ -6,7 +6,7 @@ from collections import deque
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import held_bytes
+from millrace.serve.inference.tensors import held_bytes
 
 MOST_UNREAD_BYTES = 64 << 20  # of one model
 FREE_BYTES = 1 << 20  # of each request, whatever others leave unread

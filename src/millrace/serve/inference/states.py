@@ -15,7 +15,7 @@ from millrace.serve.inference.controls import control_type
 from millrace.serve.inference.files import read_tensor
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Array, objects
+from millrace.serve.inference.tensors import BYTES, DTYPES, Array, objects
 from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput
 from millrace.serve.repository.config import State as Said
 from millrace.serve.repository.declare import empty

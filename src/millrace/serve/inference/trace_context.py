@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 PARENT, STATE = "traceparent", "tracestate"
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[^,]*)?")  # a comma: it came twice
 _MOST_STATE, _MOST_MEMBERS = 512, 32  # characters, which whoever passes it on must keep; vendors
 _KEY = r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
 _MEMBER = re.compile(rf"({_KEY})=[ -+\--<>-~]{{0,255}}[!-+\--<>-~]")

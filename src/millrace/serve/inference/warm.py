@@ -15,7 +15,7 @@ from millrace.serve.inference.request import END, START, InferRequest, InferResp
 from millrace.serve.inference.sequences import Sequence as RequestSequence
 from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Array, objects
+from millrace.serve.inference.tensors import BYTES, DTYPES, Array, objects
 from millrace.serve.repository.config import Warmup, WarmupInput
 from millrace.serve.repository.kinds import DataType
 

@@ -10,7 +10,7 @@ from millrace.errors import nearest
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.trace_flags import NUMBERS, level_of, number_of
-from millrace.serve.inference.tracing import FIELDS
+from millrace.serve.inference.trace_settings import FIELDS
 from millrace.serve.log_switches import FORMATS, LogSwitches
 
 _LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error": bool, "log_verbose_level": int,

@@ -9,19 +9,17 @@ from starlette.types import Receive, Scope, Send
 
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError, Problem
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
 from millrace.serve.kserve.encoding import raw_too_large, too_large
 from millrace.serve.kserve.guarded import group_of_path, named
-from millrace.serve.kserve.http import OF_MODEL, STATUS, Front, Reply, Request, error_reply
+from millrace.serve.kserve.http import STATUS, HttpFront, Reply, Request, error_reply
 from millrace.serve.kserve.infer_body import HEADER
+from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
+from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, header, read_body, unless_gone
+from millrace.serve.wire import CALL, header, joined, read_body, unless_gone
 
-BELOW = "/v2"
-_OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
-_SETTINGS = ("/v2/trace/setting", "/v2/logging")
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
@@ -48,7 +46,7 @@ class KServe:
         most = repository.flags.http_max_input_size
         self._guard = backend.http_guard
         self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
-        self._front = Front(
+        self._front = HttpFront(
             repository,
             lambda: backend.is_ready(models.heartbeat),
             backend.aside,
@@ -58,9 +56,9 @@ class KServe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
-        if path not in _OPEN:
+        if path not in OPEN:
             self._keys.admit(scope)
-        scope["route"] = route_of(path)
+        scope["route"] = _Route(pattern_of(path))
         restricting = self._guard.missing(group_of_path(path), named(scope["headers"])) if self._guard.rules else None
         if restricting is not None:
             reply = error_reply(403, f"This API is restricted, expecting header '{restricting}'")
@@ -84,9 +82,8 @@ class KServe:
                     raise
                 return error_reply(400, _too_large(scope, self._most_bytes).message)
             call.body_bytes = len(body)
-            request = Request(
-                scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming), came_ns
-            )
+            headers = joined(scope["headers"], b",")
+            request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))
@@ -116,12 +113,3 @@ def _too_large(scope: Scope, most: int) -> StatusError:
     if header(scope, HEADER.lower().encode()) == b"0":
         return raw_too_large(n, most)
     return too_large("request JSON size", n, most)
-
-
-def route_of(path: str) -> _Route:
-    """A pattern, never what a client wrote, so that there are few."""
-    parts = path.split("/")
-    if parts[2:3] == ["models"] and len(parts) > 3 and parts[3] != "stats":
-        last = parts[-1] if parts[-1] in OF_MODEL else ""
-        return _Route("/v2/models/{model}" + (f"/{last}" if last else ""))
-    return _Route(path if path in ("/v2", "/v2/models/stats", *_OPEN, *_SETTINGS, "/v2/repository/index") else "/v2")

@@ -16,10 +16,10 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Responses
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import held_bytes, named_type
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.infer_body import elements, from_json, take_parameters, too_deep, unparsed
-from millrace.serve.kserve.infer_reply import listed, named_type
-from millrace.serve.kserve.tensors import held_bytes
+from millrace.serve.kserve.infer_reply import listed
 
 _MOST_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
 _NOT_ONE = (

@@ -14,14 +14,14 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import Bill, InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import held_bytes
 from millrace.serve.inference.trace_context import PARENT, STATE, Parent
-from millrace.serve.inference.tracing import Call
+from millrace.serve.inference.tracing import Exchange
 from millrace.serve.kserve import adjusted, asked, told
 from millrace.serve.kserve.generate import Aside
-from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
+from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_message
 from millrace.serve.kserve.messages import config_message, message
 from millrace.serve.kserve.shared_memory import Regions, allowed
-from millrace.serve.kserve.tensors import held_bytes
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
@@ -43,7 +43,7 @@ class Caller:
     bill: Bill = field(default_factory=Bill)
 
 
-class Front:
+class GrpcFront:
     """The calls of one repository."""
 
     def __init__(
@@ -99,10 +99,12 @@ class Front:
         """A ModelInferRequest. raises StatusError, BusyError"""
         return await self._aside(lambda: read("ModelInferRequest", data), len(data))
 
-    async def checked(self, request: Any, model: Model, n_bytes: int, caller: Caller) -> tuple[InferRequest, Wanted]:
+    async def checked(
+        self, request: Any, model: Model, n_bytes: int, caller: Caller
+    ) -> tuple[InferRequest, GrpcWanted]:
         """n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
-        found: tuple[InferRequest, Wanted] = await self._aside(
+        found: tuple[InferRequest, GrpcWanted] = await self._aside(
             lambda: read_infer(request, model, self._shared), n_bytes
         )
         found[0].parameters.update(caller.shown)
@@ -124,7 +126,7 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
         asking, wanted = await self.checked(request, model, len(data), caller)
-        with Call(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
+        with Exchange(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
             response = await model.infer(asking)
             call.answered()
             return await self.packed(

@@ -13,11 +13,11 @@ from millrace.serve.inference.check import Given, check_shape, shown
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import BYTES, DTYPES, Tensor, objects
 from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.infer_reply import told_outputs
 from millrace.serve.kserve.messages import CONTENTS, message
-from millrace.serve.kserve.shared_memory import Place, Regions, allowed
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Tensor, objects
+from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
 
 EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
 _KIND_OF = {"bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
@@ -30,19 +30,19 @@ _EXPECTED = {
 
 
 @dataclass(slots=True)
-class Wanted:
+class GrpcWanted:
     """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
     empty_final: the end is told, though it brings no response
     """
 
     n_classes: dict[str, int] = field(default_factory=dict)
-    shared: dict[str, Place] = field(default_factory=dict)
+    shared: dict[str, RegionPlace] = field(default_factory=dict)
     empty_final: bool = False
 
 
-def read_infer(told: Any, model: Model, shared: Regions | None = None) -> tuple[InferRequest, Wanted]:
+def read_infer(told: Any, model: Model, shared: Regions | None = None) -> tuple[InferRequest, GrpcWanted]:
     """told: a ModelInferRequest. shared: None where no client's memory is read. raises StatusError"""
-    request, wanted = InferRequest({}, request_id=told.id), Wanted()
+    request, wanted = InferRequest({}, request_id=told.id), GrpcWanted()
     for key, value in plain(told.parameters):
         if key == EMPTY_FINAL:
             if not isinstance(value, bool):
@@ -76,7 +76,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
 
 
-def _place(tensor: Any, shared: Regions | None) -> Place | None:
+def _place(tensor: Any, shared: Regions | None) -> RegionPlace | None:
     """Of an input or an output; None where it is in no shared memory. raises StatusError"""
     said = {key: value for key, value in plain(tensor.parameters) if key.startswith("shared_memory_")}
     if not said:
@@ -93,7 +93,7 @@ def _place(tensor: Any, shared: Regions | None) -> Place | None:
     return regions.place(region, offset, size)
 
 
-def _take_output(output: Any, wanted: Wanted, shared: Regions | None) -> None:
+def _take_output(output: Any, wanted: GrpcWanted, shared: Regions | None) -> None:
     if (place := _place(output, shared)) is not None:
         wanted.shared[output.name] = place
     for key, value in plain(output.parameters):
@@ -157,14 +157,14 @@ def _typed(tensor: Any, model: str) -> bytes:
 # ---------------------------------------------------------------------- answers
 
 
-def response_message(model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> Any:
+def response_message(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> Any:
     """A ModelInferResponse. raises StatusError"""
     found = message("ModelInferResponse")()
     fill_response(found, model, request, response, wanted)
     return found
 
 
-def fill_response(found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> None:
+def fill_response(found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> None:
     """found: an empty one. raises StatusError"""
     found.model_name, found.model_version, found.id = model.name, str(model.version), request.id
     for key, value in response.parameters.items():

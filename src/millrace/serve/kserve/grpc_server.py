@@ -18,16 +18,16 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.serve.backend import Models
 from millrace.serve.errors import BUG, HttpError, problem_of
 from millrace.serve.inference.request import Bill
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
-from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, Front
+from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
-from millrace.serve.serving import number_of_connections
-from millrace.serve.wire import LogLater, RequestLog, id_of, log_request
+from millrace.serve.kserve.served import RepositoryBackend
+from millrace.serve.limits import number_of_connections
+from millrace.serve.wire import LogLater, RequestLog, id_of, joined, log_request
 
 STATUS = {
     Code.UNKNOWN: grpc.StatusCode.UNKNOWN, Code.INTERNAL: grpc.StatusCode.INTERNAL,
@@ -63,7 +63,7 @@ class GrpcServer:
         self._backend, self._guard = backend, backend.grpc_guard
         self._quick = QuickCalls(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
-        self._front = Front(repository, is_ready, backend.aside, self._quick.came, backend.shared)
+        self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.came, backend.shared)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -264,7 +264,7 @@ class _Inference:
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
     """By name; values of names that end in -bin are bytes."""
-    return {key: value if isinstance(value, str) else value.decode("latin-1") for key, value in metadata}
+    return joined(((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ",")
 
 
 def _header(metadata: dict[str, str], name: str) -> bytes | None:

@@ -18,7 +18,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import Grant
-from millrace.serve.kserve.grpc_front import Caller, Front
+from millrace.serve.kserve.grpc_front import Caller, GrpcFront
 from millrace.serve.kserve.stream_answers import Answers, Deadline, error_answer
 from millrace.serve.wire import FREE_BYTES
 
@@ -56,7 +56,7 @@ class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
     def __init__(
-        self, front: Front, admit: Admit, write_s: float, ends_with_error: bool, caller: Caller,
+        self, front: GrpcFront, admit: Admit, write_s: float, ends_with_error: bool, caller: Caller,
         grant: Grant | None = None,
     ) -> None:  # fmt: skip
         """admit: a request of so many bytes, while it is answered

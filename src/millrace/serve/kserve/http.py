@@ -14,15 +14,15 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import Bill, InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import held_bytes
 from millrace.serve.inference.trace_context import PARENT, STATE, Parent
-from millrace.serve.inference.tracing import Call
+from millrace.serve.inference.tracing import Exchange
 from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
-from millrace.serve.kserve.infer_body import HEADER, Wanted, read_infer
+from millrace.serve.kserve.infer_body import HEADER, HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.shared_memory import Regions, allowed
-from millrace.serve.kserve.tensors import held_bytes
 from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
 from millrace.serve.wire import EVENT_STREAM, UNHELD
@@ -83,7 +83,7 @@ class _WrongMethod(Exception):  # noqa: N818
     pass
 
 
-class Front:
+class HttpFront:
     """The routes of one repository."""
 
     def __init__(
@@ -175,7 +175,7 @@ class Front:
         if model.is_decoupled:
             return await self._stream(request, model, asking, wanted, accepts)
         asking.hops = [] if TIMED in headers else None
-        with Call(self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)) as call:
+        with Exchange(self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)) as call:
             response = await model.infer(asking)
             call.answered()
             n_bytes = held_bytes(response.outputs.values())
@@ -187,7 +187,7 @@ class Front:
             found.append((b"content-encoding", coding.encode()))
         return Reply(200, answer, found)
 
-    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, Wanted]:
+    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, HttpWanted]:
         """raises StatusError"""
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
@@ -205,7 +205,7 @@ class Front:
         return asking, wanted
 
     async def _stream(
-        self, request: Request, model: Model, asking: InferRequest, wanted: Wanted, accepts: bytes
+        self, request: Request, model: Model, asking: InferRequest, wanted: HttpWanted, accepts: bytes
     ) -> Reply:
         """The responses of a decoupled model, as they are ready: each what `/infer` would answer. raises StatusError"""
         if wanted.otherwise or any(wanted.binary.values()):

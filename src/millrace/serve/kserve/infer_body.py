@@ -16,9 +16,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from millrace.serve.inference.check import Checker, Given, check_shape
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 from millrace.serve.kserve.asked import output_names, take_parameter
-from millrace.serve.kserve.shared_memory import Place, Regions, allowed
-from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
+from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
 
 HEADER = "Inference-Header-Content-Length"
 MOST_DEPTH = 100
@@ -27,14 +27,14 @@ _FLOATS = ("FP32", "FP64")
 _SHARED_SIZE = "shared_memory_byte_size"
 
 
-class _Shared(Struct, gc=False):
+class SharedParameters(Struct, gc=False):
     """The parameters of a tensor in shared memory."""
 
     shared_memory_region: str | UnsetType = UNSET
     shared_memory_offset: _Size = 0
     shared_memory_byte_size: _Size | UnsetType = UNSET
 
-    def place(self, shared: Regions | None) -> Place | None:
+    def place(self, shared: Regions | None) -> RegionPlace | None:
         """None where it is elsewhere. raises StatusError"""
         region, size = self.shared_memory_region, self.shared_memory_byte_size
         if region is UNSET:
@@ -45,52 +45,52 @@ class _Shared(Struct, gc=False):
         return regions.place(region, self.shared_memory_offset, size)
 
 
-class _InputParameters(_Shared, gc=False):
+class InferInputParameters(SharedParameters, gc=False):
     binary_data_size: _Size | UnsetType = UNSET
 
 
-class _Input(Struct, gc=False):
+class InferInput(Struct, gc=False):
     name: str
     shape: list[_Size]
     datatype: str
     data: Any = UNSET
-    parameters: _InputParameters | UnsetType = UNSET
+    parameters: InferInputParameters | UnsetType = UNSET
 
 
-class _OutputParameters(_Shared, gc=False):
+class InferOutputParameters(SharedParameters, gc=False):
     binary_data: bool | UnsetType = UNSET
     classification: _Size = 0
 
 
-class _Output(Struct, gc=False):
+class InferOutput(Struct, gc=False):
     name: str
-    parameters: _OutputParameters | UnsetType = UNSET
+    parameters: InferOutputParameters | UnsetType = UNSET
 
 
-class _Body(Struct, gc=False):
-    inputs: list[_Input]
+class InferBody(Struct, gc=False):
+    inputs: list[InferInput]
     id: str = ""
     parameters: dict[str, Any] | UnsetType = UNSET
-    outputs: list[_Output] | UnsetType = UNSET
+    outputs: list[InferOutput] | UnsetType = UNSET
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(InferBody)
 _ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"another id"
 
 
 @dataclass(slots=True)
-class Wanted:
+class HttpWanted:
     """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others"""
 
     binary: dict[str, bool] = field(default_factory=dict)
-    shared: dict[str, Place] = field(default_factory=dict)
+    shared: dict[str, RegionPlace] = field(default_factory=dict)
     n_classes: dict[str, int] = field(default_factory=dict)
     otherwise: bool = False
 
 
 def read_infer(
     body: bytes, n_json: int | None, model: str, checker: Checker, shared: Regions | None = None
-) -> tuple[InferRequest, Wanted]:
+) -> tuple[InferRequest, HttpWanted]:
     """n_json: of the head, None where everything is JSON, 0 where nothing is
 
     shared: None where no client's memory is read. raises StatusError
@@ -100,9 +100,9 @@ def read_infer(
     if n_json == 0:
         request = InferRequest({})
         checker.take(request, [checker.raw(request, memoryview(body))])
-        return request, Wanted(otherwise=True)
+        return request, HttpWanted(otherwise=True)
     told = _decoded(memoryview(body)[:n_json])
-    request, wanted = InferRequest({}, request_id=told.id), Wanted()
+    request, wanted = InferRequest({}, request_id=told.id), HttpWanted()
     if told.parameters is not UNSET:
         wanted.otherwise = take_parameters(request, told.parameters)
     given = _given(told.inputs, memoryview(body)[len(body) if n_json is None else n_json :], model, shared)
@@ -112,7 +112,7 @@ def read_infer(
     return request, wanted
 
 
-def _decoded(head: memoryview) -> _Body:
+def _decoded(head: memoryview) -> InferBody:
     try:
         try:
             return _decoder.decode(head)
@@ -142,7 +142,7 @@ def id_place(head: bytes) -> tuple[int, int] | None:
     return (begin, end) if is_id and tried == told else None
 
 
-def _given(inputs: Sequence[_Input], behind: memoryview, model: str, shared: Regions | None) -> list[Given]:
+def _given(inputs: Sequence[InferInput], behind: memoryview, model: str, shared: Regions | None) -> list[Given]:
     """behind: the bytes after the JSON, which are those of the binary inputs, in order"""
     found, at = [], 0
     for told in inputs:
@@ -170,7 +170,7 @@ def _given(inputs: Sequence[_Input], behind: memoryview, model: str, shared: Reg
     return found
 
 
-def _check_source(told: _Input, size: int | UnsetType) -> None:
+def _check_source(told: InferInput, size: int | UnsetType) -> None:
     is_shared = told.parameters is not UNSET and told.parameters.shared_memory_region is not UNSET
     there = {
         "'data'": told.data is not UNSET, "'binary_data_size'": size is not UNSET, "'shared_memory_region'": is_shared,
@@ -264,7 +264,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return unparsed(key, _not(word, word))
 
 
-def _take_outputs(outputs: Sequence[_Output], wanted: Wanted, shared: Regions | None) -> tuple[str, ...]:
+def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: Regions | None) -> tuple[str, ...]:
     names = output_names(told.name for told in outputs)
     for told in outputs:
         if told.parameters is UNSET:

@@ -8,9 +8,9 @@ import numpy as np
 
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.infer_body import Wanted
-from millrace.serve.kserve.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, objects
+from millrace.serve.inference.status import invalid
+from millrace.serve.inference.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
+from millrace.serve.kserve.infer_body import HttpWanted
 
 
 def told_outputs(
@@ -25,7 +25,9 @@ def told_outputs(
         yield Tensor(name, named_type(name, array), array)
 
 
-def written(model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> tuple[bytes, int | None]:
+def written(
+    model: Model, request: InferRequest, response: InferResponse, wanted: HttpWanted
+) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON where not all of it is. raises StatusError"""
     outputs: list[dict[str, Any]] = []
     raw: list[bytes] = []
@@ -49,14 +51,6 @@ def written(model: Model, request: InferRequest, response: InferResponse, wanted
     answer["outputs"] = outputs
     head = msgspec.json.encode(answer)
     return (b"".join((head, *raw)), len(head)) if raw else (head, None)
-
-
-def named_type(name: str, array: Array) -> str:
-    """The datatype of an output. raises StatusError"""
-    found = WIRE_NAMES.get(array.dtype)
-    if found is None:
-        raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
-    return found
 
 
 def listed(name: str, datatype: str, array: Array) -> list[Any]:

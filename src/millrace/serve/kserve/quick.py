@@ -21,16 +21,16 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from millrace.serve.errors import HttpError
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse, Parameter
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
+from millrace.serve.inference.tensors import Array
 from millrace.serve.keys import Keys
 from millrace.serve.kserve import encoding
-from millrace.serve.kserve.asgi import BELOW, route_of
 from millrace.serve.kserve.heads import END, ID, JSON_LENGTH, LENGTH, REQUEST_ID, Filled, Head, head_of
 from millrace.serve.kserve.http import addressed, error_of, header_length, infer_headers
-from millrace.serve.kserve.infer_body import Wanted, read_infer
+from millrace.serve.kserve.infer_body import HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.kserve.routes import BELOW, pattern_of
+from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.serving import Serving
 from millrace.serve.wire import id_of
 
@@ -43,7 +43,7 @@ _HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"
                        b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
 
 
-class Place(NamedTuple):
+class InputPlace(NamedTuple):
     """Where an input lies in what came, from its head's end on over HTTP. It is copied from there, as NumPy takes three
     times as long for what begins at an odd address, and it is short."""
 
@@ -77,9 +77,9 @@ class _Known:
     name: str
     version: int | None  # that was asked for
     model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
-    tensors: Sequence[Place]
+    tensors: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
-    wanted: Wanted
+    wanted: HttpWanted
     headers: dict[bytes, bytes]
     told: _Told | None = None  # the last answer
 
@@ -140,7 +140,7 @@ class QuickConnection:
         if tensors is None:
             return None
         request.inputs = {}
-        route = route_of(path).path
+        route = pattern_of(path)
         filled, n_bytes = head.filled(packet), len(body) - n_json
         assert filled is not None, "it is its head"
         return _Known(
@@ -212,7 +212,7 @@ def ready(
     return model if model is known() and backend.has_room and model.answers_at_once(n_bytes) else None
 
 
-def _places(request: InferRequest, body: bytes, n_json: int) -> list[Place] | None:
+def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace] | None:
     """From the end of the JSON on.
 
     None where an input is no plain piece of the body: it was JSON, or strings, or it had to be converted.
@@ -222,7 +222,7 @@ def _places(request: InferRequest, body: bytes, n_json: int) -> list[Place] | No
         here = _address(array) - begin
         if not array.nbytes or not array.flags.c_contiguous or not n_json <= here <= len(body) - array.nbytes:
             return None
-        found.append(Place(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
+        found.append(InputPlace(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
     return found
 
 

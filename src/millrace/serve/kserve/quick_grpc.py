@@ -16,14 +16,14 @@ from numpy import ndarray
 
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import StatusError
+from millrace.serve.inference.tensors import Array
 from millrace.serve.kserve.asked import version_of
-from millrace.serve.kserve.grpc_infer import Wanted, read_infer, response_message
+from millrace.serve.kserve.grpc_infer import GrpcWanted, read_infer, response_message
 from millrace.serve.kserve.heads import MOST_BYTES
 from millrace.serve.kserve.messages import message, varint
-from millrace.serve.kserve.quick import Place, ready
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.kserve.quick import InputPlace, ready
+from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.wire import FREE_BYTES
 
 MOST_LENGTHS, MOST_OF_LENGTH = 64, 4  # that are remembered
@@ -41,9 +41,9 @@ class _Known:
     name: str
     version: int | None  # that was asked for
     model: "ref[Model]"
-    places: Sequence[Place]
+    places: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
-    wanted: Wanted
+    wanted: GrpcWanted
     told: Sequence[_Told] | None = None  # of the last answer
 
 
@@ -93,7 +93,7 @@ class QuickCalls:
                 return None
             name = next(name for name, one in request.inputs.items() if one is array)
             begin = at + len(before)
-            places.append(Place(name, array.dtype, array.shape, begin, begin + len(data)))
+            places.append(InputPlace(name, array.dtype, array.shape, begin, begin + len(data)))
         request.inputs = {}
         return _Known(fixed, told.model_name, version, ref(model), places, request, wanted)
 

@@ -35,7 +35,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegionPlace:
     """Where a tensor of a request is, or is to go."""
 
     region: Region
@@ -110,7 +110,7 @@ class Regions:
             raise StatusError(Code.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
         return [self._regions[name].told()]
 
-    def place(self, name: str, offset: int, byte_size: int) -> Place:
+    def place(self, name: str, offset: int, byte_size: int) -> RegionPlace:
         """raises StatusError"""
         region = self._regions.get(name)
         if region is None:
@@ -124,7 +124,7 @@ class Regions:
                 f"shared memory byte size ({byte_size} bytes) exceeds the maximum allowed value of {self._most_bytes} "
                 "bytes. Use --http-max-input-size to increase the limit."
             )
-        return Place(region, offset, byte_size)
+        return RegionPlace(region, offset, byte_size)
 
     def close(self) -> None:
         self.unregister("")

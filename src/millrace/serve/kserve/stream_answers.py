@@ -12,9 +12,9 @@ from typing import Any
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
-from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
+from millrace.serve.inference.tensors import BYTES, Array, Tensor
+from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message, varint
-from millrace.serve.kserve.tensors import BYTES, Array, Tensor
 
 _RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
 _INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
@@ -33,7 +33,7 @@ def error_answer(told: Any, error: StatusError) -> bytes:
 class Answers:
     """Of one request that was begun. told: its message"""
 
-    def __init__(self, told: Any, model: Model, asking: InferRequest, wanted: Wanted) -> None:
+    def __init__(self, told: Any, model: Model, asking: InferRequest, wanted: GrpcWanted) -> None:
         self._told, self._model, self._asking, self._wanted = told, model, asking, wanted
         self._kinds: Sequence[_Kind] = ()  # of the last response's outputs
         self._front = b""  # of its message: all but its tensors

@@ -49,6 +49,7 @@ from millrace.serve.routes import Endpoint, Posted, Protocol, get
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import Tools, tools_of
+from millrace.serve.whole import whole_answer
 from millrace.serve.wire import Call
 
 Options = Mapping[str, Any]
@@ -128,7 +129,7 @@ class _Answer:
         if streams:
             return EventStream(self._generation, self._lines(), _STREAM)
         async with self._generation:
-            (whole,) = await self._generation.whole(backend)
+            (whole,) = await whole_answer(self._generation, backend)
             blocks = self._blocks = whole.blocks
             reply = self._line(blocks.text(Kind.TEXT), blocks.text(Kind.REASONING), whole.end)
         return json_reply(reply)

@@ -13,7 +13,7 @@ from millrace.runtime.params import Delta, TokenLogprobs
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import Conversation
 from millrace.serve.fields import chat_params, let_go, rendering_of, terms_of, wants_receipt
-from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, Whole, converse, events
+from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, converse, events
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.openai.replies import (
     AssistantMessage,
@@ -32,6 +32,7 @@ from millrace.serve.replies import ChatLogprobs
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import tools_of
+from millrace.serve.whole import Whole, whole_answer
 from millrace.serve.wire import Call
 
 
@@ -75,7 +76,7 @@ class _Answer:
             return 0 if piece is None else logprobs[delta.index].add(piece)
 
         async with self._generation:
-            choices = await self._generation.whole(self._backend, named)
+            choices = await whole_answer(self._generation, self._backend, named)
             content = await self._backend.written(
                 self._generation.is_large, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )

@@ -13,12 +13,13 @@ from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, check_context
 from millrace.serve.blocks import Kind
 from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
-from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, Whole, events, start, usage_of
+from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.openai.replies import CompletionChoice, CompletionReply
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionLogprobs, Usage
 from millrace.serve.text import TextBackend
+from millrace.serve.whole import Whole, whole_answer
 from millrace.serve.wire import Call
 
 
@@ -82,7 +83,7 @@ class _Answer:
             return sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
-            choices = await self._generation.whole(self._backend, named)
+            choices = await whole_answer(self._generation, self._backend, named)
             content = await self._backend.written(
                 self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs))
             )

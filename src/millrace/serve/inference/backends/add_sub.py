@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.kinds import DataType
 
 _NOT_NUMBERS = (DataType.TYPE_STRING, DataType.TYPE_BOOL, DataType.TYPE_INVALID)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 
 _MOST_MS = 60_000
 

@@ -28,7 +28,7 @@ from millrace.serve.inference.backends.encoder import Encoder
 from millrace.serve.inference.backends.texts import begin_each, texts_of
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput, TransactionPolicy
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.kinds import DataType

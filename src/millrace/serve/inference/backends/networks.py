@@ -24,7 +24,7 @@ from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.ragged import Ragged, with_batch_inputs
 from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config import DynamicBatching, ModelConfig, ModelInput, ModelOutput, Reshape
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.kinds import DataType

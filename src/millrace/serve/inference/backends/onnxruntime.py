@@ -27,7 +27,7 @@ from millrace.serve.inference.backends.networks import (
     texts,
 )
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.kinds import DataType
 

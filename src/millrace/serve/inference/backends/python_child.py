@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.machine.cpu import usable_cores
+from millrace.machine.process import resident_bytes
 from millrace.serve.inference.backend import Instance, InstanceGiven, InstanceGoneError
 from millrace.serve.inference.backends.interpreter import Child, Python
 from millrace.serve.inference.backends.python_host import HereAsking, ServerHost, status_of
@@ -117,6 +118,12 @@ class ChildModel(Instance):
             log.debug("%s: %s", self._name, error)  # it is gone: its reader says so to `_done`
         except FrameError as error:
             self._is_done(StatusError(Code.INTERNAL, f"instance '{self._name}': {error}"))
+
+    def memory_bytes(self) -> int | None:
+        try:
+            return resident_bytes(self._child.pid)
+        except OSError:  # it has just ended
+            return None
 
     def close(self) -> None:
         self._host.is_closing = True

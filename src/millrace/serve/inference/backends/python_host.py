@@ -11,11 +11,10 @@ from millrace.serve.inference.brought import PREFIX
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.guest.errors import CODES, TritonError, TritonModelException
 from millrace.serve.inference.guest.host import Answer, Asked, Asking, Host, Incoming, Receive, Waits
-from millrace.serve.inference.others import Call, Others
+from millrace.serve.inference.others import InnerCall, Others
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.infer_reply import named_type
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array, named_type
 from millrace.serve.repository.names import ModelId
 
 LOG = logging.getLogger("millrace.serve.models")
@@ -85,7 +84,7 @@ class ServerHost(Host):
         except StatusError as error:
             raise TritonModelException(str(error)) from None
         waits = self._given.waits if asked.waits is not Waits.NO else None
-        call = Call(
+        call = InnerCall(
             self.model, asked.model, asked.version, asked.is_decoupled, request, given, behind, waits,
             asked.waits is Waits.YES, answered,
         )  # fmt: skip
@@ -135,7 +134,7 @@ class ServerHost(Host):
 
 
 class HereAsking(Asking):
-    def __init__(self, others: Others, call: Call) -> None:
+    def __init__(self, others: Others, call: InnerCall) -> None:
         self._others, self._call = others, call
 
     def cancel(self) -> None:

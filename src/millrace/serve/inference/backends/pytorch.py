@@ -33,7 +33,7 @@ from millrace.serve.inference.backends.networks import (
     texts,
 )
 from millrace.serve.inference.status import invalid
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.tensors import Array, objects
 from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput
 
 _WHO = "PyTorch"

@@ -35,7 +35,7 @@ from millrace.serve.inference.backends.networks import (
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.environment import TRUSTED
 from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Array
+from millrace.serve.inference.tensors import BYTES, DTYPES, Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "scikit-learn"

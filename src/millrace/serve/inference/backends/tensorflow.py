@@ -26,7 +26,7 @@ from millrace.serve.inference.backends.networks import (
     set_parameters,
 )
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "tensorflow"

@@ -33,7 +33,7 @@ from millrace.serve.inference.backends.networks import (
 )
 from millrace.serve.inference.backends.xgboost_file import check_model
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve.tensors import Array
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import ModelConfig
 
 _WHO = "XGBoost"

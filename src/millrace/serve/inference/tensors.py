@@ -14,6 +14,7 @@ from millrace.serve.inference.guest.strings import CutOffError as CutOffError
 from millrace.serve.inference.guest.strings import joined_strings
 from millrace.serve.inference.guest.strings import objects as objects
 from millrace.serve.inference.guest.strings import split_strings as split_strings
+from millrace.serve.inference.status import Code, StatusError
 
 BYTES = "BYTES"
 DTYPES: dict[str, Any] = {
@@ -129,3 +130,11 @@ def from_raw(data: bytes, datatype: str, shape: Sequence[int]) -> Array:
     if datatype != BYTES:
         return np.frombuffer(data, DTYPES[datatype]).reshape(shape)
     return objects(split_strings(data)).reshape(shape)
+
+
+def named_type(name: str, array: Array) -> str:
+    """The datatype of an output. raises StatusError"""
+    found = WIRE_NAMES.get(array.dtype)
+    if found is None:
+        raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
+    return found

@@ -19,7 +19,8 @@ from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.shared_memory import Regions
-from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
+from millrace.serve.limits import number_of_connections
+from millrace.serve.serving import LARGE_BODY, Lane, Serving
 from millrace.serve.wire import Bodies, LogLater
 
 LOOK_S = 0.1  # between two looks whether what failed at the start is there
@@ -52,6 +53,7 @@ class RepositoryModel(ServedModel):
 
 class RepositoryBackend(Backend):
     what = "a repository of tensor models"
+    broken = "tensor models could not be loaded"
     elsewhere = (
         "ask its models at /v2/models/NAME/infer or /generate; here are those of "
         "`millrace serve MODEL --model-repository DIR`"

@@ -1,0 +1,32 @@
+"""How many connections there may be, by the files that a process may have, and how long each may take."""
+
+import logging
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_REFUSED = 8  # connections over the limit that wait for their 503
+RESERVED_FILES = 24  # sockets of processes for texts, files that are opened for a moment
+MAX_CONNECTIONS = 4096  # where there are files for more
+log = logging.getLogger(__name__)
+
+
+def number_of_connections(asked: int | None) -> int:
+    """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
+    wanted, most_files = asked or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most_files == resource.RLIM_INFINITY:
+        return wanted
+    n_open = sum(1 for _ in Path("/dev/fd").iterdir())
+    room = max(4, most_files - n_open - RESERVED_FILES - MAX_REFUSED)
+    if asked is not None and room < asked:
+        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", asked, room)
+    return min(wanted, room)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    max_connections: int
+    header_timeout_s: float
+    keep_alive_s: float
+    write_timeout_s: float
+    max_unread_bytes: int  # of all replies together that wait for their readers

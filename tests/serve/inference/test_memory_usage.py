@@ -1,0 +1,91 @@
+"""What a model's instances say that they hold of the machine's memory, in its statistics."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from millrace.serve.inference import backends
+from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
+from millrace.serve.inference.lifecycle import ModelRepository
+from tests.support.kserve_grpc import connected
+from tests.support.loaded import becomes
+from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, text, write
+from tests.support.repository import identity, in_process, write_models
+
+HOLDS = """
+    def initialize(self, args):
+        self.held = np.ones(%d << 20, np.uint8)
+
+    def execute(self, requests):
+        import os
+        return [said(str(os.getpid())) for _ in requests]
+"""
+
+
+def usage(repository: ModelRepository, name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = repository.get(name).told()["memory_usage"]
+    return found
+
+
+def test_a_process_of_its_own_tells_what_it_holds(tmp_path: Path) -> None:
+    """Beside /proc, with what a model holds, before and after it is unloaded; of a process that died nothing."""
+    for name, n_mib in (("small", 1), ("large", 64)):
+        write(tmp_path, name, HEAD + HOLDS % n_mib + SAY, ANY % OWN)
+    write(tmp_path, "here", HEAD + HOLDS % 1 + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            for name in ("small", "large", "here"):
+                await repository.load(name)
+            assert usage(repository, "here") == [], "what of this process is a model's nobody knows"
+            ((small,), (large,)) = usage(repository, "small"), usage(repository, "large")
+            assert (small["type"], small["id"]) == (large["type"], large["id"]) == ("CPU", 0)
+            assert 60 << 20 < large["byte_size"] - small["byte_size"] < 90 << 20
+            model = repository.get("large")
+            pid = int((await model.infer(asked(model, IN=text("x")))).outputs["OUT"][0])
+            status = Path(f"/proc/{pid}/status").read_text()
+            (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+            (large,) = usage(repository, "large")
+            assert large["byte_size"] == pytest.approx(int(line.split()[1]) << 10, rel=0.05)
+            os.kill(pid, signal.SIGKILL)
+            await becomes(lambda: usage(repository, "large") == [])
+            await becomes(lambda: bool(usage(repository, "large")))
+            anew = int((await model.infer(asked(model, IN=text("x")))).outputs["OUT"][0])
+            await repository.unload("large")
+            await becomes(lambda: not Path(f"/proc/{anew}").exists())
+
+    asyncio.run(run())
+
+
+class Known(Instance):
+    def __init__(self, n_bytes: int | None) -> None:
+        self._n_bytes = n_bytes
+
+    def execute(self, requests: Any) -> None:
+        raise NotImplementedError
+
+    def memory_bytes(self) -> int | None:
+        return self._n_bytes
+
+
+class KnownBackend(ModelBackend):
+    def instance(self, given: InstanceGiven) -> Instance:
+        return Known(None if given.name.endswith("_2") else 1 << 40)
+
+
+def test_a_backend_tells_it_over_both_protocols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.BACKENDS, "known", KnownBackend)
+    config = identity("FP32", "4", "instance_group { kind: KIND_CPU count: 3 }")
+
+    write_models(tmp_path, {"k": config.replace('"identity"', '"known"'), "silent": config})
+    with in_process(tmp_path, grpc_port=0) as served, connected(served.grpc_url) as client:
+        everybody = httpx.get(f"{served.url}/v2/models/stats").json()["model_stats"]
+        told = {one["name"]: one["memory_usage"] for one in everybody}
+        assert told == {"k": [{"type": "CPU", "id": 0, "byte_size": 2 << 40}], "silent": []}
+        (found,) = client.call("ModelStatistics", name="k").model_stats
+        assert [(one.type, one.id, one.byte_size) for one in found.memory_usage] == [("CPU", 0, 2 << 40)]
