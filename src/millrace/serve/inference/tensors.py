@@ -118,7 +118,8 @@ def held_bytes(arrays: Iterable[Array]) -> int:
     for array in arrays:
         found += array.nbytes
         if array.dtype == np.object_:
-            found += sum(len(v) for v in array.reshape(-1) if isinstance(v, bytes | str))
+            strings = (array.item(),) if array.size == 1 else array.reshape(-1)
+            found += sum([len(v) for v in strings if isinstance(v, bytes | str)])
     return found
 
 

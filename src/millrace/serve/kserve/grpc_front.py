@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import Bill, InferRequest, InferResponse
+from millrace.serve.inference.request import Bill, InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import held_bytes
 from millrace.serve.inference.trace_context import PARENT, STATE, Parent
@@ -112,9 +112,8 @@ class GrpcFront:
         self._repository.common.tracer.came(found[0], "GRPC", began_ns, caller.parent)
         return found
 
-    async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
-        """write: what makes the answer. raises StatusError, BusyError"""
-        n_bytes = held_bytes(response.outputs.values()) if response is not None else 0
+    async def packed(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
+        """write: what makes the answer, of so many bytes. raises StatusError, BusyError"""
         data: bytes = await self._aside(write, n_bytes)
         return data
 
@@ -131,7 +130,8 @@ class GrpcFront:
             response = await model.infer(asking)
             call.answered()
             return await self.packed(
-                response, lambda: response_message(model, asking, response, wanted).SerializeToString()
+                held_bytes(response.outputs.values()),
+                lambda: response_message(model, asking, response, wanted).SerializeToString(),
             )
 
     # ------------------------------------------------------------------ what is told

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.errors import MillraceError
 from millrace.serve.errors import problem_of
@@ -19,8 +19,8 @@ from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import Grant
 from millrace.serve.kserve.grpc_front import Caller, GrpcFront
-from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
-from millrace.serve.kserve.messages import message
+from millrace.serve.kserve.stream_answers import Answers, Deadline, error_answer
+from millrace.serve.wire import FREE_BYTES
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
 Read = Callable[[], Awaitable[bytes | None]]
@@ -28,8 +28,7 @@ Write = Callable[[bytes], Awaitable[None]]
 Admit = Callable[[int], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """One message to be written: of a response, of an error, or of neither, where only the end is told."""
 
     response: InferResponse | None
@@ -45,7 +44,8 @@ class _Open:
     admitted: ExitStack
     model: Model | None = None
     asking: InferRequest | None = None
-    wanted: GrpcWanted | None = None
+    answers: Answers | None = None
+    empty_final: bool = False
     task: "asyncio.Task[None] | None" = None
     answer: _Answer | None = None
     unread: Unread | None = None
@@ -67,7 +67,8 @@ class Stream:
         self._caller, self._grant = caller, grant
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
-        self._ready: asyncio.Queue[tuple[_Open, _Answer, int] | None] = asyncio.Queue()
+        self._ready = deque[tuple[_Open, _Answer, int] | None]()  # None: the end
+        self._waiting: asyncio.Future[None] | None = None  # for the next of them
         self._room = asyncio.Semaphore(MOST_OPEN)
         self._all_read = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
@@ -130,7 +131,8 @@ class Stream:
             model = self._front.model(one.told)
             if model.is_decoupled:
                 one.model = model
-            one.asking, one.wanted = await self._front.checked(one.told, model, len(data), self._caller)
+            one.asking, wanted = await self._front.checked(one.told, model, len(data), self._caller)
+            one.answers, one.empty_final = Answers(one.told, model, one.asking, wanted), wanted.empty_final
             if model.is_decoupled:
                 model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
             else:
@@ -138,7 +140,7 @@ class Stream:
                 self._in_order.append(one)
                 one.task = asyncio.ensure_future(self._infer(one, model, one.asking))
         except (StatusError, MillraceError) as error:
-            one.asking = None
+            one.asking = one.answers = None
             if one.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
                 self._in_order.append(one)
                 self._answered(one, _Answer(None, as_status(error), True))
@@ -159,7 +161,7 @@ class Stream:
         if self._broken is None:
             self._broken = error
             self._give_up()
-            self._ready.put_nowait(None)
+            self._tell(None)
 
     def _answered(self, one: _Open, answer: _Answer) -> None:
         """The only answer of a request; it waits for those of the requests before it."""
@@ -180,32 +182,46 @@ class Stream:
             except StatusError as too_much:  # the request ends with it, and not the stream
                 one.model.cancel(one.asking)
                 one.is_over, answer = True, _Answer(None, too_much, True)
-        self._ready.put_nowait((one, answer, n_bytes))
+        self._tell((one, answer, n_bytes))
+
+    def _tell(self, item: tuple[_Open, _Answer, int] | None) -> None:
+        self._ready.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def _next(self) -> tuple[_Open, _Answer, int] | None:
+        while not self._ready:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self._ready.popleft()
 
     async def _write_all(self, write: Write) -> None:
-        while (item := await self._ready.get()) is not None and self._broken is None:
-            one, answer, n_bytes = item
-            if answer.error is not None and self._ends_with_error:
-                raise answer.error
-            data = await self._message(one, answer)
-            if data is not None:
-                try:
-                    async with asyncio.timeout(self._write_s):
+        try:
+            with Deadline(self._write_s) as deadline:
+                while (item := await self._next()) is not None and self._broken is None:
+                    one, answer, n_bytes = item
+                    if answer.error is not None and self._ends_with_error:
+                        raise answer.error
+                    data = await self._message(one, answer, n_bytes)
+                    if data is not None:
+                        deadline.begin()
                         await write(data)
-                except TimeoutError:
-                    what = f"the stream was not read for {self._write_s:g} s"
-                    raise StatusError(Code.UNAVAILABLE, what) from None
-            if one.unread is not None:
-                one.unread.take_off(n_bytes)
-            if answer.final:
-                self._ended(one)
+                        deadline.end()
+                    if one.unread is not None:
+                        one.unread.take_off(n_bytes)
+                    if answer.final:
+                        self._ended(one)
+        except TimeoutError:
+            raise StatusError(Code.UNAVAILABLE, f"the stream was not read for {self._write_s:g} s") from None
 
-    async def _message(self, one: _Open, answer: _Answer) -> bytes | None:
-        """None where there is nothing to tell."""
-        if answer.response is None and answer.error is None and not (one.wanted and one.wanted.empty_final):
+    async def _message(self, one: _Open, answer: _Answer, n_bytes: int) -> bytes | None:
+        """None where there is nothing to tell. n_bytes: of the response, about"""
+        if answer.response is None and answer.error is None and not one.empty_final:
             return None
         try:
-            return await self._front.packed(answer.response, lambda: _packed(one, answer))
+            if n_bytes <= FREE_BYTES:
+                return _packed(one, answer)
+            return await self._front.packed(n_bytes, lambda: _packed(one, answer))
         except (StatusError, MillraceError) as error:
             failed = as_status(error)
             if self._ends_with_error:
@@ -224,7 +240,7 @@ class Stream:
 
     def _end_if_done(self) -> None:
         if self._all_read and not self._open:
-            self._ready.put_nowait(None)
+            self._tell(None)
 
 
 def as_status(error: StatusError | MillraceError) -> StatusError:
@@ -235,18 +251,9 @@ def as_status(error: StatusError | MillraceError) -> StatusError:
 
 def _packed(one: _Open, answer: _Answer) -> bytes:
     """A ModelStreamInferResponse. raises StatusError"""
-    found = message("ModelStreamInferResponse")()
+    if one.answers is None:
+        assert answer.error is not None, "what was not begun has failed"
+        return error_answer(one.told, answer.error)
     if answer.error is not None:
-        found.error_message = answer.error.message
-    if answer.response is not None:
-        assert one.model is not None and one.asking is not None and one.wanted is not None
-        fill_response(found.infer_response, one.model, one.asking, answer.response, one.wanted)
-    elif one.told is not None:
-        found.infer_response.id = one.told.id  # so that the client knows which request it is
-    if one.asking is not None:  # it was begun
-        if answer.response is None:
-            found.infer_response.model_name = one.told.model_name
-            found.infer_response.model_version = one.told.model_version
-        set_parameter(found.infer_response, FINAL, answer.final)
-    data: bytes = found.SerializeToString()
-    return data
+        return one.answers.error(answer.error, answer.final)
+    return one.answers.end() if answer.response is None else one.answers.response(answer.response, answer.final)

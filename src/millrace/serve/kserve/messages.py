@@ -100,9 +100,19 @@ _Field = descriptor_pb2.FieldDescriptorProto
 
 
 @cache
+@cache
 def message(name: str) -> Any:
     """The class of a message, by its name in the table, or in `repository/config.py`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+def varint(n: int) -> bytes:
+    """As protobuf writes a length."""
+    found = bytearray()
+    while n > 127:
+        found.append(n & 127 | 128)
+        n >>= 7
+    return bytes((*found, n))
 
 
 def config_message(config: ModelConfig) -> Any:

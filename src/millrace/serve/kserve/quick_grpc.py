@@ -21,7 +21,7 @@ from millrace.serve.inference.tensors import Array
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import GrpcWanted, read_infer, response_message
 from millrace.serve.kserve.heads import MOST_BYTES
-from millrace.serve.kserve.messages import message
+from millrace.serve.kserve.messages import message, varint
 from millrace.serve.kserve.quick import InputPlace, ready
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.wire import FREE_BYTES
@@ -124,7 +124,7 @@ def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[
 
     Empty where the tensors are not at the end, or there are none.
     """
-    heads = [bytes((field << 3 | 2,)) + _varint(len(one)) for one in raw]
+    heads = [bytes((field << 3 | 2,)) + varint(len(one)) for one in raw]
     tail = b"".join(part for pair in zip(heads, raw, strict=True) for part in pair)
     if not raw or not data.endswith(tail):
         return b"", []
@@ -134,15 +134,6 @@ def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[
         fixed.append((at, head) if i else (0, front + head))
         at += len(head) + len(one)
     return front, fixed
-
-
-def _varint(n: int) -> bytes:
-    """As protobuf writes a length."""
-    found = bytearray()
-    while n > 127:
-        found.append(n & 127 | 128)
-        n >>= 7
-    return bytes((*found, n))
 
 
 def _is_whole(front: bytes) -> bool:
