@@ -24,6 +24,7 @@ KNOWN = {
     "lm-eval is not installed": "`make nightly`, part mmlu",
     "playwright is not installed": "`make nightly`, part playground",
     "tritonclient is not installed": "`make nightly`, part tritonclient",
+    "perf_analyzer is not installed": "`make nightly`, part perf-analyzer",
     "onnxruntime is not installed": "`make nightly`, part onnxruntime",
     "openvino is not installed": "`make nightly`, part openvino",
     "scikit-learn and skops are not installed": "`make nightly`, part sklearn",

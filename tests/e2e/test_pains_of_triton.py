@@ -177,9 +177,10 @@ def test_11_shapes_and_typing_errors(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_12_eight_milliseconds_become_sixty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 8 ms that is given an image and gives one, 602 KB each, takes some 8 ms: over HTTP, over a socket of
-    this machine alone, which a client reaches by its path, and over gRPC. It is given the request's own bytes.
+    this machine alone, which a client reaches by its path, and over gRPC. It is given the request's own bytes. However
+    busy the machine is, some rounds are as quick; were the server slow, none would be.
     """
-    roots, of_model_ms, n_rounds = list[object](), 8, 20
+    roots, of_model_ms = list[object](), 8
     compute = _Identity.compute
 
     def looked_at(self: _Identity, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,13 +198,13 @@ def test_12_eight_milliseconds_become_sixty(tmp_path: Path, monkeypatch: pytest.
     )
 
     def quickest_ms(ask: Callable[[], bytes]) -> float:
-        took_s = []
-        for _ in range(n_rounds):
+        took_ms = [1e3]
+        while len(took_ms) < 200 and min(took_ms) >= 1.75 * of_model_ms:
             began_s = time.perf_counter()
             found = ask()
-            took_s.append(time.perf_counter() - began_s)
+            took_ms.append(1e3 * (time.perf_counter() - began_s))
             assert found == raw
-        return 1e3 * min(took_s)
+        return min(took_ms)
 
     with (
         in_process(models, grpc_port=0) as served, in_process(models, ServerSettings(uds=str(path))),
@@ -222,8 +223,8 @@ def test_12_eight_milliseconds_become_sixty(tmp_path: Path, monkeypatch: pytest.
             "gRPC": lambda: bytes(grpc_client.infer("m", [told], [raw]).raw_output_contents[0]),
         }  # fmt: skip
         found_ms = {name: quickest_ms(ask) for name, ask in ways.items()}
-    assert all(of_model_ms <= ms < 2 * of_model_ms for ms in found_ms.values()), found_ms
-    assert len(roots) == n_rounds * len(ways) and {type(held) for held in roots} == {bytes}, "copies"
+    assert all(of_model_ms <= ms < 1.75 * of_model_ms for ms in found_ms.values()), found_ms
+    assert len(roots) >= len(ways) and {type(held) for held in roots} == {bytes}, "copies"
 
 
 def root(array: Any) -> object:
@@ -260,16 +261,18 @@ def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
 
 
 def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:
-    """While one that takes a second has more than it can do, a hundred requests to another are answered."""
-    slow = identity("FP32", "1", 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }')
+    """While one that takes half a second has more than it can do, requests to another are answered all the time."""
+    slow = identity("FP32", "1", 'parameters { key: "execute_delay_ms" value { string_value: "500" } }')
     with serving(write_models(tmp_path, {"slow": slow, "quick": ADD_SUB})) as url, ThreadPoolExecutor(8) as threads:
         one = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
         busy = [threads.submit(httpx.post, f"{url}/v2/models/slow/infer", json={"inputs": [one]}) for _ in range(2)]
         inputs = [{"name": f"INPUT{i}", "datatype": "INT32", "shape": [1, 16], "data": [i] * 16} for i in (0, 1)]
+        n_answered = 0
         with httpx.Client() as client:
-            for _ in range(100):
+            while not busy[1].done():
                 assert client.post(f"{url}/v2/models/quick/infer", json={"inputs": inputs}).status_code == 200
-        assert not busy[1].done(), "the slow one was asked all the time"
+                n_answered += 1
+        assert n_answered > 50, "while the slow one was asked"
         assert [one.result().status_code for one in busy] == [200, 200]
 
 

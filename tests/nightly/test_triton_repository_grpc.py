@@ -101,8 +101,7 @@ def texts(*values: bytes) -> Any:
 
 def test_messages_have_the_fields_of_triton() -> None:
     """Names, numbers and types of every message, against the descriptors that Triton's client brings."""
-    from tritonclient.grpc import service_pb2
-
+    service_pb2 = pytest.importorskip("tritonclient.grpc.service_pb2", reason="tritonclient is not installed")
     pending, seen = [f"Model{k}{r}" for k in ("Infer", "Config", "Metadata", "Statistics", "Ready") for r in
                      ("Request", "Response")], set[str]()  # fmt: skip
     pending += [f"Repository{k}{r}" for k in ("Index", "ModelLoad", "ModelUnload") for r in ("Request", "Response")]

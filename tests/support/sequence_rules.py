@@ -296,6 +296,8 @@ class Both:
             s.closed = True
         self.model.settle(self.now)
         for _ in range(200 + len(self.queue) * 2):
+            if not self.running and not self.queue.n_sequences and self.queue.due_ns() is None:
+                break
             self.now += 10_000
             self.take()
             self.done(0)

@@ -14,6 +14,8 @@ from millrace.serve.inference.status import StatusError
 from tests.support.python_models import HEAD, asked, loaded, write
 from tests.support.triton_models import SQUARE_CONFIG
 
+pytestmark = pytest.mark.usefixtures("quick_looks")
+
 # Asks `model` with what it was asked, until IN is 0.
 NEXT = """
     def execute(self, requests):
@@ -144,7 +146,7 @@ def test_rings_through_threads_of_models_are_named_later(tmp_path: Path, monkeyp
 
 
 def test_what_only_takes_long_is_no_ring(tmp_path: Path) -> None:
-    slow = "    def execute(self, requests):\n        import time\n        time.sleep(0.8)\n" + (
+    slow = "    def execute(self, requests):\n        import time\n        time.sleep(0.3)\n" + (
         "        return [pb_utils.InferenceResponse([pb_utils.Tensor('OUT', r.inputs()[0].as_numpy())])"
         " for r in requests]\n"
     )

@@ -25,7 +25,8 @@ SUMS = """backend: "add_sub" max_batch_size: 8
 input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ 4 ] }, { name: "INPUT1" data_type: TYPE_INT32 dims: [ 4 ] } ]
 output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ 4 ] }, { name: "OUTPUT1" data_type: TYPE_INT32 dims: [ 4 ] } ]
 """
-BEHIND = """
+MUCH = 1 << 30  # more than any sum of what is drawn
+BEHIND = f"""
 import triton_python_backend_utils as pb_utils
 
 
@@ -33,9 +34,9 @@ class TritonPythonModel:
     def execute(self, requests):
         answers = []
         for request in requests:
-            a, b = (pb_utils.get_input_tensor_by_name(request, f"INPUT{i}").as_numpy() for i in (0, 1))
-            if (a == 13).any():
-                raise ValueError("thirteen")
+            a, b = (pb_utils.get_input_tensor_by_name(request, f"INPUT{{i}}").as_numpy() for i in (0, 1))
+            if (a == {MUCH}).any():
+                raise ValueError("too much")
             sums = [pb_utils.Tensor("OUTPUT0", a + b), pb_utils.Tensor("OUTPUT1", a - b)]
             wanted = request.requested_output_names()
             answers.append(pb_utils.InferenceResponse([t for t in sums if t.name() in wanted]))
@@ -153,9 +154,9 @@ def test_the_first_error_wins_and_what_runs_is_cancelled(tmp_path: Path) -> None
             first = asyncio.ensure_future(slow.infer(asking(slow, INPUT0=row(0))))
             await becomes(lambda: slow._n_open == 1)
             with pytest.raises(StatusError) as failed:
-                await model.infer(asking(model, a=row(13)))
+                await model.infer(asking(model, a=row(MUCH)))
             assert failed.value.code is Code.INTERNAL and "in ensemble 'pair', " in str(failed.value)
-            assert "thirteen" in str(failed.value)
+            assert "too much" in str(failed.value)
             assert not first.done() and slow._n_open == 1, "the other step had not begun, and never does"
             assert slow.statistics.failures == {"CANCELED": 1} and model.statistics.failures == {"BACKEND": 1}
             waits = asyncio.ensure_future(model.infer(asking(model, a=row(2))))

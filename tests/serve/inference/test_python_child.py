@@ -161,6 +161,7 @@ def test_cancellation_reaches_the_process(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("quick_looks")
 def test_rings_between_processes_are_named(tmp_path: Path) -> None:
     ask = """
     def execute(self, requests):

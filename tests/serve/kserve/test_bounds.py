@@ -2,7 +2,6 @@
 
 import json
 import socket
-import struct
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from millrace.serve.settings import ServerSettings
@@ -119,7 +119,7 @@ def test_what_bodies_become_counts_among_all_that_are_held(root: Path, mark: Pat
 @pytest.mark.parametrize("bits", [31, 15])
 def test_packed_bodies_of_many_pieces(root: Path, mark: Path, bits: int) -> None:
     coding = {"content-encoding": "gzip" if bits == 31 else "deflate"}
-    raw = struct.pack("<700000I", *(i * 2654435761 % 2**23 for i in range(700_000)))
+    raw = (np.arange(700_000, dtype=np.uint64) * 2654435761 % 2**23).astype("<u4").tobytes()
     body, headers = binary(
         [one("FP32", [700_000], parameters={"binary_data_size": len(raw)})],
         raw,

@@ -1,6 +1,7 @@
 """Reading config.pbtxt: against protobuf's own reader, and where it must refuse, the line and column."""
 
 import random
+import re
 import struct
 import time
 from pathlib import Path
@@ -109,7 +110,10 @@ def test_what_protobuf_refuses_is_refused(seed: int) -> None:
     try:
         theirs = parsed(broken)
     except (text_format.ParseError, DeprecationWarning):  # the latter is Python's, of an escape that is none
-        assert errors(found) and all(where.startswith(":") for where, _ in errors(found)), broken
+        if re.search(r"-\n\s*[\d.in]", broken):  # as C++ reads it, which Triton has: a sign may stand apart
+            assert same(found.config, parsed(re.sub(r"-\n\s*", "-", broken))), broken
+        else:
+            assert errors(found) and all(where.startswith(":") for where, _ in errors(found)), broken
     else:
         assert errors(found) or same(found.config, theirs), broken
 

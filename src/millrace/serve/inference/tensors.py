@@ -117,9 +117,11 @@ def held_bytes(arrays: Iterable[Array]) -> int:
     found = 0
     for array in arrays:
         found += array.nbytes
-        if array.dtype == np.object_:
-            strings = (array.item(),) if array.size == 1 else array.reshape(-1)
-            found += sum([len(v) for v in strings if isinstance(v, bytes | str)])
+        if array.dtype.hasobject:
+            if array.size == 1 and type(one := array.item()) is bytes:  # a token's text
+                found += len(one)
+            else:
+                found += sum(len(v) for v in array.reshape(-1) if isinstance(v, bytes | str))
     return found
 
 

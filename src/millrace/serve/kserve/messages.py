@@ -108,6 +108,8 @@ def message(name: str) -> Any:
 
 def varint(n: int) -> bytes:
     """As protobuf writes a length."""
+    if n < 128:
+        return bytes((n,))
     found = bytearray()
     while n > 127:
         found.append(n & 127 | 128)

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from numpy import object_
-
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
@@ -87,9 +85,9 @@ class Answers:
 
 
 def _raw(name: str, array: Array) -> bytes:
-    if array.dtype != object_:
+    if not array.dtype.hasobject:
         return array.tobytes()
-    if array.size == 1 and isinstance(value := array.item(), bytes):
+    if array.size == 1 and type(value := array.item()) is bytes:
         return len(value).to_bytes(4, "little") + value
     return Tensor(name, BYTES, array).raw()
 

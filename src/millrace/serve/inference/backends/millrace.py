@@ -180,18 +180,27 @@ class _Answer:
             request.send(self._response(None), final=False)
 
     def _response(self, end: FinishReason | None) -> InferResponse:
+        """On the engine's thread, between two steps: nothing is made that nobody wants."""
         self._sum += sum(self._logprobs)
-        found: dict[str, Array] = {
-            OUT: _one("".join(self._text)), "cum_log_probs": np.array([self._sum], np.float32),
-            "output_log_probs": np.array(self._logprobs, np.float32), "finish_reason": _one(end or ""),
-        }  # fmt: skip
-        self._text, self._logprobs = [], []
         batch = self._request.batch_size > 0
-        return InferResponse({name: found[name][None] if batch else found[name] for name in self._outputs})
+        found = {name: self._output(name, end) for name in self._outputs}
+        self._text, self._logprobs = [], []
+        return InferResponse({name: array[None] for name, array in found.items()} if batch else found)
+
+    def _output(self, name: str, end: FinishReason | None) -> Array:
+        if name == OUT:
+            return _one("".join(self._text))
+        if name == "finish_reason":
+            return _NOT_ENDED if end is None else _one(end)
+        return np.array([self._sum] if name == "cum_log_probs" else self._logprobs, np.float32)
 
 
 def _one(text: str) -> Array:
     return objects([text.encode("utf-8", "surrogatepass")])
+
+
+_NOT_ENDED = _one("")
+_NOT_ENDED.flags.writeable = False  # it is told with every token
 
 
 def sampling(request: InferRequest) -> tuple[SamplingParams, bool]:
