@@ -227,9 +227,9 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 @pytest.mark.parametrize("text", ["x:1 ", "input{}", "dims:", "parameters{key:'a'}", "name:'a'"])
 def test_a_file_full_of_something(text: str) -> None:
     """1 MiB of the first took 20 s when each unknown name was compared with all that are known."""
-    started = time.process_time()
+    started = time.thread_time()
     read(text * (50_000 // len(text)))
-    assert time.process_time() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def test_a_key_of_a_map_a_second_time() -> None:
