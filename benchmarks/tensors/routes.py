@@ -33,7 +33,7 @@ from millrace.env import read_env
 from tools.nightly.packages import smollm2
 
 USERS, NEW = (1, 16), 128
-REQUESTS = 4  # at least in a sample, those of one user one after another
+REQUESTS = 1  # at least in a sample, one after another: short ones, that those of a round see the same machine
 OPENAI, GENERATE, GRPC = "OpenAI's completions", "generate_stream", "gRPC ModelStreamInfer"
 MODEL, GRPC_METHOD = "llm", "ModelStreamInfer"
 WITHIN = 0.97  # of the speed over OpenAI's route
@@ -239,7 +239,7 @@ def main() -> None:
         prog="python -m benchmarks.tensors.routes", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--rounds", type=count, default=21, help="default: %(default)s")
+    parser.add_argument("--rounds", type=count, default=61, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

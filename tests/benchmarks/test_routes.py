@@ -72,4 +72,4 @@ def test_every_route_asks_the_same(tmp_path: Path) -> None:
     bodies = {name: Path(one[one.index("-d") + 1]).read_bytes() for name, one in asked.items()}
     assert all(prompts(1)[0].encode() in body for body in bodies.values())
     assert struct.unpack(">BI", bodies[GRPC][:5]) == (0, len(bodies[GRPC]) - 5)
-    assert command(GENERATE, 1, ("127.0.0.1:1", "127.0.0.1:2"), "m", tmp_path)[3:5] == ["-c1", "-n4"]
+    assert command(GENERATE, 1, ("127.0.0.1:1", "127.0.0.1:2"), "m", tmp_path)[3:5] == ["-c1", "-n1"]

@@ -6,9 +6,10 @@ of decoupled ones as they are given, as Triton has it. An error is a message of 
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from millrace.errors import MillraceError
@@ -69,6 +70,9 @@ class Stream:
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
         self._ready = deque[tuple[_Open, _Answer, int] | None]()  # None: the end
         self._waiting: asyncio.Future[None] | None = None  # for the next of them
+        self._write: Write
+        self._deadline: Deadline
+        self._is_writing = False  # what `_write_at_once` began
         self._room = asyncio.Semaphore(MOST_OPEN)
         self._all_read = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
@@ -157,7 +161,7 @@ class Stream:
             return
         self._answered(one, answer)
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: Exception | None) -> None:
         if self._broken is None:
             self._broken = error
             self._give_up()
@@ -182,31 +186,73 @@ class Stream:
             except StatusError as too_much:  # the request ends with it, and not the stream
                 one.model.cancel(one.asking)
                 one.is_over, answer = True, _Answer(None, too_much, True)
-        self._tell((one, answer, n_bytes))
+        if self._waiting is None or self._waiting.done() or not self._write_at_once(one, answer, n_bytes):
+            self._tell((one, answer, n_bytes))
+
+    def _write_at_once(self, one: _Open, answer: _Answer, n_bytes: int) -> bool:
+        """A token of many, for which nobody waits but the stream: woken, it would begin a turn of the loop later.
+
+        So the coroutine of gRPC's write is begun here, and ended when what it waits for is done. False: not so
+        """
+        if answer.response is None or answer.final or n_bytes > FREE_BYTES or self._is_writing or self._ready:
+            return False
+        assert one.answers is not None
+        try:
+            data = one.answers.response(answer.response, final=False)
+        except (StatusError, MillraceError):
+            return False  # it is told as others are
+        writing = self._write(data).__await__()
+        self._is_writing = True
+        self._deadline.begin()
+        self._go_on(writing, one, n_bytes)
+        return True
+
+    def _go_on(self, writing: Generator[Any, None, None], one: _Open, n_bytes: int, _: Any = None) -> None:
+        try:
+            waits_for = writing.send(None)
+        except StopIteration:
+            pass
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  what gRPC says of a call that is over
+            self._break(error if isinstance(error, Exception) else None)
+        else:
+            waits_for._asyncio_future_blocking = False  # as a task takes a future from a coroutine
+            waits_for.add_done_callback(partial(self._go_on, writing, one, n_bytes))
+            return
+        self._is_writing = False
+        self._deadline.end()
+        if one.unread is not None and one in self._open:
+            one.unread.take_off(n_bytes)
+        if self._ready:
+            self._wake()
 
     def _tell(self, item: tuple[_Open, _Answer, int] | None) -> None:
         self._ready.append(item)
+        if not self._is_writing:
+            self._wake()
+
+    def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def _next(self) -> tuple[_Open, _Answer, int] | None:
-        while not self._ready:
+        while not self._ready or self._is_writing:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         return self._ready.popleft()
 
     async def _write_all(self, write: Write) -> None:
         try:
-            with Deadline(self._write_s) as deadline:
+            self._write = write
+            with Deadline(self._write_s) as self._deadline:
                 while (item := await self._next()) is not None and self._broken is None:
                     one, answer, n_bytes = item
                     if answer.error is not None and self._ends_with_error:
                         raise answer.error
                     data = await self._message(one, answer, n_bytes)
                     if data is not None:
-                        deadline.begin()
+                        self._deadline.begin()
                         await write(data)
-                        deadline.end()
+                        self._deadline.end()
                     if one.unread is not None:
                         one.unread.take_off(n_bytes)
                     if answer.final:
