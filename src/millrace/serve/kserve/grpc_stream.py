@@ -214,9 +214,13 @@ class Stream:
             pass
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  what gRPC says of a call that is over
             self._break(error if isinstance(error, Exception) else None)
-        else:
-            waits_for._asyncio_future_blocking = False  # as a task takes a future from a coroutine
-            waits_for.add_done_callback(partial(self._go_on, writing, one, n_bytes))
+        else:  # as a task goes on with a coroutine: after a future, or where there is none a turn of the loop later
+            later = partial(self._go_on, writing, one, n_bytes)
+            if waits_for is None:
+                asyncio.get_running_loop().call_soon(later)
+            else:
+                waits_for._asyncio_future_blocking = False
+                waits_for.add_done_callback(later)
             return
         self._is_writing = False
         self._deadline.end()
