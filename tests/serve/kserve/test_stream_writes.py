@@ -61,7 +61,10 @@ class Opened:
         caller: Any = SimpleNamespace(bill=Bill())
         front: Any = Front(self.model)
         self.stream = Stream(front, lambda n: nullcontext(), write_s, False, caller)
-        self._requests = [message("ModelInferRequest")(model_name="llm", id="7").SerializeToString(), None]
+        self._requests: list[bytes | None] = [
+            message("ModelInferRequest")(model_name="llm", id="7").SerializeToString(),
+            None,
+        ]
         self.task = asyncio.ensure_future(self.stream.run(self._read, write))
 
     async def _read(self) -> bytes | None:
