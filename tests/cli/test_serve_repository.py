@@ -6,7 +6,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,78 +29,91 @@ def root(tmp_path: Path) -> Path:
     return write_models(tmp_path / "models", {"simple": ADD_SUB})
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, beside: bool) -> None:
-    model = [str(built_tiny)] if beside else []
-    command = [
-        sys.executable,
-        "-m",
-        "millrace",
-        "serve",
-        *model,
-        "--model-repository",
-        str(root),
-        "--port",
-        "0",
-        "--grpc-port",
-        "0",
-        *("--trace-config", f"triton,file={tmp_path / 'trace.json'}", "--trace-config", "level=TIMESTAMPS"),
-        *("--trace-config", "rate=1", "--cache-config", "local,size=1M", "--rate-limit", "execution_count"),
-        *("--rate-limit-resource", "R:4", "--metrics-config", "summary_latencies=true"),
-        "--json",
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(tmp_path)
-    ) as server:
-        assert server.stdout is not None
-        announced = json.loads(server.stdout.readline())
-        url = announced["url"]
-        with connected(announced["grpc_url"]) as client:
-            assert client.call("ModelReady", name="simple").ready
-        answer = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED).json()
-        assert [o["data"][0] for o in answer["outputs"]] == [3, -1]
-        listed = [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]]
-        assert len(listed) == beside and "simple" not in listed
-        assert httpx.get(f"{url}/v2/health/ready").status_code == 200
-        if beside:
-            asked = {"prompt": "Once", "max_tokens": 2, "seed": 1}
-            assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()["usage"]["completion_tokens"] == 2
-        assert 'nv_inference_request_summary_us{model="simple"' in httpx.get(f"{url}/metrics").text
+@contextmanager
+def two_processes(
+    root: Path, built_tiny: Path, cache: Path, more: Mapping[bool, Sequence[str]], **pipes: Any
+) -> Iterator[dict[bool, subprocess.Popen[Any]]]:
+    """Alone, and beside a language model: at the same time, for much of what they do is waiting. more: arguments"""
+    with ExitStack() as started:
+        servers = {}
+        for beside, arguments in more.items():
+            model = [str(built_tiny)][:beside]
+            command = [sys.executable, "-m", "millrace", "serve", *model, "--model-repository", str(root), *arguments]
+            server = subprocess.Popen(command, env=environment(cache), **pipes)
+            servers[beside] = started.enter_context(server)
+            started.callback(server.kill)  # where an assertion has failed
+        yield servers
+
+
+def ask(announced: Mapping[str, str], beside: bool) -> None:
+    url = announced["url"]
+    with connected(announced["grpc_url"]) as client:
+        assert client.call("ModelReady", name="simple").ready
+    answer = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED).json()
+    assert [o["data"][0] for o in answer["outputs"]] == [3, -1]
+    listed = [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]]
+    assert len(listed) == beside and "simple" not in listed
+    assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+    if beside:
+        asked = {"prompt": "Once", "max_tokens": 2, "seed": 1}
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()["usage"]["completion_tokens"] == 2
+    assert 'nv_inference_request_summary_us{model="simple"' in httpx.get(f"{url}/metrics").text
+
+
+def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path) -> None:
+    traces = {beside: tmp_path / f"{beside}.json" for beside in (False, True)}
+    more = {
+        beside: [
+            *("--port", "0", "--grpc-port", "0", "--json"),
+            *("--trace-config", f"triton,file={trace}", "--trace-config", "level=TIMESTAMPS"),
+            *("--trace-config", "rate=1", "--cache-config", "local,size=1M", "--rate-limit", "execution_count"),
+            *("--rate-limit-resource", "R:4", "--metrics-config", "summary_latencies=true"),
+        ]
+        for beside, trace in traces.items()
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with two_processes(root, built_tiny, tmp_path, more, **pipes) as servers:
+        for beside, server in servers.items():
+            assert server.stdout is not None
+            ask(json.loads(server.stdout.readline()), beside)
         until_s = time.monotonic() + 10
-        while not (tmp_path / "trace.json").exists() and time.monotonic() < until_s:
-            time.sleep(0.05)
-        assert json.loads((tmp_path / "trace.json").read_text())[0]["model_name"] == "simple", "while it runs"
-        server.terminate()
-        assert server.wait(30) == 0
+        while not all(trace.exists() for trace in traces.values()) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        for trace in traces.values():
+            assert json.loads(trace.read_text())[0]["model_name"] == "simple", "while it runs"
+        for server in servers.values():
+            server.terminate()
+        assert [server.wait(30) for server in servers.values()] == [0, 0]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_terminal_is_told_where_it_is(root: Path, built_tiny: Path, tmp_path: Path, beside: bool) -> None:
+def test_a_terminal_is_told_where_it_is(root: Path, built_tiny: Path, tmp_path: Path) -> None:
     """And there a key is asked for, but for health."""
     (tmp_path / "keys").write_text("secret\n")
-    command = [sys.executable, "-m", "millrace", "serve", *[str(built_tiny)][:beside], "--model-repository", str(root),
-               "--port", "0", "--api-key-file", str(tmp_path / "keys")]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(tmp_path)) as server:
-        assert server.stderr is not None
-        line = next(line for line in server.stderr if line.startswith("Ready after"))
-        found = re.search(r"http://[0-9.]+:\d+", line)
-        assert found is not None, line
-        with httpx.Client(base_url=found[0], timeout=20) as client:
-            assert client.get("/v2/health/live").status_code == 200
-            refused = client.post("/v2/models/simple/infer", json=ADDED)
-            assert refused.status_code == 401 and refused.json()["error"].startswith("the API key is missing")
-            key = {"authorization": "Bearer secret"}
-            assert client.post("/v2/models/simple/infer", json=ADDED, headers=key).status_code == 200
-        server.terminate()
-        server.stderr.read()
-        assert server.wait(30) == 0
-    assert ("tensor models at http://" in line, "/v1," in line, "/docs" in line) == (beside,) * 3 and "/v2" in line
+    more = {beside: ["--port", "0", "--api-key-file", str(tmp_path / "keys")] for beside in (False, True)}
+    with two_processes(root, built_tiny, tmp_path, more, stderr=subprocess.PIPE, text=True) as servers:
+        for beside, server in servers.items():
+            assert server.stderr is not None
+            line = next(line for line in server.stderr if line.startswith("Ready after"))
+            found = re.search(r"http://[0-9.]+:\d+", line)
+            assert found is not None, line
+            with httpx.Client(base_url=found[0], timeout=20) as client:
+                assert client.get("/v2/health/live").status_code == 200
+                refused = client.post("/v2/models/simple/infer", json=ADDED)
+                assert refused.status_code == 401 and refused.json()["error"].startswith("the API key is missing")
+                key = {"authorization": "Bearer secret"}
+                assert client.post("/v2/models/simple/infer", json=ADDED, headers=key).status_code == 200
+            server.terminate()
+            server.stderr.read()
+            assert server.wait(30) == 0
+            told = ("tensor models at http://" in line, "/v1," in line, "/docs" in line)
+            assert told == (beside,) * 3 and "/v2" in line
 
 
 def test_the_load_generator_drives_it_over_grpc(millrace: Millrace, root: Path) -> None:
     with in_process(root, grpc_port=0) as served:
-        load = ["--protocol", "grpc", "--model", "simple", "--batch-size", "2", "--duration-s", "0.2", "--json"]
-        done = millrace("bench", "infer", served.grpc_url, *load)
+        load = ["--protocol", "grpc", "--model", "simple", "--batch-size", "2"]
+        short = ["--duration-s", "0.2", "--certify-s", "0.2", "--json"]
+        done = millrace("bench", "infer", served.grpc_url, *load, *short)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     (point,) = found["points"]

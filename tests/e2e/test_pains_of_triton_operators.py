@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.machine.cpu import usable_cores
+from millrace.serve import keys
 from millrace.serve.inference import instances
 from millrace.serve.key_file import KeyFile
 from millrace.serve.settings import ServerSettings
@@ -163,10 +164,11 @@ def test_15_every_instance_takes_all_cores(tmp_path: Path, child_free: None, mon
             assert words(url, f"m{count}", "a").json()["outputs"][0]["data"] == [f"{n} {n} 7"]
 
 
-def test_16_keys_are_fixed_at_the_start(tmp_path: Path) -> None:
+def test_16_keys_are_fixed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is added answers while the server runs, one that is taken out does not; each has its limits, and
     none is told to whoever listens: the server speaks TLS.
     """
+    monkeypatch.setattr(keys, "LOOK_S", 0.1)
     path = tmp_path / "keys"
     path.write_text("first\n")
     root, trusted = write_models(tmp_path / "models", {"m": ADD_SUB}), ssl.create_default_context(cafile=str(LOCALHOST))

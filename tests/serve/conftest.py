@@ -1,5 +1,6 @@
 """One server for all tests that only ask it things, and a quick broom for those that wait for it."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,14 @@ from tests.serve.thinkers import ALL, DAY, KINDS, SPELLED, Ask, Thinker, streame
 def server() -> Iterator[Running]:
     with running(Fake(aliases=("org/alias",)), ServerSettings(port=0, max_body_bytes=2**20)) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """What other tests have left is not walked: half a second each time, late in a suite."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

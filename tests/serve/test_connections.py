@@ -28,6 +28,7 @@ from tests.serve.support import (
     tokenizer,
     until,
 )
+from tests.support.repository import ADD_SUB, in_process, write_models
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +47,26 @@ def is_closed(raw: socket.socket, within_s: float) -> bool:
             except ConnectionResetError:
                 return True
     return False
+
+
+@pytest.mark.parametrize("n_idle", [0, 3])
+def test_a_server_ends_as_soon_as_nothing_is_left_to_close(tmp_path: Path, n_idle: int) -> None:
+    """Also with connections that wait for a request: they are closed, and that takes no time."""
+    root, took_s = write_models(tmp_path, {"m": ADD_SUB}), list[float]()
+    for _ in range(5):  # the machine may be busy
+        with ExitStack() as idle:
+            with in_process(root) as served:
+                where = served.url.removeprefix("http://").split(":")
+                clients = [
+                    idle.enter_context(socket.create_connection((where[0], int(where[1])))) for _ in range(n_idle)
+                ]
+                for client in clients:
+                    client.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+                    assert client.recv(4096).startswith(b"HTTP/1.1 200 OK")
+                began_s = time.monotonic()
+            took_s.append(time.monotonic() - began_s)
+            assert all(is_closed(client, 2) for client in clients)
+    assert min(took_s) < 0.05, took_s
 
 
 def until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:

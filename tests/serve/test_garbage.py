@@ -19,13 +19,7 @@ HELD = (Request, Sequence, RequestHandle, IntBuffer)
 ASKED = {"prompt": [5] * 300, "max_tokens": 3, "seed": 1, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_heap() -> Iterator[None]:
-    """What other tests have left is not walked: half a second each time, late in a suite."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 def alive() -> int:

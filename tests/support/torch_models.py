@@ -1,6 +1,8 @@
 """Networks of PyTorch in a model repository: one of a layer, how it is saved, and what it computes."""
 
+import io
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,18 @@ def exported(module: torch.nn.Module, *example: torch.Tensor, **said: Any) -> Ca
             torch.export.save(program, opened)
 
     return save
+
+
+def exported_dense(path: Path) -> None:
+    """`Dense` by torch.export, which traces it once for all tests."""
+    path.write_bytes(_dense())
+
+
+@cache
+def _dense() -> bytes:
+    file, n = io.BytesIO(), torch.export.Dim("n")
+    torch.export.save(torch.export.export(Dense(), (torch.ones(2, 16),), dynamic_shapes=[{0: n}]), file)
+    return file.getvalue()
 
 
 def exact(x: Array) -> Array:

@@ -102,7 +102,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_what_a_model_may_not_count(tmp_path: Path) -> None:
+def test_what_a_model_may_not_count(tmp_path: Path, small_heap: None) -> None:
     named = [(body.replace("'a'", f"'a{i}'"), says.replace("'a'", f"'a{i}'")) for i, (body, says) in enumerate(WRONG)]
     cases = "".join(f"        if number == {i}: {body}\n" for i, (body, _) in enumerate(named))
     code = HEAD + "    def execute(self, requests):\n        number = int(requests[0].inputs()[0].as_numpy()[0])\n"

@@ -263,7 +263,7 @@ def test_responses_that_the_next_step_is_too_slow_for_are_bounded(
 ) -> None:
     monkeypatch.setattr("millrace.serve.inference.responses.FREE_BYTES", 0)
     monkeypatch.setattr("millrace.serve.inference.responses.MOST_UNREAD_BYTES", 10_000)
-    wobbly = identity("INT32", "-1", 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }')
+    wobbly = identity("INT32", "-1", 'parameters { key: "execute_delay_ms" value { string_value: "200" } }')
     write_models(tmp_path, {"repeat": REPEAT, "wobbly": wobbly, "s": STREAM % ("two", AFTER % 1)})
 
     async def run() -> None:

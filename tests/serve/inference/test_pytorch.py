@@ -17,7 +17,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import objects
 from millrace.serve.repository.config_json import config_json
 from tests.support.loaded import Loaded, infer, refused
-from tests.support.torch_models import CONFIG, Dense, exact, exported, scripted, write
+from tests.support.torch_models import CONFIG, Dense, exact, exported, exported_dense, scripted, write
 
 BATCHES = "dynamic_batching { max_queue_delay_microseconds: 200000 }"
 PAIR = """max_batch_size: 8
@@ -33,7 +33,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
 @pytest.mark.parametrize("how", ["script", "export"])
 def test_batches_of_several_requests(tmp_path: Path, how: str) -> None:
     """Each gets what it gets alone, and they are computed together; by either kind of file, of either name."""
-    save = scripted(Dense()) if how == "script" else exported(Dense(), torch.ones(2, 16))
+    save = scripted(Dense()) if how == "script" else exported_dense
     write(tmp_path, "dense", save, CONFIG + BATCHES)
     xs = [np.random.default_rng(i).standard_normal((1 + i % 3, 16)).astype(np.float32) for i in range(5)]
 
@@ -205,7 +205,7 @@ def test_a_configuration_that_does_not_fit(tmp_path: Path, config: str, what: st
     ],
 )  # fmt: skip
 def test_a_configuration_of_another_program(tmp_path: Path, old: str, new: str, what: str) -> None:
-    write(tmp_path, "dense", exported(Dense(), torch.ones(2, 16)), CONFIG.replace(old, new))
+    write(tmp_path, "dense", exported_dense, CONFIG.replace(old, new))
     (failed,) = refused(tmp_path)
     assert re.search(what, failed), failed
 

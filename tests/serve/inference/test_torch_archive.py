@@ -16,7 +16,7 @@ import torch
 from millrace.serve.inference.backends import pytorch, torch_archive
 from millrace.serve.inference.status import StatusError
 from tests.support.loaded import Loaded, infer, refused
-from tests.support.torch_models import CONFIG, Dense, exact, exported, scripted, write
+from tests.support.torch_models import CONFIG, Dense, exact, exported_dense, scripted, write
 
 
 def changed(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
@@ -54,7 +54,7 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
     changed(repository / "script" / "1" / "model.pt", "data.pkl", lambda _: pickled)
     for name, config, key in (("weights", "data/weights/model_weights_config.json", "layer.weight"),
                               ("object", "data/constants/model_constants_config.json", "")):  # fmt: skip
-        write(repository, name, exported(Dense(), torch.ones(2, 16)), CONFIG)
+        write(repository, name, exported_dense, CONFIG)
         said = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": not key, "tensor_meta": None}
 
         def asks(data: bytes, key: str = key, said: dict[str, Any] = said) -> bytes:
@@ -68,7 +68,7 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
         changed(repository / name / "1" / "model.pt", config, asks)
         changed(repository / name / "1" / "model.pt", "data/constants/opaque_obj_0", lambda _: pickled)
         changed(repository / name / "1" / "model.pt", "data/weights/weight_0", lambda _: pickled)
-    write(repository, "legacy", exported(Dense(), torch.ones(2, 16)), CONFIG)
+    write(repository, "legacy", exported_dense, CONFIG)
     changed(repository / "legacy" / "1" / "model.pt", "data/weights/model.pt", lambda _: pickled)
     failed = {re.findall("load failed for model '(\\w+)'", one)[0]: one for one in refused(repository)}
     assert not made.exists()
@@ -84,7 +84,7 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
 def test_sample_inputs_are_left_out(tmp_path: Path) -> None:
     """A pickle that every program has, and that torch.export.load reads, by its other unpickler if need be."""
     made = tmp_path / "made"
-    write(tmp_path / "r", "dense", exported(Dense(), torch.ones(2, 16)))
+    write(tmp_path / "r", "dense", exported_dense)
     file = changed(tmp_path / "r/dense/1/model.pt", "data/sample_inputs/model.pt", lambda _: pickle.dumps(Touch(made)))
 
     async def run() -> None:
@@ -118,7 +118,7 @@ def test_sample_inputs_are_left_out(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_programs_that_ask_for_more_than_arithmetic(tmp_path: Path, old: str, new: str, what: str) -> None:
-    write(tmp_path, "dense", exported(Dense(), torch.ones(2, 16)))
+    write(tmp_path, "dense", exported_dense)
 
     def change(data: bytes) -> bytes:
         assert old.encode() in data
@@ -143,7 +143,7 @@ def test_scripts_that_touch_files(tmp_path: Path) -> None:
 def test_damaged_archives(tmp_path: Path) -> None:
     """Cut off anywhere, each byte of its directory changed: an error, or the same network."""
     file = tmp_path / "model.pt"
-    for save in (scripted(Dense()), exported(Dense(), torch.ones(2, 16))):
+    for save in (scripted(Dense()), exported_dense):
         save(file)
         data, cut = file.read_bytes(), tmp_path / "cut.pt"
         rng = np.random.default_rng(0)

@@ -231,7 +231,9 @@ def test_quick_requests_are_counted_and_logged_as_others(
     assert len({request_id for _, _, request_id, _ in lines}) == 9
 
 
-def test_a_model_that_is_loaded_anew_answers_and_the_old_one_is_forgotten(tmp_path: Path, n_quick: list[int]) -> None:
+def test_a_model_that_is_loaded_anew_answers_and_the_old_one_is_forgotten(
+    tmp_path: Path, n_quick: list[int], small_heap: None
+) -> None:
     def models() -> list[BackendModel]:
         gc.collect()
         return [
