@@ -36,6 +36,7 @@ USERS, NEW = (1, 16), 128
 REQUESTS = 1  # at least in a sample, one after another: short ones, that those of a round see the same machine
 OPENAI, GENERATE, GRPC = "OpenAI's completions", "generate_stream", "gRPC ModelStreamInfer"
 MODEL, GRPC_METHOD = "llm", "ModelStreamInfer"
+MOST_LESS = 0.2  # of an answer's bytes, as what frames them is not counted; an error is much shorter
 WITHIN = 0.97  # of the speed over OpenAI's route
 Ask = Callable[[str], Awaitable[bytes]]  # a prompt; all that came back
 
@@ -125,13 +126,15 @@ TEXTS: Mapping[str, Callable[[bytes], str]] = {
 }
 
 
-async def compared(asks: Mapping[str, Ask]) -> None:
-    """The same texts over every route, for as many users as there are at most."""
-    texts = {}
+async def compared(asks: Mapping[str, Ask]) -> dict[str, int]:
+    """The same texts over every route, for as many users as there are at most; bytes of the first answer over each."""
+    texts, n_bytes = {}, {}
     for name, ask in asks.items():
-        texts[name] = [TEXTS[name](told) for told in await asyncio.gather(*map(ask, prompts(max(USERS))))]
+        answers = await asyncio.gather(*map(ask, prompts(max(USERS))))
+        texts[name], n_bytes[name] = [TEXTS[name](told) for told in answers], len(answers[0])
     assert len({tuple(one) for one in texts.values()}) == 1, texts
     assert all(len(text) > NEW for text in texts[OPENAI]), texts[OPENAI]
+    return n_bytes
 
 
 def command(name: str, users: int, urls: tuple[str, str], model: str, folder: Path) -> list[str]:
@@ -154,16 +157,23 @@ def command(name: str, users: int, urls: tuple[str, str], model: str, folder: Pa
     return ["h2load", *counts, "-d", str(body), *flags, f"http://{http}{path}"]
 
 
-def seconds_of(said: str, requests: int) -> float:
-    """Of what h2load said, where all was answered."""
+def seconds_of(said: str, requests: int, n_bytes: int) -> float:
+    """Of what h2load said, where all was answered. n_bytes: of an answer; gRPC's errors have the status 200, too"""
     assert f"{requests} succeeded, 0 failed, 0 errored" in said, said
+    came = re.search(r"^traffic: .*\((\d+)\) data$", said, re.MULTILINE)
+    assert came is not None and int(came[1]) >= requests * n_bytes * (1 - MOST_LESS), (n_bytes, said)
     found = re.search(r"finished in ([0-9.]+)(us|ms|s)\b", said)
     assert found is not None, said
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
-def measured(commands: Callable[[str, int], list[str]], pid: int, rounds: int) -> list[dict[str, Any]]:
-    """By number of users, the seconds of each round by route and the server's CPU seconds; the first round warms up."""
+def measured(
+    commands: Callable[[str, int], list[str]], n_bytes: Mapping[str, int], pid: int, rounds: int
+) -> list[dict[str, Any]]:
+    """By number of users, the seconds of each round by route and the server's CPU seconds; the first round warms up.
+
+    n_bytes: of an answer over each route
+    """
     found = []
     for users in USERS:
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in TEXTS}
@@ -173,8 +183,8 @@ def measured(commands: Callable[[str, int], list[str]], pid: int, rounds: int) -
                 done = subprocess.run(commands(name, users), capture_output=True, text=True)
                 cpu = sum(cpu_s(pid)) - before
                 assert done.returncode == 0, done.stderr
+                seconds = seconds_of(done.stdout, max(users, REQUESTS), n_bytes[name])
                 if at:
-                    seconds = seconds_of(done.stdout, max(users, REQUESTS))
                     samples[name].append({"seconds": seconds, "server_cpu_s": round(cpu, 3)})
         found.append({"users": users, "requests": max(users, REQUESTS), "samples": samples})
     return found
@@ -205,19 +215,19 @@ def run(rounds: int, folder: Path) -> dict[str, Any]:
     flags = ("--model-repository", str(folder / "models"), "--grpc-port", "0", "--log-level", "warning",
              "--no-prefix-cache")  # fmt: skip
 
-    async def texts(server: ServerProcess) -> None:
+    async def texts(server: ServerProcess) -> dict[str, int]:
         port = int(server.url.rpartition(":")[2])
         async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-            await compared({
+            return await compared({
                 OPENAI: over_http(port, "/v1/completions", openai_body(model)),
                 GENERATE: over_http(port, f"/v2/models/{MODEL}/generate_stream", generate_body),
                 GRPC: over_grpc(channel),
             })  # fmt: skip
 
     with ServerProcess(engine.folder, flags) as server:
-        asyncio.run(texts(server))
+        n_bytes = asyncio.run(texts(server))
         urls = server.url.rpartition("/")[2], server.grpc_url
-        found = measured(lambda name, users: command(name, users, urls, model, folder), server.pid, rounds)
+        found = measured(lambda name, users: command(name, users, urls, model, folder), n_bytes, server.pid, rounds)
     return {
         **provenance("benchmarks.tensors.routes"), "model": smollm2().stem, **named(Engine.open(engine.folder)),
         "client": h2load_version(), "new": NEW, "loads": found, "goals": goals(found),

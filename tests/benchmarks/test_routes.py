@@ -51,16 +51,19 @@ SAID = """
 finished in {}, 6.45 req/s, 3.2KB/s
 requests: 4 total, 4 started, 4 done, {} succeeded, {} failed, 0 errored, 0 timeout
 status codes: 4 2xx, 0 3xx, 0 4xx, 0 5xx
+traffic: 9.86KB (10100) total, 312B (312) headers (space savings 39.18%), 9.38KB (9600) data
 """
 
 
 def test_seconds_are_those_of_the_client() -> None:
     for told, seconds in (("612.35ms", 0.61235), ("2.21s", 2.21), ("940us", 0.00094)):
-        assert seconds_of(SAID.format(told, 4, 0), 4) == pytest.approx(seconds)
+        assert seconds_of(SAID.format(told, 4, 0), 4, 2600) == pytest.approx(seconds)
     with pytest.raises(AssertionError, match="1 failed"):
-        seconds_of(SAID.format("2.21s", 3, 1), 4)
+        seconds_of(SAID.format("2.21s", 3, 1), 4, 2400)
     with pytest.raises(AssertionError):
-        seconds_of(SAID.format("2.21s", 4, 0), 16)
+        seconds_of(SAID.format("2.21s", 4, 0), 16, 600)
+    with pytest.raises(AssertionError, match="9600"):  # one of the four was an error, with the status 200
+        seconds_of(SAID.format("2.21s", 4, 0), 4, 3200)
 
 
 def test_every_route_asks_the_same(tmp_path: Path) -> None:

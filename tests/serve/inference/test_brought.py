@@ -10,8 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.serve.repository import several
+from millrace.settings import read_given
 from tests.support.ensembles import ensemble
 from tests.support.kserve_grpc import connected, refusal
+from tests.support.python_models import HEAD, write
 from tests.support.repository import ADD_SUB, identity, in_process, serving, write_models
 
 BATCHES = identity("FP32", "1", "max_batch_size: 8")
@@ -228,3 +231,23 @@ def test_a_dry_run_finds_tensors_that_do_not_fit(root: Path) -> None:
         assert load(url, "m")[0] == 200
         served = {one["name"] for one in httpx.post(f"{url}/v2/repository/index", json={"ready": True}).json()}
         assert served == {"half", "m"}, "as it was told"
+
+
+def test_a_dry_run_looks_once_into_a_model_of_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Path] = []
+
+    def counted(path: Path, most: int) -> bytes:
+        looked.append(path)
+        return read_given(path, most)
+
+    monkeypatch.setattr(several, "read_given", counted)
+    config = BATCHES.replace("identity", "python")
+    write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        return []\n", config)
+    links = [("m", {"INPUT0": f"t{i}"}, {"OUTPUT0": f"t{i + 1}"}) for i in range(4)]
+    write_models(tmp_path, {"e": ensemble(["t0"], ["t4"], links, kind="FP32", dims="1")})
+    with serving(tmp_path, model_control_mode="explicit", load_model=("e",)) as url:
+        looked.clear()
+        (tmp_path / "m" / "config.pbtxt").write_text(config.replace("FP32", "FP16"))
+        (problem,) = load(url, "m", dry_run=True)[1]["problems"]
+        assert problem["what"].startswith("ensemble 'e' would be unloaded: ")
+        assert looked == [tmp_path / "m/1/model.py"]

@@ -125,6 +125,17 @@ def test_the_header_that_names_a_request_may_be_another_each_time(served: Thread
     assert len(n_quick) == 4
 
 
+def test_a_raw_tensor_may_have_another_length_each_time(url: str, n_quick: list[int]) -> None:
+    """Its head is alike; each length is remembered once it came behind one."""
+    draw = random.Random(0)
+    with Connection(url) as warm:
+        for i, n in enumerate((4, 4, 8, 8, 4, 8, 5, 4, 12, 12, 8)):
+            asked = packet(draw.randbytes(n), {HEADER: "0"}, "same_INT32")
+            with Connection(url) as fresh:
+                assert warm.ask(asked) == fresh.ask(asked), i
+    assert len(n_quick) == 6, "all but the first of each length, the second of the first, and 5 bytes, no tensor"
+
+
 # ---------------------------------------------------------------------- what is remembered
 
 

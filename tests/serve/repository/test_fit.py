@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from millrace.serve.repository import several
 from millrace.serve.repository.several import read_repositories
+from millrace.settings import read_given
 from tests.serve.repository.test_folders import said, write
+from tests.support.ensembles import ensemble
 
 # By its lines: 1 the platform, 2 input, 3 output, 4 the first step's model, 5 its input_map, 6 its output_map, ...
 ENSEMBLE = """platform: "ensemble" max_batch_size: %(batch)d
@@ -39,6 +42,7 @@ def model(x: str = "FP32", y: str = "FP32", dims: str = "-1, 4", batch: int = 4,
 MODELS = {
     "m": model(), "halves": model("FP16"), "to_halves": model(y="FP16"), "wide": model(dims="2, 4"),
     "flat": model(dims="4"), "more": model(batch=8), "fewer": model(batch=2), "alone": model(batch=0, dims="-1, 1, 4"),
+    "single": model(batch=0), "few": model(batch=0, dims="4"), "three": model(dims="3, 4"),
     "two": model() + 'input { name: "Z" data_type: TYPE_FP32 dims: 1 }',
     "maybe_two": model() + 'input { name: "Z" data_type: TYPE_FP32 dims: 1 optional: true }',
     "own": model(backend="python"), "adds": model(backend="python"), "unsaid": 'backend: "onnxruntime"',
@@ -73,6 +77,8 @@ def found(root: Path, **instead: object) -> list[str]:
          "is inferred from model m"),
         ({"second": "flat"}, f"8:11 {WHERE} B: inconsistent shape: [-1,-1,4] is inferred from model m while [-1,4] is "
          "inferred from model flat"),
+        ({"second": "few"}, f"8:11 {WHERE} B: inconsistent shape: [-1,-1,4] is inferred from model m while [4] is "
+         "inferred from model few"),
         ({"first": "wide", "second": "wide"}, f"9:12 {WHERE} C: inconsistent shape: [-1,1,4] is inferred from model e "
          "while [-1,2,4] is inferred from model wide"),
         ({"key": "x"}, f"5:11 {WHERE} A is mapping to non-existing input x in model m"),
@@ -92,7 +98,7 @@ def test_what_does_not_fit_is_said_where_it_stands(tmp_path: Path, instead: dict
 @pytest.mark.parametrize(
     "instead",
     [
-        {}, {"first": "wide"}, {"second": "more"}, {"second": "alone"},
+        {}, {"first": "wide"}, {"second": "more"}, {"second": "alone"}, {"second": "single"},
         {"batch": 0, "dims": "-1, -1, 4", "out": "-1, 1, 4"},
         {"second": "maybe_two"}, {"second": "own"},
         {"second": "adds", "made": "Z"}, {"second": "unsaid", "made": "Z"}, {"second": "other", "made": "Z"},
@@ -103,8 +109,40 @@ def test_what_fits_or_only_a_load_can_tell(tmp_path: Path, instead: dict[str, ob
     assert found(tmp_path, **instead) == []
 
 
+def test_a_shape_is_said_of_who_says_it(tmp_path: Path) -> None:
+    """Of two steps that take an input of any length, the first has one."""
+    links = [("wide", {"X": "A"}, {"Y": "C"}), ("three", {"X": "A"}, {"Y": "D"})]
+    write(tmp_path, {f"{name}/1/": "" for name in ("wide", "three", "e")})
+    write(tmp_path, {f"{name}/config.pbtxt": MODELS[name] for name in ("wide", "three")})
+    write(tmp_path, {"e/config.pbtxt": ensemble(["A"], ["C", "D"], links, kind="FP32", dims="-1, 4", max_batch=4)})
+    (repository,) = read_repositories([tmp_path])
+    what = "inconsistent shape: [-1,2,4] is inferred from model wide while [-1,3,4] is inferred from model three"
+    assert [p.what for p in repository.models[0].problems] == [f"{WHERE} A: {what}"]
+
+
 def test_all_of_it_is_said(tmp_path: Path) -> None:
     assert len(found(tmp_path, kind="INT32", key="x", second="fewer", made="Z")) == 4
+
+
+def test_more_misfits_than_are_listed(tmp_path: Path) -> None:
+    links = [("m", {"x": f"t{i}"}, {"Y": f"t{i + 1}"}) for i in range(60)]
+    write(tmp_path, {"m/1/": "", "m/config.pbtxt": MODELS["m"], "e/1/": ""})
+    write(tmp_path, {"e/config.pbtxt": ensemble(["t0"], ["t60"], links, kind="FP32", dims="-1, 4", max_batch=4)})
+    (repository,) = read_repositories([tmp_path])
+    problems = repository.models[0].problems
+    assert len(problems) == 51 and problems[-1].what == "more than 50 such"
+
+
+def test_a_model_of_many_steps_is_looked_into_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Path] = []
+
+    def counted(path: Path, most: int) -> bytes:
+        looked.append(path)
+        return read_given(path, most)
+
+    monkeypatch.setattr(several, "read_given", counted)
+    assert found(tmp_path, first="own", second="own") == []
+    assert looked == [tmp_path / "own/1/model.py"]
 
 
 def test_a_namespace_is_none_of_a_configuration(tmp_path: Path) -> None:

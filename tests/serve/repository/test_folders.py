@@ -8,9 +8,9 @@ import pytest
 from millrace.errors import ConfigError, RequestError
 from millrace.serve.repository import folders
 from millrace.serve.repository.folders import Model, Repository, read_repository
-from millrace.serve.repository.names import check_model_name
+from millrace.serve.repository.names import ModelId, check_model_name
 from millrace.serve.repository.problems import Level
-from millrace.serve.repository.several import read_repositories
+from millrace.serve.repository.several import Repositories, read_repositories
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -231,6 +231,23 @@ def test_steps_of_ensembles_are_models_of_any_repository(tmp_path: Path) -> None
     }
     without = read_repositories([roots[0], roots[1]])
     assert [p.what for m in without[0].models if m.name == "far" for p in m.problems] == []
+
+
+@pytest.mark.parametrize("namespacing", [False, True])
+@pytest.mark.parametrize("step", ["../secret", "%s", ".hidden", "x" * 300, "é" * 200, "..", "", "a\\000b"])
+def test_a_step_is_no_path(tmp_path: Path, step: str, namespacing: bool) -> None:
+    """Nothing beside the repository is looked at, and no name is an error of the system's."""
+    step = step.replace("%s", str(tmp_path / "secret"))
+    files = {f"{name}/1/": "" for name in ("r/e", "r/.hidden", "secret")}
+    write(tmp_path, files | {"r/e/config.pbtxt": STEP % (ENDS, step)})
+    of = Repositories((tmp_path / "r",), namespacing=namespacing)
+    (one,) = of.named("e")
+    read = of.read(one)
+    assert read is not None and of.steps_of(read, one, {}) == {} and of.read(ModelId("", step)) is None
+    assert of.named(step) == [ModelId("", step)]
+    missing = f"ensemble {one} contains models that are not available or ambiguous: "
+    (problem,) = read.problems
+    assert problem.what.startswith(missing if step else "must specify 'model_name' in step 0")
 
 
 def test_more_errors_than_are_listed(tmp_path: Path) -> None:

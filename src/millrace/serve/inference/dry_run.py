@@ -52,6 +52,7 @@ def what_would_change(name: str, entry: Entry | None, of_files: object, read: Mo
 
 def left_behind(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem]:
     """Ensembles that would be unloaded with a load of that model, as its tensors would fit them no more."""
+    new = whole(one, {one: read})  # once: it may look into files
     for other in entries.made_of(one):
         for ensemble in entries[other].ensembles:
             try:
@@ -60,7 +61,7 @@ def left_behind(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem
                 continue
             ids = [ModelId(model.namespace, model.name) for model in found]
             known = [(of, model.config) for of, model in zip(ids, found, strict=True)]
-            steps = [whole(one, {one: read}) if step[0] == one else step for step in known]
+            steps = [new if step[0] == one else step for step in known]
             broken = next(misfits(other, ensemble.config, steps), None)
             if broken is not None:
                 what = f"ensemble '{other}' would be unloaded: {broken.what}"

@@ -6,7 +6,7 @@ Models answer small requests before `submit` returns, so that a request is a lis
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.steps import Flow, check_steps, find_members, steps_of
+from millrace.serve.inference.steps import Flow, check_steps, find_members, rebatched, steps_of
 from millrace.serve.inference.tensors import Array, named_type
 from millrace.serve.repository.config import TransactionPolicy
 from millrace.serve.repository.names import ModelId
@@ -38,7 +38,7 @@ class Ensemble(Model):
         self.flow = Flow(self.steps)
         self.members = frozenset(step.model for step in self.steps)
         self.max_inflight = scheduling.max_inflight_requests or MOST_INFLIGHT
-        self.output_names = tuple(output.name for output in of.config.output)
+        self.output_dims = {output.name: output.dims for output in of.config.output}
         self._runs: dict[InferRequest, _Run] = {}
         self._is_closed = asyncio.Event()
         self.fit()
@@ -165,7 +165,7 @@ class _Run:
     def __init__(self, of: Ensemble, request: InferRequest) -> None:
         """raises StatusError where a model is gone"""
         self._of, self._request, self._steps = of, request, of.steps
-        self._outputs = request.outputs or of.output_names
+        self._outputs = request.outputs or tuple(of.output_dims)
         wanted = of.flow.needed(self._outputs)
         self._members = {i: of.find(of.steps[i].model, of.steps[i].version) for i in sorted(wanted)}
         self._decoupled = next((i for i, member in self._members.items() if member.is_decoupled), None)
@@ -247,18 +247,31 @@ class _Run:
         asking.correlation_id, asking.flags = request.correlation_id, request.flags
         self._of.trace_step(asking, request)
         asking.priority, asking.timeout_us = request.priority, request.timeout_us
-        given = [
-            Given(name, named_type(tensor, array), array.shape, _shared(array))
-            for name, tensor in step.inputs
-            if (array := branch.tensors.get(tensor)) is not None
-        ]
-        member.checker.take(asking, given)
+        member.checker.take(asking, list(self._given(branch, i)))
         self._open[asking] = member
         try:
             member.submit(asking, partial(self._receive, branch, i, asking))
         except StatusError:
             del self._open[asking]
             raise
+
+    def _given(self, branch: _Branch, i: int) -> Iterator[Given]:
+        """What step `i` takes of what is there."""
+        checker, wants_batch = self._members[i].checker, self._members[i].config.max_batch_size > 0
+        for name, tensor in self._steps[i].inputs:
+            array = branch.tensors.get(tensor)
+            if array is None:
+                continue
+            if (has_batch := self._has_batch(tensor)) != wants_batch and (said := checker.said(name)) is not None:
+                dims = said[1][1 if wants_batch else 0 :]
+                array = rebatched(array, dims, has_batch=has_batch, wants_batch=wants_batch)
+            yield Given(name, named_type(tensor, array), array.shape, _shared(array))
+
+    def _has_batch(self, tensor: str) -> bool:
+        """Whether its first dimension is a batch's: by the model that made it."""
+        maker = self._of.flow.maker(tensor)
+        made = self._of.config if maker is None else self._members[maker].config
+        return made.max_batch_size > 0
 
     def _receive(
         self, branch: _Branch, i: int, asking: InferRequest,
@@ -336,7 +349,12 @@ class _Run:
         return branch
 
     def _respond(self, branch: _Branch, final: bool) -> None:
-        found = {name: branch.tensors[name] for name in self._outputs if name in branch.tensors}
+        dims, wants_batch = self._of.output_dims, self._of.config.max_batch_size > 0
+        found = {
+            name: rebatched(array, dims[name], has_batch=self._has_batch(name), wants_batch=wants_batch)
+            for name in self._outputs
+            if (array := branch.tensors.get(name)) is not None
+        }
         if final:
             self._close()
         self._of.answered(self._request, InferResponse(found), None, final)

@@ -7,10 +7,13 @@ Words are Triton's. `repository/fit.py` knows what fits; that each tensor is mad
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import Array
 from millrace.serve.repository.config import EnsembleScheduling, ModelConfig
-from millrace.serve.repository.fit import misfits
+from millrace.serve.repository.fit import fits, misfits
 from millrace.serve.repository.names import ModelId
 
 
@@ -51,6 +54,10 @@ class Flow:
                 behind[maker].add(i)
         self.behind = tuple(map(frozenset, behind))
 
+    def maker(self, tensor: str) -> int | None:
+        """The step that makes it; None: it is an input of the ensemble."""
+        return self._makers.get(tensor)
+
     def after(self, first: int) -> frozenset[int]:
         """The steps that need what step `first` makes, also by way of others."""
         return _reached(self.behind[first], self.behind)
@@ -68,6 +75,19 @@ def _reached(begin: Iterable[int], edges: Sequence[Iterable[int]]) -> frozenset[
         found.update(new)
         left.extend(new)
     return frozenset(found)
+
+
+def rebatched(array: Array, dims: Sequence[int], *, has_batch: bool, wants_batch: bool) -> Array:
+    """A tensor as its taker has it, where one of taker and maker has batches. dims: the taker's, without the batch's
+
+    As Triton does it: what has these dims already becomes a batch of one; a batch of one without them is one no more.
+    """
+    if has_batch == wants_batch:
+        return array
+    is_whole = fits(dims, array.shape)
+    if wants_batch:
+        return array[np.newaxis] if is_whole else array
+    return array if is_whole or array.shape[:1] != (1,) else array.reshape(array.shape[1:])
 
 
 # ---------------------------------------------------------------------- whether they fit

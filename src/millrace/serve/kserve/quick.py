@@ -124,13 +124,14 @@ class QuickConnection:
             return None
         body, n_json = packet[packet.find(END) + len(END) :], header_length(headers[JSON_LENGTH])
         assert n_json is not None, "it has that header"
+        n_bytes = len(body) - n_json  # where nothing is JSON, heads of different lengths are alike
         try:
             name, version, action = addressed(path.split("/")[3:])
             if action != "infer":
                 return None
             model = self._of.repository.get(name, version)
             if not model.answers_at_once(len(packet)) or any(
-                k.head == head and k.model() is model for k in self._known
+                k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._known
             ):
                 return None
             request, wanted = read_infer(body, n_json, model.name, model.checker)
@@ -141,7 +142,7 @@ class QuickConnection:
             return None
         request.inputs = {}
         route = pattern_of(path)
-        filled, n_bytes = head.filled(packet), len(body) - n_json
+        filled = head.filled(packet)
         assert filled is not None, "it is its head"
         return _Known(
             head, filled, n_bytes, path[:300], route, name, version, ref(model), tensors, request, wanted, headers

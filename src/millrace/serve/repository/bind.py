@@ -22,6 +22,7 @@ from millrace.serve.repository.text import Block, Field, List, Misread, Scalar, 
 
 Path_ = tuple[str | int, ...]  # ("input", 0, "dims", 1), a map's key after its name
 MOST_PROBLEMS = 50  # of one level in one file: the rest is not listed, and that is said
+MORE = f"more than {MOST_PROBLEMS} such", "fewer", "mend those above, and look again"
 _TRUE, _FALSE = ("true", "True", "t", "1"), ("false", "False", "f", "0")
 _WANTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
 
@@ -48,7 +49,7 @@ class Read:
         before = self._counts[level]
         self._counts[level] += 1
         if before == MOST_PROBLEMS:
-            what, expected, mend = f"more than {MOST_PROBLEMS} such", "fewer", "mend those above, and look again"
+            what, expected, mend = MORE
         if before <= MOST_PROBLEMS:
             self.problems.append(Problem(level, self.file, place, what, expected, mend))
         if before >= MOST_PROBLEMS and level is Level.ERROR:

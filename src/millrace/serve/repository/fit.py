@@ -1,7 +1,8 @@
 """Whether the tensors of an ensemble are those of the models that its steps are: names, data types, shapes, batches.
 
 Asked of configurations alone: before a load of those that are whole already, at a load of all. Words are Triton's. That
-each tensor is made once, and by what is there before, `ensembles.py` has seen to.
+each tensor is made once, and by what is there before, `ensembles.py` has seen to. Shapes of a model with batches and of
+one without agree where they do without the batch dimension, or with it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +20,16 @@ _Shape = tuple[int, ...]
 
 
 class _Said(NamedTuple):
-    """What one model says of a tensor. shape: with its batch dimension; VARIABLE is any"""
+    """What one model says of a tensor. dims: without its batch dimension, where it has one; VARIABLE is any"""
 
     by: ModelId
     datatype: DataType
-    shape: _Shape
+    dims: _Shape
+    has_batch: bool
+
+    @property
+    def shape(self) -> _Shape:
+        return (VARIABLE, *self.dims) if self.has_batch else self.dims
 
 
 # The model of each step; None where only a load tells what it takes and makes.
@@ -74,7 +80,7 @@ def _of_step(
 
 
 def _of(by: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _Said:
-    return _Said(by, tensor.data_type, (*((VARIABLE,) if config.max_batch_size > 0 else ()), *tensor.dims))
+    return _Said(by, tensor.data_type, tensor.dims, config.max_batch_size > 0)
 
 
 def _agree(where: str, said: dict[str, _Said], tensor: str, new: _Said, path: Path_) -> Iterator[Broken]:
@@ -84,13 +90,29 @@ def _agree(where: str, said: dict[str, _Said], tensor: str, new: _Said, path: Pa
         what += f"{new.datatype.name} is inferred from model {new.by}"
         yield Broken(path, what, "the same data type in both", "correct one of them, or put a step between")
         return
-    both = list(zip(old.shape, new.shape, strict=False))
-    if len(old.shape) != len(new.shape) or any(a != b and VARIABLE not in (a, b) for a, b in both):
+    if old.dims == new.dims:
+        return
+    if fits(old.dims, new.dims):
+        dims = _known(old.dims, new.dims)
+    elif fits(old.shape, new.shape):
+        dims = _known(old.shape, new.shape)[1 if old.has_batch else 0 :]
+    else:
         what = f"{where}: inconsistent shape: {_shown(old.shape)} is inferred from model {old.by} while "
         what += f"{_shown(new.shape)} is inferred from model {new.by}"
         yield Broken(path, what, "the same shape in both, -1 for any", "correct one of them, or put a step between")
-    elif VARIABLE in old.shape:  # the next is compared with what is known of it by now
-        said[tensor] = old._replace(shape=tuple(b if a == VARIABLE else a for a, b in both))
+        return
+    if dims != old.dims:  # the next is compared with what is known of it by now
+        said[tensor] = _Said(new.by, old.datatype, dims, old.has_batch)
+
+
+def fits(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether there is a shape that both are; VARIABLE is any."""
+    return len(one) == len(other) and all(a == b or VARIABLE in (a, b) for a, b in zip(one, other, strict=True))
+
+
+def _known(one: _Shape, other: _Shape) -> _Shape:
+    """What two that fit say together."""
+    return tuple(b if a == VARIABLE else a for a, b in zip(one, other, strict=True))
 
 
 def _shown(shape: _Shape) -> str:

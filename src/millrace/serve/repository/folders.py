@@ -18,6 +18,7 @@ from millrace.serve.repository.config import InitialState, ModelConfig, WarmupIn
 from millrace.serve.repository.declare import empty
 from millrace.serve.repository.ensembles import broken_ensemble
 from millrace.serve.repository.given import broken_data, short_file
+from millrace.serve.repository.names import may_be_folder
 from millrace.serve.repository.problems import Level, Place, Problem
 from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet
 from millrace.serve.repository.text import MOST_BYTES
@@ -95,7 +96,7 @@ def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: b
 
     given: a configuration in place of the file's
     """
-    there = [root for root in roots if (root / name).is_dir() and not name.startswith(".")]  # as in `model_names`
+    there = [root for root in roots if has_model(root, name)]
     if not there:
         return None
     model = _model(there[0], there[0] / name, config_name, given)
@@ -105,6 +106,11 @@ def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: b
         mend = "rename one of them, or give --model-namespacing"
         model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, mend))
     return model
+
+
+def has_model(root: Path, name: str) -> bool:
+    """Whether there is a folder that may be a model's. name: as a client, or a step of an ensemble, has it"""
+    return may_be_folder(name) and (root / name).is_dir()
 
 
 def model_names(roots: Sequence[Path]) -> list[str]:

@@ -27,6 +27,15 @@ def chosen(wanted: ModelId, there: Collection[ModelId]) -> ModelId | None:
     return others[0] if len(others) == 1 else None
 
 
+def may_be_folder(name: str) -> bool:
+    """Whether a model's folder may have that name: no path, nothing hidden, no longer than names are."""
+    try:
+        check_model_name(name)
+    except RequestError:
+        return False
+    return not name.startswith(".")
+
+
 def check_model_name(name: str) -> None:
     """raises RequestError where a client's name is none of a folder"""
     if not name:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.serve.repository.bind import Path_
+from millrace.serve.repository.bind import MORE, MOST_PROBLEMS, Path_
 from millrace.serve.repository.completion import ADDING_NOTHING
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.fit import misfits
-from millrace.serve.repository.folders import Model, Repository, model_names, read_model, read_repository
+from millrace.serve.repository.folders import Model, Repository, has_model, model_names, read_model, read_repository
 from millrace.serve.repository.names import ModelId, chosen
 from millrace.serve.repository.problems import Level, Problem
 from millrace.serve.repository.rules import Broken
@@ -38,7 +38,7 @@ class Repositories:
 
     def named(self, name: str) -> list[ModelId]:
         """Those that a name means. Where no folder has it, none with a namespace."""
-        found = [ModelId(str(root), name) for root in self.folders if _has(root, name)] if self.namespacing else []
+        found = [ModelId(str(root), name) for root in self.folders if has_model(root, name)] if self.namespacing else []
         return sorted(set(found)) or [ModelId("", name)]
 
     def of(self, one: ModelId) -> Sequence[Path]:
@@ -94,10 +94,6 @@ def _id(repository: Repository, model: Model, namespacing: bool) -> ModelId:
     return ModelId(str(repository.root) if namespacing else "", model.name)
 
 
-def _has(root: Path, name: str) -> bool:
-    return (root / name).is_dir() and not name.startswith(".")
-
-
 def _twice(model: Model, other: Model) -> None:
     what = "model appears in two or more repositories"
     expected, mend = f"{other.folder} to be the only one", "rename one of them, or give --model-namespacing"
@@ -133,8 +129,11 @@ def _check_steps(of: ModelId, model: Model, models: _Models) -> None:
         model.say(Broken(("ensemble_scheduling",), what, expected, "cut the circle"))
     elif not missing and model.is_servable:
         steps = [meant(of, step.model_name) for step in scheduling.step]
-        for broken in misfits(of, model.config, [whole(one, models) for one in steps]):
-            model.say(broken)
+        known = {one: whole(one, models) for one in set(steps)}  # each once: it may look into files
+        for i, broken in enumerate(misfits(of, model.config, [known[one] for one in steps])):
+            model.say(broken if i < MOST_PROBLEMS else Broken(broken.path, *MORE))
+            if i == MOST_PROBLEMS:
+                break
 
 
 def _ring(
