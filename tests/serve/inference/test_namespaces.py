@@ -2,6 +2,7 @@
 take. The cases are those of Triton's own tests of it, and the edges between them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.metrics import metrics_text
+from millrace.serve.inference.reading import read_now
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository.names import ModelId
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import becomes
 from tests.support.python_models import write
@@ -241,8 +244,18 @@ def test_a_model_that_asks_by_a_name_of_two_is_told(roots: list[Path]) -> None:
     asyncio.run(run())
 
 
-def test_rings_are_those_of_models_and_not_of_names(tmp_path: Path) -> None:
-    """a's `x` is made of b's `y`, which is made of b's `x`: no ring, though the names are one."""
+@pytest.mark.parametrize("late_s", [{}, {"b x": 0.05}, {"b y": 0.05}, {"a x": 0.03, "b x": 0.09}])
+def test_rings_are_those_of_models_and_not_of_names(
+    late_s: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a's `x` is made of b's `y`, which is made of b's `x`: no ring, though the names are one; whichever of their files
+    is read last."""
+
+    def slowly(folders: Any, one: ModelId, *given: Any) -> Any:
+        time.sleep(late_s.get(f"{Path(one.namespace).name} {one.name}", 0))
+        return read_now(folders, one, *given)
+
+    monkeypatch.setattr("millrace.serve.inference.lifecycle.read_now", slowly)
     pipe(tmp_path / "a", "x", "y")
     pipe(tmp_path / "b", "y", "x")
     plus(tmp_path / "b", "x", 5)

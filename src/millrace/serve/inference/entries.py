@@ -34,6 +34,8 @@ class Entry:
     # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
     given: Brought = field(default_factory=Brought)
+    # Of one that is on its way: what its members' names mean, by the folders, too, of which some are not tried yet.
+    loading: dict[str, ModelId] = field(default_factory=dict)
 
     @property
     def is_as_wished(self) -> bool:
@@ -106,8 +108,9 @@ class Entries:
 
     def member(self, of: ModelId, name: str) -> ModelId:
         """Of an ensemble; where there is none, or more than one, that beside it."""
-        beside = ModelId(of.namespace, name)
-        return self.meant(beside) or beside
+        entry, beside = self.get(of), ModelId(of.namespace, name)
+        loading = entry.loading.get(name) if entry is not None else None
+        return loading or self.meant(beside) or beside
 
     def made_of(self, one: ModelId) -> list[ModelId]:
         """The ensembles that need it."""

@@ -252,6 +252,8 @@ class ModelRepository:
             failed = found if isinstance(found, LoadFailedError) else LoadFailedError(max(read.served), found)
             self._note(one, read.served, failed.error)
             raise failed.told(one) from None
+        finally:
+            entry.loading = {}
 
     # ------------------------------------------------------------------ ensembles
 
@@ -273,7 +275,7 @@ class ModelRepository:
             raise invalid(f"ensemble {one} contains models that are not available or ambiguous: {missing}")
         members = [member for member in found if member is not None]
         entry = self._entries[one]
-        entry.wanted, entry.given = frozenset(names), given
+        entry.wanted, entry.given, entry.loading = frozenset(names), given, dict(zip(names, members, strict=True))
         self._entries.check_ring(one, members)
         for member, error in zip(members, await asyncio.gather(*map(self._try_member, members)), strict=True):
             if error is not None:
