@@ -130,7 +130,7 @@ def test_every_type_comes_back_as_it_was(tmp_path: Path) -> None:
             for kind, dtype in dtypes.items():
                 x = np.array([0, 1, 2, 100]).astype(dtype)
                 found = (await infer(repository, kind.lower(), x=x.reshape(-1, 1)))["y"]
-                assert found.dtype == x.dtype and found.reshape(-1).tolist() == x.tolist(), kind
+                assert found.dtype == x.dtype and found.tolist() == x.reshape(-1, 1).tolist(), kind
 
     asyncio.run(run())
 

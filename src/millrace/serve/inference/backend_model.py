@@ -54,8 +54,8 @@ class BackendModel(Model):
         self._idle = deque(self._workers)
         self.infer_at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
         self._is_never_quick = bool(
-            self.is_decoupled or self.rules.delay_ns or self._slots is not None or self.cache is not None
-            or self._limiter is not None
+            self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
+            or self.cache is not None or self._limiter is not None
         )  # fmt: skip
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
@@ -336,7 +336,10 @@ class BackendModel(Model):
         if request.finished:
             return
         if response is not None:
-            self._responded(request, response)
+            try:
+                response = self._responded(request, response)
+            except StatusError as unfit:
+                response, error = None, unfit
         if final:
             now_ns = time.monotonic_ns()
             if request.batch is not None:

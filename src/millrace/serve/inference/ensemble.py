@@ -13,6 +13,7 @@ from functools import partial
 from millrace.serve.inference.batching import Batch, Closed
 from millrace.serve.inference.check import Given
 from millrace.serve.inference.model import NO_RESPONSE, Loadable, Model, Waiting
+from millrace.serve.inference.outputs import made_dims
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError, invalid
@@ -38,7 +39,7 @@ class Ensemble(Model):
         self.flow = Flow(self.steps)
         self.members = frozenset(step.model for step in self.steps)
         self.max_inflight = scheduling.max_inflight_requests or MOST_INFLIGHT
-        self.output_dims = {output.name: output.dims for output in of.config.output}
+        self.output_dims = {output.name: made_dims(output) for output in of.config.output}
         self._runs: dict[InferRequest, _Run] = {}
         self._is_closed = asyncio.Event()
         self.fit()
@@ -133,7 +134,10 @@ class Ensemble(Model):
     ) -> None:
         """By its run."""
         if response is not None:
-            self._responded(request, response)
+            try:
+                response = self._responded(request, response)
+            except StatusError as unfit:
+                response, error = None, unfit
         if final:
             del self._runs[request]
             now_ns = time.monotonic_ns()

@@ -15,6 +15,7 @@ from millrace.serve.inference.brought import BroughtFolder
 from millrace.serve.inference.cache import ResponseCache, key_of
 from millrace.serve.inference.check import Checker
 from millrace.serve.inference.common import Common
+from millrace.serve.inference.outputs import Reshaped
 from millrace.serve.inference.request import Hop, InferRequest, InferResponse, Parameter, Receiver
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
@@ -51,6 +52,7 @@ class Model(ABC):
         self._brought: BroughtFolder | None = None
         self._loading = object()  # another one each time
         self.checker = Checker(of.config, ragged, self.cache is not None)
+        self._reshaped = Reshaped(of.config)
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
         self.statistics = Statistics.of(of.config, of.common.measures, is_decoupled=self.is_decoupled)
         self.unread_bytes = 0  # of responses that wait for their readers: `responses.py` counts them
@@ -219,13 +221,16 @@ class Model(ABC):
             self.cancel(request)
             raise
 
-    def _responded(self, request: InferRequest, response: InferResponse) -> None:
-        """With a response, which may be its first."""
+    def _responded(self, request: InferRequest, response: InferResponse) -> InferResponse:
+        """With a response, which may be its first: as clients see it. raises StatusError where they cannot"""
+        if self._reshaped:
+            response = self._reshaped.told(request.named, response)
         request.n_responses += 1
         if request.trace is not None:
             request.trace.responded(response)
         if request.n_responses == 1 and self.statistics.first_response is not None:
             self.statistics.first_response.add(time.monotonic_ns() - request.received_ns)
+        return response
 
     def _finished(self, request: InferRequest, error: StatusError | None, now_ns: int) -> None:
         request.finished = True

@@ -42,9 +42,9 @@ def misfits(of: ModelId, config: ModelConfig, steps: Steps) -> Iterator[Broken]:
     assert scheduling is not None, of
     said: dict[str, _Said] = {}
     for given in config.input:
-        said[given.name] = _of(of, config, given if given.reshape is None else replace(given, dims=given.reshape.shape))
+        said[given.name] = _inside(of, config, given)
     for asked in config.output:
-        said.setdefault(asked.name, _of(of, config, asked))
+        said.setdefault(asked.name, _inside(of, config, asked))
     for i, (step, known) in enumerate(zip(scheduling.step, steps, strict=True)):
         if known is not None:
             yield from _of_step(of, config, step, known, said, (_TOP, "step", i))
@@ -77,6 +77,11 @@ def _of_step(
             for name in (name for name, one in inputs.items() if not one.optional and name not in mapped):
                 what = f"in ensemble {of}, input {name} in model {member} is not mapped to any ensemble tensors"
                 yield Broken(at, what, f'input_map {{ key: "{name}" value: ... }}', "map it")
+
+
+def _inside(of: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _Said:
+    """Of an ensemble's own, as its steps see it."""
+    return _of(of, config, tensor if tensor.reshape is None else replace(tensor, dims=tensor.reshape.shape))
 
 
 def _of(by: ModelId, config: ModelConfig, tensor: ModelInput | ModelOutput) -> _Said:
