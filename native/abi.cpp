@@ -36,6 +36,7 @@ struct mr_engine {
   explicit mr_engine(const mr_create_args& args) : executor(args) {
     if (args.language) model = std::make_unique<millrace::LanguageModel>(args, executor);
   }
+  ~mr_engine() { executor.wait(); }  // a step that nobody waited for works on what goes now
   millrace::Executor executor;
   std::unique_ptr<millrace::LanguageModel> model;  // null for any other network
 };
@@ -78,12 +79,14 @@ int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64
   return guarded(error, error_bytes, [&] { *engine = new mr_engine(*args); });
 }
 
-int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes) {
+int mr_launch(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes) {
   return guarded(error, error_bytes, [&] {
     if (!engine->model) throw std::runtime_error("this program is no language model: it has no steps");
-    engine->model->run(*step);
+    engine->model->launch(*step);
   });
 }
+
+void mr_wait(mr_engine* engine) { engine->executor.wait(); }
 
 int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t error_bytes) {
   return guarded(error, error_bytes, [&] {
@@ -93,12 +96,16 @@ int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t err
 }
 
 int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char* error, int64_t error_bytes) {
-  return guarded(error, error_bytes, [&] { engine->executor.set_tactics(tactics, n); });
+  return guarded(error, error_bytes, [&] {
+    engine->executor.wait();
+    engine->executor.set_tactics(tactics, n);
+  });
 }
 
 void mr_destroy(mr_engine* engine) { delete engine; }
 
-void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_calls) {
+void mr_chosen_tactics(mr_engine* engine, int32_t* knobs, int32_t n_calls) {
+  engine->executor.wait();
   const auto& chosen = engine->executor.chosen_tactics();
   for (size_t i = 0; i < chosen.size() && i < static_cast<size_t>(n_calls); ++i)
     std::memcpy(knobs + i * millrace::kKnobs, chosen[i].knob, sizeof chosen[i].knob);
@@ -114,6 +121,7 @@ int64_t mr_weights_checksum(const mr_engine* engine) {
   return static_cast<int64_t>(millrace::checksum(weights.data(), weights.bytes()));
 }
 void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_calls) {
+  engine->executor.wait();
   engine->executor.profile(enabled != 0, seconds, n_calls);
 }
 uint64_t mr_checksum(const uint8_t* data, int64_t bytes) { return millrace::checksum(data, bytes); }

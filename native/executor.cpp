@@ -143,7 +143,7 @@ void Executor::load_weights(const mr_create_args& a) {
   constexpr int64_t kPiece = 8 << 20;
   const int64_t pieces = (weights_.bytes() + kPiece - 1) / kPiece;
   int32_t next = 0, failed = 0;
-  pool_.run([&](int) {  // several readers: the copy out of the page cache is what takes the time
+  pool_.run({.work = [&](int, int) {  // several readers: the copy out of the page cache is what takes the time
     for (int64_t p; (p = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < pieces;) {
       const int64_t end = std::min((p + 1) * kPiece, weights_.bytes());
       for (int64_t at = p * kPiece; at < end;) {
@@ -155,7 +155,7 @@ void Executor::load_weights(const mr_create_args& a) {
         at += got;
       }
     }
-  });
+  }});
   close(file);
   if (failed) throw std::runtime_error(std::string(a.weights_path) + " is shorter than the engine says");
 }
@@ -253,7 +253,8 @@ void Executor::compute(const int32_t* sizes) {
   if (lengths_offset_ >= 0) find_sequences(sizes);
   const Sequences sequences{.count = lengths_offset_ < 0 ? 0 : sizes[1], .positions = positions_.data(),
                             .sequence_of = sequence_of_.data(), .starts = starts_.data()};
-  run({.sizes = sizes, .sequences = sequences, .pages = nullptr, .page_starts = nullptr}, {});
+  launch({.sizes = sizes, .sequences = sequences, .pages = nullptr, .page_starts = nullptr}, {});
+  wait();
 }
 
 // From the lengths among the inputs; whole sequences, each from position 0.
@@ -286,42 +287,48 @@ void Executor::copy_page(int32_t from, int32_t to) {
   }
 }
 
-void Executor::run(const RunInputs& inputs, const Last& last) {
+void Executor::launch(const RunInputs& inputs, Last last) {
+  if (running_) throw std::runtime_error("a run was launched, and nobody has waited for it");
   std::fill(next_task_.begin(), next_task_.end(), 0);
   if (!tactics_.empty()) choose_tactics(inputs.sizes);
   for (size_t i = 0; i < caches_.size(); ++i) {
     caches_[i].pages = passing_[i] ? own_pages_.data() : inputs.pages;
     caches_[i].page_starts = passing_[i] ? own_page_starts_.data() : inputs.page_starts;
   }
-  pool_.run([&](int worker) { work(inputs, last, worker); });
+  run_ = {.sizes = {}, .sequences = inputs.sequences, .caches = caches_.data(), .n_workers = pool_.workers(),
+          .next_task = nullptr, .scratch = nullptr, .scratch_floats = 0, .shared = shared_.data(),
+          .shared_bytes = shared_.bytes(), .tactic = nullptr};
+  std::copy(inputs.sizes, inputs.sizes + symbols_.size(), run_.sizes);
+  last_ = std::move(last);
+  Pool::Job job{.work = [this](int worker, int phase) { work(worker, phase); },
+                .phases = static_cast<int>(program_.size()) + (last_ ? 1 : 0), .ended = {}};
+  using Clock = std::chrono::steady_clock;
+  if (profiling_)
+    job.ended = [this, before = Clock::now()](int phase) mutable {
+      const auto now = Clock::now();
+      seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - before).count();
+      before = now;
+    };
+  running_ = true;
+  pool_.begin(std::move(job));
 }
 
-void Executor::work(const RunInputs& inputs, const Last& last, int worker) {
-  using Clock = std::chrono::steady_clock;
-  const Arena& scratch = *scratch_[worker];
-  StepContext c{.sizes = {}, .sequences = inputs.sequences, .caches = caches_.data(), .n_workers = pool_.workers(),
-                .next_task = nullptr, .scratch = reinterpret_cast<float*>(scratch.data()),
-                .scratch_floats = scratch.bytes() / 4, .shared = shared_.data(), .shared_bytes = shared_.bytes(),
-                .tactic = nullptr};
-  std::copy(inputs.sizes, inputs.sizes + symbols_.size(), c.sizes);
-  const bool timed = profiling_ && worker == 0;
-  auto before = timed ? Clock::now() : Clock::time_point();
-  const auto lap = [&](size_t i) {
-    if (!timed) return;
-    const auto now = Clock::now();
-    seconds_[i] += std::chrono::duration<double>(now - before).count();
-    before = now;
-  };
-  for (size_t i = 0; i < program_.size(); ++i) {
-    c.next_task = &next_task_[i];
-    c.tactic = &chosen_[i];
-    run_call(isa_.kernels, program_[i], c);
-    pool_.barrier(worker);
-    lap(i);
-  }
-  c.next_task = &next_task_[program_.size()];
-  if (last) last(c, worker);
-  lap(program_.size());
+void Executor::wait() {
+  if (!running_) return;
+  pool_.join();
+  running_ = false;
+}
+
+void Executor::work(int worker, int phase) {
+  const auto i = static_cast<size_t>(phase);
+  const Arena& scratch = *scratch_[static_cast<size_t>(worker)];
+  StepContext c = run_;
+  c.scratch = reinterpret_cast<float*>(scratch.data());
+  c.scratch_floats = scratch.bytes() / 4;
+  c.next_task = &next_task_[i];
+  if (i == program_.size()) return last_(c, worker);
+  c.tactic = &chosen_[i];
+  run_call(isa_.kernels, program_[i], c);
 }
 
 void Executor::profile(bool enabled, double* seconds, int n_calls) {

@@ -1,4 +1,4 @@
-// Runs a program: its weights, activations and caches in huge-page arenas, a run as one call, its threads its own.
+// Runs a program: its weights, activations and caches in huge-page arenas, its threads its own.
 #pragma once
 #include <functional>
 #include <memory>
@@ -25,7 +25,7 @@ class Arena {
   int64_t bytes_;
 };
 
-// What a run works on, beside the inputs that lie in the activations.
+// What a run works on, beside the inputs that lie in the activations. What it points at stays as it is until the end.
 struct RunInputs {
   const int32_t* sizes;  // of the program's symbols
   Sequences sequences;
@@ -37,7 +37,10 @@ class Executor {
   explicit Executor(const mr_create_args& args);
   // `last` is what every worker does when the program is through, as one task list more.
   using Last = std::function<void(StepContext& context, int worker)>;
-  void run(const RunInputs& inputs, const Last& last);
+  // A run: its other threads begin it, and `wait` takes part and returns when it is through. One at a time.
+  void launch(const RunInputs& inputs, Last last);
+  void wait();
+  bool is_running() const { return running_; }
   void compute(const int32_t* sizes);  // no language model: nothing is kept between runs
   void set_tactics(const mr_tactic* tactics, int64_t n);
 
@@ -61,7 +64,7 @@ class Executor {
   void check_caches() const;
   void choose_tactics(const int32_t* sizes);
   void find_sequences(const int32_t* sizes);
-  void work(const RunInputs& inputs, const Last& last, int worker);
+  void work(int worker, int phase);
 
   const Isa& isa_;
   const std::vector<int32_t> symbols_;
@@ -80,7 +83,9 @@ class Executor {
   std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker
   Pool pool_;
   Arena shared_;  // all workers'
-  bool profiling_ = false;
+  StepContext run_{};  // the run that is under way, as every worker has it
+  Last last_;
+  bool running_ = false, profiling_ = false;
   std::vector<double> seconds_;
 };
 

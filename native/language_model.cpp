@@ -157,8 +157,10 @@ void LanguageModel::write_inputs(const mr_step& s) {
   for (int r = 0; places_.rows && r < s.n_rows; ++r) places_.rows[r] = rows[r].token;
 }
 
-void LanguageModel::run(const mr_step& s) {
+void LanguageModel::launch(const mr_step& s) {
+  require(!executor_.is_running(), "one was launched, and nobody has waited for it");
   check(s);
+  step_ = s;
   write_inputs(s);
   for (int i = 0; i < s.n_copies; ++i) executor_.copy_page(s.copies[2 * i], s.copies[2 * i + 1]);
   int32_t sizes[kSymbols] = {};
@@ -167,10 +169,9 @@ void LanguageModel::run(const mr_step& s) {
   sizes[kR] = s.n_rows;
   const Sequences sequences{
       .count = s.n_sequences, .positions = s.positions, .sequence_of = sequence_of_.data(), .starts = s.starts};
-  executor_.run({.sizes = sizes, .sequences = sequences, .pages = s.pages, .page_starts = s.page_starts},
-                [&](StepContext& c, int worker) {
-                  if (places_.logits) sample_rows(s, c, worker);
-                });
+  Executor::Last last;
+  if (places_.logits) last = [this](StepContext& c, int worker) { sample_rows(c, worker); };
+  executor_.launch({.sizes = sizes, .sequences = sequences, .pages = s.pages, .page_starts = s.page_starts}, std::move(last));
 }
 
 namespace {
@@ -182,7 +183,8 @@ void wait_for(const int32_t* ready) {
 
 }  // namespace
 
-void LanguageModel::sample_rows(const mr_step& s, StepContext& c, int worker) {
+void LanguageModel::sample_rows(StepContext& c, int worker) {
+  const mr_step& s = step_;
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values, s.masks};
   SamplingScratch scratch = carve(sampling_[worker]->data(), vocab_size_);

@@ -77,8 +77,12 @@ const char* mr_build(void);
 /* Names of the instruction sets that this build has and this CPU runs, best first, separated by spaces. */
 const char* mr_isas(void);
 int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes);
-/* A step of a language model. */
-int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
+/* Begins a step of a language model; the engine's own threads work on it. What it points at, outputs among it, is the
+ * step's until mr_wait has returned. One at a time. */
+int mr_launch(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
+/* Takes part in the step that was launched, and returns when it is through; at once where there is none. Whatever else
+ * looks at a run, or changes how runs go, does the same first. */
+void mr_wait(mr_engine* engine);
 /* Any other program, its inputs written into the activations, `sizes` of its symbols. */
 int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t error_bytes);
 /* Replaces all tactics; entries are in order of call, then rows. No result ever depends on them. */
@@ -87,7 +91,7 @@ void mr_destroy(mr_engine* engine);
 
 /* For tests, the inspector and measurements. */
 /* The knobs that each call of the program worked with in the last run, 4 a step. */
-void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_calls);
+void mr_chosen_tactics(mr_engine* engine, int32_t* knobs, int32_t n_calls);
 uint8_t* mr_activations(mr_engine* engine);
 const char* mr_isa(const mr_engine* engine);
 /* The pages of cache number `cache` of those that are kept: (layers, kv_pages, bytes of a page in a layer). No run may

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "platform.hpp"
 
@@ -11,17 +12,28 @@ namespace {
 
 // Long enough to bridge the gap between two kernels, short enough not to eat a core that others need. Between two steps
 // the event loop and the interpreter want it more than a spinning worker does.
-constexpr int kBarrierSpins = 2000;
+constexpr int kPhaseSpins = 2000;
 constexpr int kJobSpins = 1000;
 constexpr int kSuspicious = 200;  // spins after which a waiting worker looks whether somebody shares its CPU
 
+constexpr uint64_t kMember = 1ull << 16, kArrived = 1, kOpen = 1ull << 31;
+
 }  // namespace
 
-int32_t Pool::Counter::read() const { return __atomic_load_n(&value, __ATOMIC_ACQUIRE); }
+Pool::State Pool::State::of(uint64_t word) {
+  return {.turn = static_cast<uint32_t>(word >> 32), .open = (word & kOpen) != 0,
+          .members = static_cast<int32_t>(word / kMember % 0x8000), .arrived = static_cast<int32_t>(word % kMember)};
+}
 
-void Pool::Counter::advance() {
-  __atomic_add_fetch(&value, 1, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) platform::wake_all(&value);
+uint64_t Pool::State::word() const {
+  return uint64_t{turn} << 32 | (open ? kOpen : 0) | static_cast<uint64_t>(members) * kMember | static_cast<uint64_t>(arrived);
+}
+
+int32_t Pool::Bell::heard() const { return __atomic_load_n(&rung, __ATOMIC_SEQ_CST); }
+
+void Pool::Bell::ring() {
+  __atomic_add_fetch(&rung, 1, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST)) platform::wake_all(&rung);
 }
 
 Pool::Pool(int workers) : workers_(workers), cpus_suffice_(platform::usable_cpus() >= workers), cpu_of_(workers, -1) {
@@ -37,23 +49,94 @@ Pool::Pool(int workers) : workers_(workers), cpus_suffice_(platform::usable_cpus
 Pool::~Pool() { stop(); }
 
 void Pool::stop() {
-  stopping_ = true;
-  job_.advance();
+  __atomic_store_n(&stopping_, true, __ATOMIC_SEQ_CST);
+  become({.turn = state().turn + 1, .open = false, .members = 0, .arrived = 0});
   for (auto& t : threads_) t.join();
 }
 
-void Pool::wait(Counter& counter, int32_t old, int spins, int worker) {
+void Pool::become(const State& next) {
+  __atomic_store_n(&state_, next.word(), __ATOMIC_SEQ_CST);
+  bell_.ring();
+}
+
+void Pool::begin(Job job) {
+  job_ = std::move(job);
+  first_ = state().turn + 1;
+  become({.turn = first_, .open = true, .members = 0, .arrived = 0});
+}
+
+void Pool::join() {
+  const platform::FlushSubnormals flush;
+  take_part(0);
+}
+
+void Pool::serve(int worker) {
+  const platform::FlushSubnormals flush;
+  for (;;) {
+    const int32_t heard = bell_.heard();
+    const State rest = take_part(worker);
+    if (__atomic_load_n(&stopping_, __ATOMIC_SEQ_CST)) return;
+    wait_while(rest.turn, heard, kJobSpins, worker);
+  }
+}
+
+Pool::State Pool::take_part(int worker) {
+  State mine = enter();
+  while (mine.open) {
+    job_.work(worker, static_cast<int>(mine.turn - first_));
+    mine = leave(mine, worker);
+  }
+  return mine;
+}
+
+Pool::State Pool::enter() {
+  for (uint64_t word = __atomic_load_n(&state_, __ATOMIC_SEQ_CST);;) {
+    const State now = State::of(word);
+    if (!now.open) return now;
+    if (now.ends()) {  // whoever came last is about to open the next
+      platform::pause();
+      word = __atomic_load_n(&state_, __ATOMIC_SEQ_CST);
+    } else if (__atomic_compare_exchange_n(&state_, &word, word + kMember, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+      return now;
+    }
+  }
+}
+
+Pool::State Pool::leave(State mine, int worker) {
+  __atomic_store_n(&cpu_of_[worker], platform::current_cpu(), __ATOMIC_RELAXED);
+  const int32_t heard = bell_.heard();
+  State next{.turn = mine.turn + 1, .open = mine.turn + 1 - first_ != static_cast<uint32_t>(job_.phases),
+             .members = 0, .arrived = 0};  // looked at before the job may be over
+  const State now = State::of(__atomic_add_fetch(&state_, kArrived, __ATOMIC_SEQ_CST));
+  if (!now.ends()) {
+    wait_while(mine.turn, heard, kPhaseSpins, worker);
+    return next;
+  }
+  if (job_.ended) job_.ended(static_cast<int>(mine.turn - first_));
+  next.members = next.open ? now.members : 0;
+  become(next);
+  return next;
+}
+
+// heard: of the bell, before it was known that it is this turn.
+void Pool::wait_while(uint32_t turn, int32_t heard, int spins, int worker) {
+  const auto over = [&] {
+    const int32_t now = bell_.heard();
+    if (now == heard) return false;
+    heard = now;
+    return state().turn != turn;
+  };
   for (int i = 0; i < spins; ++i) {
-    if (counter.read() != old) return;
+    if (over()) return;
     if (i == kSuspicious) leave_shared_cpu(worker);
     platform::pause();
   }
-  __atomic_add_fetch(&counter.sleepers, 1, __ATOMIC_SEQ_CST);
-  while (counter.read() == old) platform::wait_while(&counter.value, old);
-  __atomic_sub_fetch(&counter.sleepers, 1, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(&bell_.sleepers, 1, __ATOMIC_SEQ_CST);
+  while (!over()) platform::wait_while(&bell_.rung, heard);
+  __atomic_sub_fetch(&bell_.sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-// Beside a busy neighbour the kernel may leave two workers on one CPU for long: each barrier then costs a whole spin.
+// Beside a busy neighbour the kernel may leave two workers on one CPU for long: each phase then costs a whole spin.
 // Whoever waits moves on, once; nothing stays pinned.
 void Pool::leave_shared_cpu(int worker) {
   if (!cpus_suffice_) return;
@@ -65,37 +148,6 @@ void Pool::leave_shared_cpu(int worker) {
       __atomic_store_n(&cpu_of_[worker], platform::current_cpu(), __ATOMIC_RELAXED);
       return;
     }
-}
-
-void Pool::serve(int worker) {
-  const platform::FlushSubnormals flush;
-  for (int32_t seen = 0;;) {
-    wait(job_, seen, kJobSpins, worker);
-    seen = job_.read();
-    if (stopping_) return;
-    (*work_)(worker);
-    barrier(worker);
-  }
-}
-
-void Pool::run(const std::function<void(int)>& work) {
-  const platform::FlushSubnormals flush;
-  work_ = &work;
-  if (workers_ > 1) job_.advance();
-  work(0);
-  barrier(0);
-}
-
-void Pool::barrier(int worker) {
-  if (workers_ == 1) return;
-  __atomic_store_n(&cpu_of_[worker], platform::current_cpu(), __ATOMIC_RELAXED);
-  const int32_t turn = turn_.read();
-  if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == workers_) {
-    __atomic_store_n(&arrived_, 0, __ATOMIC_RELAXED);
-    turn_.advance();
-  } else {
-    wait(turn_, turn, kBarrierSpins, worker);
-  }
 }
 
 }  // namespace millrace

@@ -20,13 +20,17 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Repeats work(worker, passes) on all workers for about `round_s`, `rounds` times; gives `amount` x passes a second.
+// Repeats work(part, passes), a part for each thread, for about `round_s`, `rounds` times; gives `amount` x passes a
+// second.
 void measure(int threads, double round_s, int rounds, double amount, double* rates,
              const std::function<void(int, int64_t)>& work) {
   Pool pool(threads);
   const auto timed = [&](int64_t passes) {
     const double start = now_s();
-    pool.run([&](int worker) { work(worker, passes); });
+    int next = 0;
+    pool.run({.work = [&](int, int) {
+      for (int part; (part = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < threads;) work(part, passes);
+    }});
     return now_s() - start;
   };
   // The better of two: a thread that was not scheduled must not make the rounds short. The first also warms up.

@@ -6,8 +6,9 @@ import json
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,48 @@ def test_every_launch_has_its_wait(tmp_path: Path) -> None:
     executor.launch(second)  # a launch that failed is none
     assert executor.wait().tokens.tolist() == alone[1]
     executor.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_whoever_comes_late_finds_the_same_answer(tmp_path: Path, threads: int) -> None:
+    """Between launch and wait the other threads compute alone; what they leave, the caller does."""
+    engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
+    steps = [prompts_as_step([[5, 6, 7], [9, 8]]), prompts_as_step([[1 + i % 50 for i in range(40)]])]
+    with (
+        closing(engine.executor(n_pages=4, threads=1)) as alone,
+        closing(engine.executor(n_pages=4, threads=threads)) as executor,
+    ):
+        for late_s in (0, 0.0001, 0.001, 0.03):
+            for step in steps:
+                expected = alone.run(step), alone.output("logits").tobytes()
+                executor.launch(step)
+                time.sleep(late_s)
+                found = executor.wait(), executor.output("logits").tobytes()
+                assert found[1] == expected[1] and found[0].tokens.tolist() == expected[0].tokens.tolist()
+
+
+def test_what_changes_runs_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
+    step = prompts_as_step([[5, 6, 7]])
+    with closing(engine.executor(n_pages=4)) as executor:
+        expected = executor.run(step).tokens.tolist()
+        for meanwhile in (lambda: executor.set_tactics([]), executor.chosen_tactics, lambda: executor.profile(True)):
+            executor.launch(step)
+            meanwhile()
+            assert executor.wait().tokens.tolist() == expected
+        executor.run(step)
+        assert (executor.profile(False) > 0).any()
+
+
+def test_a_launched_step_that_nobody_waits_for_ends_with_its_engine(tmp_path: Path) -> None:
+    """Its arrays live as long as threads may write into them."""
+    engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
+    for _ in range(20):
+        executor = engine.executor(n_pages=4, threads=2)
+        executor.launch(prompts_as_step([[5, 6, 7]]))
+        executor.close()
+        with pytest.raises(EngineError, match="this engine is closed"):
+            executor.wait()
+        forgotten = engine.executor(n_pages=4, threads=2)
+        forgotten.launch(prompts_as_step([[5, 6, 7]]))
+        del forgotten

@@ -60,7 +60,8 @@ int main(int argc, char** argv) {
     step.pages = pages.data(), step.page_starts = page_starts, step.n_pages = page_starts[1];
     step.sampling = &row;
     step.out_tokens = &out_token, step.out_logprobs = &out_logprob, step.out_ranks = &out_rank;
-    if (mr_run(engine, &step, error, sizeof error)) return std::fprintf(stderr, "%s\n", error), 1;
+    if (mr_launch(engine, &step, error, sizeof error)) return std::fprintf(stderr, "%s\n", error), 1;
+    mr_wait(engine);
     std::printf("%d ", out_token);
     tokens.assign(1, out_token);
   }

@@ -128,7 +128,7 @@ def check_any_schedule(seed: int, depth: int) -> None:
             victim = rng.choice(clients)
             cancelled.add(victim)
             loop.cancel(victim.request)
-        loop.step()
+        loop.step(goes_on=rng.random() < 0.7)
     run_all(loop)
     for client in clients:
         if (top := client.params.prompt_logprobs) is not None and client not in cancelled:

@@ -56,14 +56,16 @@ class _Core:
 
     def __init__(self, lib: ctypes.CDLL, args: CreateArgs) -> None:
         self.pointer = ctypes.c_void_p()
+        self.works_on: list[object] = []  # arrays of the run that was launched; without it, nothing
         error = ctypes.create_string_buffer(ERROR_BYTES)
         if lib.mr_create(ctypes.byref(args), ctypes.byref(self.pointer), error, ERROR_BYTES):
             raise ExecutionError(error.value.decode(errors="replace"))
-        released = weakref.finalize(self, _release, lib, self.pointer, os.getpid())
+        released = weakref.finalize(self, _release, lib, self.pointer, os.getpid(), self.works_on)
         released.atexit = False  # a daemon's run may not be through; the system takes the memory back
 
 
-def _release(lib: ctypes.CDLL, pointer: ctypes.c_void_p, made_in: int) -> None:
+def _release(lib: ctypes.CDLL, pointer: ctypes.c_void_p, made_in: int, works_on: list[object]) -> None:
+    """works_on: lives on until the core is done with it"""
     if os.getpid() == made_in:  # a forked child would wait for ever for threads that are its parent's
         lib.mr_destroy(pointer)
 
@@ -329,7 +331,7 @@ class NativeExecutor(LoadedProgram, Executor):
             return [bytes_at(a, math.prod(shape), self._core).reshape(shape) for a, shape in pairs]
 
     def launch(self, step: StepInputs) -> None:
-        """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
+        """The engine's other threads begin it. Whoever calls does meanwhile what is to be done, and joins in `wait`."""
         if self._outputs is not None:
             raise ExecutionError("a step was launched, and nobody has waited for it: this executor has a depth of 1")
         _check_arrays(step, self.limits.vocab_size)
@@ -356,7 +358,9 @@ class NativeExecutor(LoadedProgram, Executor):
         )  # fmt: skip
         error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:
-            refused = self._lib.mr_run(native, ctypes.byref(args), error, ERROR_BYTES)
+            assert self._core is not None, "it is not closed"
+            self._core.works_on[:] = step, out
+            refused = self._lib.mr_launch(native, ctypes.byref(args), error, ERROR_BYTES)
         if refused:
             raise ExecutionError(error.value.decode(errors="replace"))
         self._sizes = (args.n_tokens, args.n_sequences, rows)
@@ -364,9 +368,14 @@ class NativeExecutor(LoadedProgram, Executor):
 
     def wait(self) -> StepOutputs:
         """raises ExecutionError where nothing was launched"""
-        outputs, self._outputs = self._outputs, None
+        outputs = self._outputs
         if outputs is None:
             raise ExecutionError("nothing was launched, so there is nothing to wait for")
+        with self._native() as native:
+            self._lib.mr_wait(native)
+            assert self._core is not None, "it is not closed"
+            self._core.works_on.clear()
+        self._outputs = None
         return outputs
 
     def output(self, name: str) -> NDArray[np.generic]:

@@ -164,8 +164,11 @@ class EngineLoop:
 
     # ------------------------------------------------------------------ for the engine thread
 
-    def step(self) -> bool:
-        """Drain commands, run one step, deliver. False when there was nothing to run."""
+    def step(self, goes_on: bool = False) -> bool:
+        """Drain commands, run one step, deliver. False when there was nothing to run.
+
+        goes_on: at once with another step, where there is one: what this one gives is delivered while that one runs
+        """
         with self._stepping:
             self._drain_commands()
             self._scheduler.expire()
@@ -174,7 +177,8 @@ class EngineLoop:
             ran = self._scheduler.has_work or self._flight is not None
             if ran:
                 self._run_step()
-            self._deliver()
+            if not (goes_on and ran and self._scheduler.has_work):
+                self._deliver()
             self.thread.progressed()
         return ran
 
@@ -182,7 +186,7 @@ class EngineLoop:
         thread, why = self.thread, "a defect in the engine loop"  # unless it ends in an orderly way
         try:
             while not thread.stopping and not thread.dead_because:
-                if not self.step():
+                if not self.step(goes_on=True):
                     with thread.changed:
                         while not (self._submitted or self._cancelled or thread.stopping):
                             if not thread.changed.wait(self._scheduler.next_end_in_s):
@@ -218,6 +222,7 @@ class EngineLoop:
                 flight = self._launch(step, before, waits=alone)
             except (RuntimeError, MillraceError) as error:
                 fault = error
+        self._deliver()  # of the step before; whoever is woken by it has the processor while the executor has not all
         if before is not None and not self._settle(before, flight):
             return
         if fault is not None:

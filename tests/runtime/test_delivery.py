@@ -1,0 +1,74 @@
+"""When answers are given away: while the next step runs, for whoever is woken wants a processor, too."""
+
+from collections.abc import Callable
+
+import pytest
+
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from tests.runtime.clients import GREEDY, Client
+from tests.runtime.fakes import make_loop
+
+
+def told(loop: EngineLoop, n_tokens: int) -> list[str]:
+    """What happens, in order; the loop's executor and its one client write it."""
+    said: list[str] = []
+    executor = loop._executor
+
+    def saying(word: str, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            said.append(word)
+            return call(*arguments)
+
+        return wrapped
+
+    executor.launch = saying("launch", executor.launch)  # type: ignore[method-assign,assignment]
+    executor.wait = saying("wait", executor.wait)  # type: ignore[method-assign,assignment]
+
+    def deliver(deltas: list[Delta]) -> None:
+        said.append("end" if deltas[-1].finish_reason else "token")
+
+    loop.submit([1, 2, 3], SamplingParams(max_tokens=n_tokens, ignore_eos=True), deliver)
+    return said
+
+
+def test_a_token_is_given_away_while_the_next_one_is_computed() -> None:
+    loop = make_loop()
+    said = told(loop, 3)
+    while loop.step(goes_on=True):
+        pass
+    assert said == ["launch", "wait", "launch", "token", "wait", "launch", "token", "wait", "end"]
+
+
+def test_stepped_by_hand_each_step_gives_what_it_has() -> None:
+    loop = make_loop()
+    said = told(loop, 2)
+    while loop.step():
+        pass
+    assert said == ["launch", "wait", "token", "launch", "wait", "end"]
+
+
+def test_two_steps_under_way() -> None:
+    """A step's tokens are given away once the step behind the next one is on its way."""
+    loop = make_loop(depth=2)
+    said = told(loop, 4)
+    while loop.step(goes_on=True):
+        pass
+    assert said == [
+        "launch", "launch", "wait", "launch", "token", "wait", "launch", "token", "wait", "token", "wait", "end",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_ends_is_told_though_others_go_on(goes_on: bool) -> None:
+    """Whatever still runs; and cancelled between two steps, it gets what was drawn for it, and its end."""
+    loop = make_loop()
+    short, long = Client(loop, [1, 2], GREEDY), Client(loop, [3], SamplingParams(max_tokens=9, ignore_eos=True))
+    for _ in range(GREEDY.max_tokens or 0):
+        assert loop.step(goes_on)
+    assert bool(short.reasons) is not goes_on
+    loop.cancel(long.request)
+    while loop.step(goes_on):
+        pass
+    assert short.reasons == [FinishReason.LENGTH] and long.reasons == [FinishReason.ABORT]
+    assert len(short.outputs[0].token_ids) == len(long.outputs[0].token_ids) == 3
