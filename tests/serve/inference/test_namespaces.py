@@ -2,6 +2,7 @@
 take. The cases are those of Triton's own tests of it, and the edges between them."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -199,6 +200,33 @@ def test_a_load_and_an_unload_mean_all_models_of_a_name(roots: list[Path]) -> No
             await repository.unload("m")
             with pytest.raises(StatusError, match="'none' is not found"):
                 await repository.unload("none")
+
+    asyncio.run(run())
+
+
+def test_an_unload_means_those_that_are_there(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's LoadUnloadModels takes every identifier that it knows of a name. Of one that a load is just looking for,
+    which no folder has any more, there is nothing to unload, and the others go."""
+    is_reading, may_read = threading.Event(), threading.Event()
+
+    def waits(folders: Any, one: ModelId, *given: Any) -> Any:
+        is_reading.set()
+        assert may_read.wait(10)
+        return read_now(folders, one, *given)
+
+    async def run() -> None:
+        async with served(roots, load_model=("m",)) as repository:
+            for root in roots:
+                (root / "m").rename(root / "away")
+            monkeypatch.setattr("millrace.serve.inference.lifecycle.read_now", waits)
+            loading = asyncio.create_task(repository.load("m"))
+            await becomes(is_reading.is_set)
+            unloading = asyncio.create_task(repository.unload("m"))
+            await becomes(lambda: there(repository) == [])
+            may_read.set()
+            await unloading
+            with pytest.raises(StatusError, match="failed to load 'm', failed to poll"):
+                await loading
 
     asyncio.run(run())
 

@@ -7,7 +7,7 @@ from enum import Enum
 from millrace.serve.inference.brought import Brought
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.model import Model
-from millrace.serve.inference.status import invalid
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository.folders import Model as FoundModel
 from millrace.serve.repository.names import ModelId, chosen
 
@@ -47,6 +47,11 @@ class Entry:
     def is_gone(self) -> bool:
         """Nothing of it is there, or was to be."""
         return not self.models and all(state in _BY_WISH for state in self.states.values())
+
+    @property
+    def highest(self) -> Model:
+        """Of those that are served."""
+        return self.models[max(self.models)]
 
     @property
     def ensembles(self) -> list[Ensemble]:
@@ -142,3 +147,22 @@ class Entries:
 
     def clear(self) -> None:
         self._by_name.clear()
+
+
+def version_of(entry: Entry | None, name: str, version: int | None) -> Model:
+    """None: the highest version. raises StatusError"""
+    if entry is None:
+        raise unknown(f"'{name}' is not found")
+    if version is None:
+        if not entry.models:
+            raise unknown(f"'{name}' has no available versions")
+        return entry.highest
+    if version in entry.models:
+        return entry.models[version]
+    if version in entry.states:
+        raise unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
+    raise unknown(f"'{name}' version {version} is not found")
+
+
+def unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
+    return StatusError(code, f"Request for unknown model: {what}")

@@ -17,7 +17,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.dry_run import left_behind, what_would_change
 from millrace.serve.inference.ensemble import Ensemble
-from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State
+from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State, unknown, version_of
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.loading import Loader, LoadFailedError
 from millrace.serve.inference.model import Model
@@ -51,7 +51,7 @@ class ModelRepository:
 
     def get(self, name: str, version: int | None = None) -> Model:
         """None: the highest version. raises StatusError, also where the name is that of several"""
-        return _version_of(self._entries.find(name), name, version)
+        return version_of(self._entries.find(name), name, version)
 
     def versions(self, name: str) -> list[int]:
         """Of a model that `get` found."""
@@ -123,7 +123,7 @@ class ModelRepository:
         """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
         check_name(name)
         given = Brought(config_text(name, config, None))
-        served = {one: _highest(entry).config for one, entry in self._entries.items() if entry.models}
+        served = {one: entry.highest.config for one, entry in self._entries.items() if entry.models}
         told: list[dict[str, Any]] = []
         for one in await asyncio.to_thread(self._folders.named, name):
             of_files, read = await asyncio.to_thread(read_to_tell, self._folders, one, given, served)
@@ -141,10 +141,8 @@ class ModelRepository:
         """
         self._check_mode()
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
-        if not ids:
-            raise _unknown(f"'{name}' is not found")
-        for one in ids:
-            await self._unload(one, with_members)
+        if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
+            raise unknown(f"'{name}' is not found")
 
     async def close(self, within_s: float) -> None:
         """End what waits, unload everything; what takes longer is left behind."""
@@ -180,12 +178,12 @@ class ModelRepository:
         if failed:
             raise StatusError(failed[0].code, " ".join(error.message for error in failed))
 
-    async def _unload(self, one: ModelId, with_members: bool) -> None:
-        """raises StatusError"""
+    async def _unload(self, one: ModelId, with_members: bool) -> bool:
+        """False: it was never there; perhaps a load that was under way found none. raises StatusError"""
         async with self._turns.of(one):
             entry = self._entries.get(one)
             if entry is None:
-                raise _unknown(f"'{one.name}' is not found")
+                return False
             members = sorted(self._entries.member(one, name) for name in entry.members)
             self._asked.discard(one)
             self._remove(one)
@@ -196,6 +194,7 @@ class ModelRepository:
                 and not self._entries.made_of(member)
             ):
                 await self._unload(member, with_members=True)
+        return True
 
     async def _attempted(self, one: ModelId, given: Brought = _NOTHING) -> StatusError | None:
         try:
@@ -259,7 +258,7 @@ class ModelRepository:
 
     def _step(self, namespace: str, name: str, version: int | None) -> Model:
         """Of an ensemble of that namespace. raises StatusError as `get` does"""
-        return _version_of(self._entries.step(ModelId(namespace, name)), name, version)
+        return version_of(self._entries.step(ModelId(namespace, name)), name, version)
 
     async def _try_members(self, one: ModelId, scheduling: EnsembleScheduling, given: Brought) -> None:
         """Load those that are not there, wait for those on their way.
@@ -373,28 +372,5 @@ class ModelRepository:
         return task
 
 
-def _version_of(entry: Entry | None, name: str, version: int | None) -> Model:
-    """None: the highest version. raises StatusError"""
-    if entry is None:
-        raise _unknown(f"'{name}' is not found")
-    if version is None:
-        if not entry.models:
-            raise _unknown(f"'{name}' has no available versions")
-        return _highest(entry)
-    if version in entry.models:
-        return entry.models[version]
-    if version in entry.states:
-        raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
-    raise _unknown(f"'{name}' version {version} is not found")
-
-
-def _highest(entry: Entry) -> Model:
-    return entry.models[max(entry.models)]
-
-
 def _by_name(one: ModelId) -> tuple[str, str]:
     return one.name, one.namespace
-
-
-def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
-    return StatusError(code, f"Request for unknown model: {what}")
