@@ -38,10 +38,16 @@ class Entry:
     loading: dict[str, ModelId] = field(default_factory=dict)
 
     @property
-    def is_as_wished(self) -> bool:
-        """Each version is ready, and whole, or on its way out by wish."""
-        is_there = all(state[0] is State.READY or state in _BY_WISH for state in self.states.values())
-        return is_there and not any(model.troubles for model in self.models.values())
+    def troubles(self) -> list[str]:
+        """Of each version that is not ready, or not whole, and not on its way out by wish."""
+        found = []
+        for version, (state, reason) in sorted(self.states.items()):
+            model = self.models.get(version)
+            if state is not State.READY and (state, reason) not in _BY_WISH:
+                found.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
+            elif model is not None and model.troubles:
+                found.append(f"version {version}: {model.troubles}")
+        return found
 
     @property
     def is_gone(self) -> bool:

@@ -42,7 +42,7 @@ class ModelRepository:
         self.flags, self.common, self._folders = flags, common or Common(), flags.repositories
         self._entries, self._turns = Entries(), Turns()
         self._asked: set[ModelId] = set()  # that somebody wants for themselves, and not as members of an ensemble
-        self._missing: set[ModelId] = set()  # that failed at the start, until they are loaded or unloaded
+        self._missing: dict[ModelId, str] = {}  # that failed at the start, and why, until they are loaded or unloaded
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
         self.custom = CustomMetrics()
         self._loader = Loader(self, flags.max_model_requests, self.custom)
@@ -73,7 +73,12 @@ class ModelRepository:
 
     def is_ready(self) -> bool:
         """Every model that was to be loaded is, whole; one that is on its way out by wish is not missed."""
-        return not self._missing and all(entry.is_as_wished for _, entry in self._entries.items())
+        return not self.troubles()
+
+    def troubles(self) -> list[str]:
+        """Why it is not ready now, a line a model."""
+        others = ((one, entry.troubles) for one, entry in self._entries.items() if one not in self._missing)
+        return [*self._missing.values(), *(f"model '{one}' {'; '.join(found)}" for one, found in others if found)]
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
@@ -200,6 +205,8 @@ class ModelRepository:
         try:
             await self._load(one, given)
         except StatusError as error:
+            if one in self._missing:
+                self._missing[one] = str(error)
             return error
         return None
 
@@ -219,7 +226,7 @@ class ModelRepository:
             entry.read = read
             entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
-            self._missing.discard(one)
+            self._missing.pop(one, None)
             for model in old.values():
                 self._in_background(model.retire())
             for what in self.common.unused(read.config) if read is not None else ():
@@ -322,7 +329,7 @@ class ModelRepository:
         entry, needing = self._entries[one], self._entries.made_of(one)
         entry.wanted = frozenset[str]() if reason == UNLOADED else entry.members
         if reason == UNLOADED:
-            self._missing.discard(one)
+            self._missing.pop(one, None)
             entry.states = {version: (State.UNAVAILABLE, UNLOADED) for version in entry.states}
         for version, model in entry.models.items():
             entry.states[version] = (State.UNLOADING, "" if reason == UNLOADED else reason)
@@ -357,7 +364,7 @@ class ModelRepository:
                 if one not in self._turns and (entry is None or entry.stamp != of_files):
                     self._in_background(self._followed(one, of_files))
             for one, entry in self._entries.items():
-                is_left = entry.models or one in self._missing or not entry.is_as_wished
+                is_left = entry.models or one in self._missing or entry.troubles
                 if one not in self._turns and one not in found and is_left:
                     self._remove(one)
 
