@@ -18,20 +18,11 @@ from millrace.serve.inference.metrics import metrics_text
 from millrace.serve.inference.reading import read_now
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.names import ModelId
-from tests.support.ensembles import asking, ensemble
+from tests.support.ensembles import asking
 from tests.support.loaded import becomes
+from tests.support.namespaces import AMBIGUOUS, CONFIG, pipe, plus, roots_of
 from tests.support.python_models import write
 
-CODE = """
-import triton_python_backend_utils as pb_utils
-class TritonPythonModel:
-    def execute(self, requests):
-        arrays = [request.inputs()[0].as_numpy() + %d for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", array)]) for array in arrays]
-"""
-CONFIG = """backend: "python" %s
-input { name: "INPUT0" data_type: TYPE_INT32 dims: [ 4 ] } output { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ 4 ] }
-"""
 BLS = """
 import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
@@ -40,31 +31,11 @@ class TritonPythonModel:
         asked = pb_utils.InferenceRequest(model_name="m", inputs=request.inputs(), requested_output_names=["OUTPUT0"])
         return [asked.exec()]
 """
-AMBIGUOUS = (
-    "There are 2 identifiers of model '%s' in global map, model namespace must be provided to resolve ambiguity."
-)
-
-
-def plus(root: Path, name: str, n: int, more: str = "") -> None:
-    """A model that adds `n`."""
-    write(root, name, CODE % n, CONFIG % more)
-
-
-def pipe(root: Path, name: str, member: str = "m") -> None:
-    """An ensemble of that one model."""
-    (root / name / "1").mkdir(parents=True)
-    steps = [(member, {"INPUT0": "INPUT0"}, {"OUTPUT0": "OUTPUT0"})]
-    (root / name / "config.pbtxt").write_text(ensemble(["INPUT0"], ["OUTPUT0"], steps, max_batch=0))
 
 
 @pytest.fixture
 def roots(tmp_path: Path) -> list[Path]:
-    """Each with a model `m` that adds another number, and an ensemble of it."""
-    found = [tmp_path / "a", tmp_path / "b"]
-    for root, n in zip(found, (1, 2), strict=True):
-        plus(root, "m", n)
-        pipe(root, f"pipe_{root.name}")
-    return found
+    return roots_of(tmp_path, (1, 2))
 
 
 @asynccontextmanager
