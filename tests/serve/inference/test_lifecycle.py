@@ -104,7 +104,7 @@ def test_models_come_and_go_by_request(root: Path) -> None:
         assert control(url, "other", "load") == (500, "failed to load 'other', failed to poll from model repository")
         assert control(url, "..", "load")[0] in (400, 404)
         assert control(url, "%2e%2e", "load") == (400, "model name must not contain path traversal characters")
-        assert control(url, "other", "unload") == (404, "Request for unknown model: 'other' is not found")
+        assert control(url, "other", "unload") == (200, ""), "as Triton's own lifecycle_test.py has it"
         assert control(url, "m", "unload", {"parameters": {"unload_dependents": 1}}) == (
             500, "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean",
         )  # fmt: skip

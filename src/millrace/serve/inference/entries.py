@@ -158,17 +158,17 @@ class Entries:
 def version_of(entry: Entry | None, name: str, version: int | None) -> Model:
     """None: the highest version. raises StatusError"""
     if entry is None:
-        raise unknown(f"'{name}' is not found")
+        raise _unknown(f"'{name}' is not found")
     if version is None:
         if not entry.models:
-            raise unknown(f"'{name}' has no available versions")
+            raise _unknown(f"'{name}' has no available versions")
         return entry.highest
     if version in entry.models:
         return entry.models[version]
     if version in entry.states:
-        raise unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
-    raise unknown(f"'{name}' version {version} is not found")
+        raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
+    raise _unknown(f"'{name}' version {version} is not found")
 
 
-def unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
+def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
     return StatusError(code, f"Request for unknown model: {what}")

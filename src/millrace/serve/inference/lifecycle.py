@@ -17,7 +17,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.dry_run import left_behind, what_would_change
 from millrace.serve.inference.ensemble import Ensemble
-from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State, unknown, version_of
+from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State, version_of
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.loading import Loader, LoadFailedError
 from millrace.serve.inference.model import Model
@@ -142,12 +142,13 @@ class ModelRepository:
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
 
+        As in Triton it is no error that nothing of that name is there.
         with_members: also those of an ensemble that were loaded for it alone. raises StatusError
         """
         self._check_mode()
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
         if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
-            raise unknown(f"'{name}' is not found")
+            log.warning("nothing to unload: no model %r is there", name)
 
     async def close(self, within_s: float) -> None:
         """End what waits, unload everything; what takes longer is left behind."""
