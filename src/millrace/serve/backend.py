@@ -74,6 +74,10 @@ class Backend(ABC):
         """After a `warm_up` that failed: waits until what went wrong is put right. False: it never will be"""
         return False
 
+    def trouble(self, at_first: str) -> str:
+        """What is wrong now, after a `warm_up` that failed with `at_first`; "": nothing any more"""
+        return at_first
+
     @abstractmethod
     def pulse(self) -> Pulse:
         """Does it work, and when was it last seen working?"""

@@ -44,7 +44,7 @@ class Heartbeat:
         self._pulses = pulses
         self._stall_timeout_s = stall_timeout_s
         self.phase = Phase.WARMING
-        self.trouble = ""  # with BROKEN
+        self.trouble: Callable[[], str] = lambda: ""  # with BROKEN: what is left of it now; "": nothing
 
     @property
     def accepting(self) -> bool:
@@ -67,6 +67,6 @@ class Heartbeat:
                 return Health(False, f"the engine is stuck: no step was finished for {now.last_step_s:.0f} s")
         if self.phase is Phase.WARMING:
             return Health(False, "warming up")
-        if self.phase is Phase.BROKEN:
-            return Health(False, self.trouble)
+        if self.phase is Phase.BROKEN and (trouble := self.trouble()):
+            return Health(False, trouble)
         return Health(True, "ready")

@@ -13,10 +13,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from millrace.runtime.service import STOP_S, quick_switches
 from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors, create_shortcut
-from millrace.serve.backend import Models, ServedModel
+from millrace.serve.backend import Backend, Models, ServedModel
 from millrace.serve.health import Phase
 from millrace.serve.listening import listening
 from millrace.serve.logs import Logging
@@ -156,9 +157,9 @@ class Server:
             return
         failed = {backend: trouble for backend, trouble in zip(models.backends, troubles, strict=True) if trouble}
         if failed:
-            trouble = "; ".join(f"{backend.broken}: {trouble}" for backend, trouble in failed.items())
-            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, trouble
-            log.error("this server is not ready: %s", trouble)
+            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, partial(_troubles, failed)
+            if trouble := heartbeat.trouble():  # it may be mended while another model warms up
+                log.error("this server is not ready: %s", trouble)
             are_mended = await asyncio.gather(*(backend.mended() for backend in failed))
             if not all(are_mended) or heartbeat.phase is not Phase.BROKEN:
                 return
@@ -187,6 +188,12 @@ class Server:
         draining.cancel()
         hurrying.cancel()
         await asyncio.wait((draining, hurrying))
+
+
+def _troubles(failed: Mapping[Backend, str]) -> str:
+    """What is wrong now. failed: those whose warm-up did, with what it said"""
+    now = ((backend, backend.trouble(at_first)) for backend, at_first in failed.items())
+    return "; ".join(f"{backend.broken}: {trouble}" for backend, trouble in now if trouble)
 
 
 async def _with_signals(server: Server) -> None:

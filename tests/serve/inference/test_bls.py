@@ -135,7 +135,6 @@ RAISES = [
     ("pb_utils.load_model('m', files={'file:1/model.py': b''})", "override files are given without"),
     ("pb_utils.load_model('m', files={'1/model.py': b''})", "'1/model.py' is no file of a load"),
     ("pb_utils.load_model('none')", "failed to load 'none', failed to poll from model repository"),
-    ("pb_utils.unload_model('none')", "Request for unknown model: 'none' is not found"),
     ("pb_utils.is_model_ready('m', '0')", "failed to get model version from specified version string '0'"),
 ]  # fmt: skip
 
@@ -149,6 +148,17 @@ def test_what_is_wrong_in_the_model_itself_is_raised(tmp_path: Path, said: str, 
             with pytest.raises(StatusError) as failed:
                 await one(repository, "bls", text("x"))
             assert says in str(failed.value)
+
+    asyncio.run(run())
+
+
+def test_what_is_not_there_may_be_unloaded(tmp_path: Path) -> None:
+    code = "    def execute(self, requests):\n        pb_utils.unload_model('none')\n        return [said('done')]\n"
+    write(tmp_path, "bls", HEAD + code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            assert (await one(repository, "bls", text("x")))[0] == b"done"
 
     asyncio.run(run())
 

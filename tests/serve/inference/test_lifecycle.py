@@ -104,7 +104,7 @@ def test_models_come_and_go_by_request(root: Path) -> None:
         assert control(url, "other", "load") == (500, "failed to load 'other', failed to poll from model repository")
         assert control(url, "..", "load")[0] in (400, 404)
         assert control(url, "%2e%2e", "load") == (400, "model name must not contain path traversal characters")
-        assert control(url, "other", "unload") == (404, "Request for unknown model: 'other' is not found")
+        assert control(url, "other", "unload") == (200, ""), "as Triton's own lifecycle_test.py has it"
         assert control(url, "m", "unload", {"parameters": {"unload_dependents": 1}}) == (
             500, "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean",
         )  # fmt: skip
@@ -282,6 +282,36 @@ def test_a_model_that_is_not_there_at_the_start_is_missed_until_it_is(
         assert f"this server is not ready: {why}" in caplog.messages
         write_models(root, {"later": BATCHES % ""})
         assert control(url, "later", "load") == (200, "")
+        becomes(lambda: answers(url, *HEALTH) == [200, 200])
+
+
+def test_a_server_that_is_not_ready_says_what_is_wrong_now(root: Path) -> None:
+    """Of what failed at the start what is left of it, with its last error, and what else is not as it was to be."""
+    of_types = ADD_SUB.replace("TYPE_INT32", "TYPE_STRING")
+    write_models(root, {"one": "nonsense: 1", "two": of_types, "three": BATCHES % ""})
+    settings = ServerSettings(port=free_port())
+    mode: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("m", "one", "two")}
+    begin = "tensor models could not be loaded: "
+    failed = "failed to load '%s', failed to poll from model repository: %s/config.pbtxt:1:1: "
+    types = "model 'two' must have inputs and outputs of one type of numbers"
+    two = f"load failed for model 'two': version 1 is at UNAVAILABLE state: Invalid argument: {types}"
+    with serving(root, settings, wait=False, **mode) as url:
+        first = told_of_trouble(url)
+        assert first.startswith(begin + failed % ("one", "one")) and first.endswith(f"; {two}")
+        write_models(root, {"one": BATCHES % "", "two": "other: 1"})
+        assert control(url, "one", "load") == (200, "")
+        assert told_of_trouble(url) == begin + two, "one is mended, and two is as it was"
+        assert control(url, "two", "load")[0] == 500
+        assert told_of_trouble(url).startswith(begin + failed % ("two", "two")), "of its newest error"
+        write_models(root, {"three": "nonsense: 1"})
+        assert control(url, "three", "load")[0] == 500
+        assert f"; model 'three' version 1 is at UNAVAILABLE state: {failed % ('three', 'three')}" in told_of_trouble(
+            url
+        )
+        assert httpx.get(f"{url}/health").text == told_of_trouble(url)
+        assert control(url, "two", "unload") == (200, "")
+        assert told_of_trouble(url).startswith(f"{begin}model 'three' version 1 is at UNAVAILABLE state: ")
+        assert control(url, "three", "unload") == (200, "")
         becomes(lambda: answers(url, *HEALTH) == [200, 200])
 
 

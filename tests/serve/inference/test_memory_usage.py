@@ -1,8 +1,11 @@
 """What a model's instances say that they hold of the machine's memory, in its statistics."""
 
 import asyncio
+import logging
 import os
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from millrace.serve.inference import backends
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
 from millrace.serve.inference.lifecycle import ModelRepository
+from millrace.serve.kserve.told import statistics
 from tests.support.kserve_grpc import connected
 from tests.support.loaded import becomes
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, text, write
@@ -89,3 +93,58 @@ def test_a_backend_tells_it_over_both_protocols(tmp_path: Path, monkeypatch: pyt
         assert told == {"k": [{"type": "CPU", "id": 0, "byte_size": 2 << 40}], "silent": []}
         (found,) = client.call("ModelStatistics", name="k").model_stats
         assert [(one.type, one.id, one.byte_size) for one in found.memory_usage] == [("CPU", 0, 2 << 40)]
+
+
+def raises() -> Any:
+    raise RuntimeError("the driver is away")
+
+
+class Faulty(Known):
+    """Its first instance says something else."""
+
+    says: Callable[[], Any]
+
+    def memory_bytes(self) -> int | None:
+        return super().memory_bytes() if self._n_bytes is not None else self.says()
+
+
+class FaultyBackend(ModelBackend):
+    def __init__(self, says: Callable[[], Any]) -> None:
+        self._says = says
+
+    def instance(self, given: InstanceGiven) -> Instance:
+        made = Faulty(None if given.name.endswith("_0") else 1 << 20)
+        made.says = self._says
+        return made
+
+
+FAULTS = [(raises, "RuntimeError: the driver is away"), (sys.exit, "SystemExit"), (lambda: "9", "TypeError"),
+          (lambda: -1, "ValueError: -1 is no number"), (lambda: 1 << 57, "ValueError: 144115188075855872")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "why"), FAULTS, ids=["raises", "exits", "text", "negative", "beyond"])
+def test_a_backend_that_fails_to_tell_it_keeps_no_other_model_from_telling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[], Any], why: str
+) -> None:
+    """What one instance says alone is not told either: it would pass for the whole."""
+    monkeypatch.setitem(backends.BACKENDS, "known", KnownBackend)
+    monkeypatch.setitem(backends.BACKENDS, "faulty", lambda: FaultyBackend(says))
+    config = identity("FP32", "4", "instance_group { kind: KIND_CPU count: 2 }")
+    names = {"a": "known", "b": "faulty", "c": "known"}
+    write_models(tmp_path, {name: config.replace("identity", backend) for name, backend in names.items()})
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            for name in names:
+                await repository.load(name)
+            for _ in range(2):
+                stats = statistics(repository)
+                held = {one["name"]: one["memory_usage"] for one in stats}
+                whole = [{"type": "CPU", "id": 0, "byte_size": 2 << 40}]
+                assert held == {"a": whole, "b": [], "c": whole}
+            assert all(one["inference_count"] == 0 for one in stats), "all else is told of each"
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    (line,) = (record for record in caplog.records if "memory" in record.getMessage())
+    assert line.getMessage() == "b version 1: its memory is not told" and why in caplog.text

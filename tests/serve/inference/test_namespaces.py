@@ -2,6 +2,7 @@
 take. The cases are those of Triton's own tests of it, and the edges between them."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,20 +18,11 @@ from millrace.serve.inference.metrics import metrics_text
 from millrace.serve.inference.reading import read_now
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.names import ModelId
-from tests.support.ensembles import asking, ensemble
+from tests.support.ensembles import asking
 from tests.support.loaded import becomes
+from tests.support.namespaces import AMBIGUOUS, CONFIG, pipe, plus, roots_of
 from tests.support.python_models import write
 
-CODE = """
-import triton_python_backend_utils as pb_utils
-class TritonPythonModel:
-    def execute(self, requests):
-        arrays = [request.inputs()[0].as_numpy() + %d for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", array)]) for array in arrays]
-"""
-CONFIG = """backend: "python" %s
-input { name: "INPUT0" data_type: TYPE_INT32 dims: [ 4 ] } output { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ 4 ] }
-"""
 BLS = """
 import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
@@ -39,31 +31,11 @@ class TritonPythonModel:
         asked = pb_utils.InferenceRequest(model_name="m", inputs=request.inputs(), requested_output_names=["OUTPUT0"])
         return [asked.exec()]
 """
-AMBIGUOUS = (
-    "There are 2 identifiers of model '%s' in global map, model namespace must be provided to resolve ambiguity."
-)
-
-
-def plus(root: Path, name: str, n: int, more: str = "") -> None:
-    """A model that adds `n`."""
-    write(root, name, CODE % n, CONFIG % more)
-
-
-def pipe(root: Path, name: str, member: str = "m") -> None:
-    """An ensemble of that one model."""
-    (root / name / "1").mkdir(parents=True)
-    steps = [(member, {"INPUT0": "INPUT0"}, {"OUTPUT0": "OUTPUT0"})]
-    (root / name / "config.pbtxt").write_text(ensemble(["INPUT0"], ["OUTPUT0"], steps, max_batch=0))
 
 
 @pytest.fixture
 def roots(tmp_path: Path) -> list[Path]:
-    """Each with a model `m` that adds another number, and an ensemble of it."""
-    found = [tmp_path / "a", tmp_path / "b"]
-    for root, n in zip(found, (1, 2), strict=True):
-        plus(root, "m", n)
-        pipe(root, f"pipe_{root.name}")
-    return found
+    return roots_of(tmp_path, (1, 2))
 
 
 @asynccontextmanager
@@ -178,7 +150,7 @@ def test_a_member_that_became_ambiguous_ends_its_ensemble(roots: list[Path], tmp
     asyncio.run(run())
 
 
-def test_a_load_and_an_unload_mean_all_models_of_a_name(roots: list[Path]) -> None:
+def test_a_load_and_an_unload_mean_all_models_of_a_name(roots: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with served(roots) as repository:
             await repository.load("m")
@@ -197,8 +169,35 @@ def test_a_load_and_an_unload_mean_all_models_of_a_name(roots: list[Path]) -> No
             await repository.unload("m")
             assert there(repository) == [] and refusal(repository, "m")[0] is Code.NOT_FOUND
             await repository.unload("m")
-            with pytest.raises(StatusError, match="'none' is not found"):
-                await repository.unload("none")
+            await repository.unload("none")
+            assert "nothing to unload: no model 'none' is there" in caplog.messages
+
+    asyncio.run(run())
+
+
+def test_an_unload_means_those_that_are_there(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's LoadUnloadModels takes every identifier that it knows of a name. Of one that a load is just looking for,
+    which no folder has any more, there is nothing to unload, and the others go."""
+    is_reading, may_read = threading.Event(), threading.Event()
+
+    def waits(folders: Any, one: ModelId, *given: Any) -> Any:
+        is_reading.set()
+        assert may_read.wait(10)
+        return read_now(folders, one, *given)
+
+    async def run() -> None:
+        async with served(roots, load_model=("m",)) as repository:
+            for root in roots:
+                (root / "m").rename(root / "away")
+            monkeypatch.setattr("millrace.serve.inference.lifecycle.read_now", waits)
+            loading = asyncio.create_task(repository.load("m"))
+            await becomes(is_reading.is_set)
+            unloading = asyncio.create_task(repository.unload("m"))
+            await becomes(lambda: there(repository) == [])
+            may_read.set()
+            await unloading
+            with pytest.raises(StatusError, match="failed to load 'm', failed to poll"):
+                await loading
 
     asyncio.run(run())
 

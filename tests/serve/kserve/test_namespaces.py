@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from tests.serve.inference.test_lifecycle import control, index
-from tests.serve.inference.test_namespaces import AMBIGUOUS, pipe, plus
 from tests.support.kserve import infer, one
 from tests.support.kserve import parts as answer_of
 from tests.support.kserve_grpc import connected, refusal
 from tests.support.kserve_grpc import one as tensor
+from tests.support.namespaces import AMBIGUOUS, roots_of
 from tests.support.repository import in_process
 from tests.support.server import Threaded
 
@@ -21,11 +21,7 @@ ONE = {"inputs": [one("INT32", [4], [1, 2, 3, 4])]}
 
 @pytest.fixture
 def roots(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / "a", tmp_path / "b"]
-    for root, n in zip(found, (10, 20), strict=True):
-        plus(root, "m", n)
-        pipe(root, f"pipe_{root.name}")
-    return found
+    return roots_of(tmp_path, (10, 20))
 
 
 @pytest.fixture

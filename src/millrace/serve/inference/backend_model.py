@@ -40,6 +40,7 @@ class BackendModel(Model):
         self._watch: asyncio.TimerHandle | None = None  # while instances compute
         self._n_busy = 0  # instances that compute
         self._broken = ""  # why no instance ever will
+        self._has_memory_failed = False  # said once, however often it is asked for
         batching = of.config.dynamic_batching
         # with preserve_ordering: those that were begun, in order, and what waits for those before it
         self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
@@ -282,9 +283,18 @@ class BackendModel(Model):
             self._end_all(StatusError(Code.UNAVAILABLE, self._broken))
 
     def told(self) -> dict[str, Any]:
-        held = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes) is not None]
-        usage = [{"type": "CPU", "id": 0, "byte_size": sum(held)}] if held else []
-        return super().told() | {"memory_usage": usage}
+        return super().told() | {"memory_usage": self._memory_usage()}
+
+    def _memory_usage(self) -> list[dict[str, Any]]:
+        """Empty where an instance fails to say its part: the others' sum would pass for the whole."""
+        try:
+            held = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes()) is not None]
+        except BaseException as error:  # a backend may raise anything; whoever asks asks of other models, too
+            if not self._has_memory_failed:
+                log.warning("%s version %d: its memory is not told", self.name, self.version, exc_info=error)
+            self._has_memory_failed = True
+            return []
+        return [{"type": "CPU", "id": 0, "byte_size": sum(held)}] if held else []
 
     @property
     def is_ready(self) -> bool:

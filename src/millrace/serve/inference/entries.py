@@ -7,7 +7,7 @@ from enum import Enum
 from millrace.serve.inference.brought import Brought
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.model import Model
-from millrace.serve.inference.status import invalid
+from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository.folders import Model as FoundModel
 from millrace.serve.repository.names import ModelId, chosen
 
@@ -38,15 +38,26 @@ class Entry:
     loading: dict[str, ModelId] = field(default_factory=dict)
 
     @property
-    def is_as_wished(self) -> bool:
-        """Each version is ready, and whole, or on its way out by wish."""
-        is_there = all(state[0] is State.READY or state in _BY_WISH for state in self.states.values())
-        return is_there and not any(model.troubles for model in self.models.values())
+    def troubles(self) -> list[str]:
+        """Of each version that is not ready, or not whole, and not on its way out by wish."""
+        found = []
+        for version, (state, reason) in sorted(self.states.items()):
+            model = self.models.get(version)
+            if state is not State.READY and (state, reason) not in _BY_WISH:
+                found.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
+            elif model is not None and model.troubles:
+                found.append(f"version {version}: {model.troubles}")
+        return found
 
     @property
     def is_gone(self) -> bool:
         """Nothing of it is there, or was to be."""
         return not self.models and all(state in _BY_WISH for state in self.states.values())
+
+    @property
+    def highest(self) -> Model:
+        """Of those that are served."""
+        return self.models[max(self.models)]
 
     @property
     def ensembles(self) -> list[Ensemble]:
@@ -142,3 +153,22 @@ class Entries:
 
     def clear(self) -> None:
         self._by_name.clear()
+
+
+def version_of(entry: Entry | None, name: str, version: int | None) -> Model:
+    """None: the highest version. raises StatusError"""
+    if entry is None:
+        raise _unknown(f"'{name}' is not found")
+    if version is None:
+        if not entry.models:
+            raise _unknown(f"'{name}' has no available versions")
+        return entry.highest
+    if version in entry.models:
+        return entry.models[version]
+    if version in entry.states:
+        raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
+    raise _unknown(f"'{name}' version {version} is not found")
+
+
+def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
+    return StatusError(code, f"Request for unknown model: {what}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
+from operator import index
 from typing import Any, Protocol, TypeVar
 
 from millrace.serve.inference.backend import Computing, Instance, InstanceGiven, InstanceGoneError
@@ -21,6 +22,7 @@ from millrace.serve.inference.status import Code, StatusError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_MEMORY_BYTES = 1 << 57  # an address has no more bits, and so many instances' still fit a message's uint64
 RESTARTS_S = (
     0.05,
     0.5,
@@ -153,10 +155,14 @@ class Worker:
         if self._instance is not None:
             self._instance.cancelled(request)
 
-    @property
     def memory_bytes(self) -> int | None:
-        """Of its instance; None: it has none, or that cannot tell."""
-        return self._instance.memory_bytes() if self._instance is not None and not self.is_lost else None
+        """Of its instance; None: it has none, or that cannot tell. raises what the instance raises, and ValueError"""
+        found = self._instance.memory_bytes() if self._instance is not None and not self.is_lost else None
+        if found is None:
+            return None
+        if not 0 <= index(found) < MOST_MEMORY_BYTES:
+            raise ValueError(f"{found} is no number of bytes that a process can hold")
+        return index(found)
 
     def revive(self) -> None:
         """Its instance is lost, and computes nothing more."""

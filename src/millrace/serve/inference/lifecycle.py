@@ -17,7 +17,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.custom_metrics import CustomMetrics
 from millrace.serve.inference.dry_run import left_behind, what_would_change
 from millrace.serve.inference.ensemble import Ensemble
-from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State
+from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State, version_of
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.loading import Loader, LoadFailedError
 from millrace.serve.inference.model import Model
@@ -42,7 +42,7 @@ class ModelRepository:
         self.flags, self.common, self._folders = flags, common or Common(), flags.repositories
         self._entries, self._turns = Entries(), Turns()
         self._asked: set[ModelId] = set()  # that somebody wants for themselves, and not as members of an ensemble
-        self._missing: set[ModelId] = set()  # that failed at the start, until they are loaded or unloaded
+        self._missing: dict[ModelId, str] = {}  # that failed at the start, and why, until they are loaded or unloaded
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
         self.custom = CustomMetrics()
         self._loader = Loader(self, flags.max_model_requests, self.custom)
@@ -51,7 +51,7 @@ class ModelRepository:
 
     def get(self, name: str, version: int | None = None) -> Model:
         """None: the highest version. raises StatusError, also where the name is that of several"""
-        return _version_of(self._entries.find(name), name, version)
+        return version_of(self._entries.find(name), name, version)
 
     def versions(self, name: str) -> list[int]:
         """Of a model that `get` found."""
@@ -73,7 +73,12 @@ class ModelRepository:
 
     def is_ready(self) -> bool:
         """Every model that was to be loaded is, whole; one that is on its way out by wish is not missed."""
-        return not self._missing and all(entry.is_as_wished for _, entry in self._entries.items())
+        return not self.troubles()
+
+    def troubles(self) -> list[str]:
+        """Why it is not ready now, a line a model."""
+        others = ((one, entry.troubles) for one, entry in self._entries.items() if one not in self._missing)
+        return [*self._missing.values(), *(f"model '{one}' {'; '.join(found)}" for one, found in others if found)]
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
@@ -123,7 +128,7 @@ class ModelRepository:
         """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
         check_name(name)
         given = Brought(config_text(name, config, None))
-        served = {one: _highest(entry).config for one, entry in self._entries.items() if entry.models}
+        served = {one: entry.highest.config for one, entry in self._entries.items() if entry.models}
         told: list[dict[str, Any]] = []
         for one in await asyncio.to_thread(self._folders.named, name):
             of_files, read = await asyncio.to_thread(read_to_tell, self._folders, one, given, served)
@@ -137,14 +142,13 @@ class ModelRepository:
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
 
+        As in Triton it is no error that nothing of that name is there.
         with_members: also those of an ensemble that were loaded for it alone. raises StatusError
         """
         self._check_mode()
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
-        if not ids:
-            raise _unknown(f"'{name}' is not found")
-        for one in ids:
-            await self._unload(one, with_members)
+        if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
+            log.warning("nothing to unload: no model %r is there", name)
 
     async def close(self, within_s: float) -> None:
         """End what waits, unload everything; what takes longer is left behind."""
@@ -180,12 +184,12 @@ class ModelRepository:
         if failed:
             raise StatusError(failed[0].code, " ".join(error.message for error in failed))
 
-    async def _unload(self, one: ModelId, with_members: bool) -> None:
-        """raises StatusError"""
+    async def _unload(self, one: ModelId, with_members: bool) -> bool:
+        """False: it was never there; perhaps a load that was under way found none. raises StatusError"""
         async with self._turns.of(one):
             entry = self._entries.get(one)
             if entry is None:
-                raise _unknown(f"'{one.name}' is not found")
+                return False
             members = sorted(self._entries.member(one, name) for name in entry.members)
             self._asked.discard(one)
             self._remove(one)
@@ -196,11 +200,14 @@ class ModelRepository:
                 and not self._entries.made_of(member)
             ):
                 await self._unload(member, with_members=True)
+        return True
 
     async def _attempted(self, one: ModelId, given: Brought = _NOTHING) -> StatusError | None:
         try:
             await self._load(one, given)
         except StatusError as error:
+            if one in self._missing:
+                self._missing[one] = str(error)
             return error
         return None
 
@@ -220,7 +227,7 @@ class ModelRepository:
             entry.read = read
             entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
-            self._missing.discard(one)
+            self._missing.pop(one, None)
             for model in old.values():
                 self._in_background(model.retire())
             for what in self.common.unused(read.config) if read is not None else ():
@@ -259,7 +266,7 @@ class ModelRepository:
 
     def _step(self, namespace: str, name: str, version: int | None) -> Model:
         """Of an ensemble of that namespace. raises StatusError as `get` does"""
-        return _version_of(self._entries.step(ModelId(namespace, name)), name, version)
+        return version_of(self._entries.step(ModelId(namespace, name)), name, version)
 
     async def _try_members(self, one: ModelId, scheduling: EnsembleScheduling, given: Brought) -> None:
         """Load those that are not there, wait for those on their way.
@@ -323,7 +330,7 @@ class ModelRepository:
         entry, needing = self._entries[one], self._entries.made_of(one)
         entry.wanted = frozenset[str]() if reason == UNLOADED else entry.members
         if reason == UNLOADED:
-            self._missing.discard(one)
+            self._missing.pop(one, None)
             entry.states = {version: (State.UNAVAILABLE, UNLOADED) for version in entry.states}
         for version, model in entry.models.items():
             entry.states[version] = (State.UNLOADING, "" if reason == UNLOADED else reason)
@@ -358,7 +365,7 @@ class ModelRepository:
                 if one not in self._turns and (entry is None or entry.stamp != of_files):
                     self._in_background(self._followed(one, of_files))
             for one, entry in self._entries.items():
-                is_left = entry.models or one in self._missing or not entry.is_as_wished
+                is_left = entry.models or one in self._missing or entry.troubles
                 if one not in self._turns and one not in found and is_left:
                     self._remove(one)
 
@@ -373,28 +380,5 @@ class ModelRepository:
         return task
 
 
-def _version_of(entry: Entry | None, name: str, version: int | None) -> Model:
-    """None: the highest version. raises StatusError"""
-    if entry is None:
-        raise _unknown(f"'{name}' is not found")
-    if version is None:
-        if not entry.models:
-            raise _unknown(f"'{name}' has no available versions")
-        return _highest(entry)
-    if version in entry.models:
-        return entry.models[version]
-    if version in entry.states:
-        raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
-    raise _unknown(f"'{name}' version {version} is not found")
-
-
-def _highest(entry: Entry) -> Model:
-    return entry.models[max(entry.models)]
-
-
 def _by_name(one: ModelId) -> tuple[str, str]:
     return one.name, one.namespace
-
-
-def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
-    return StatusError(code, f"Request for unknown model: {what}")

@@ -2,7 +2,8 @@
 
 protobuf's writers put a request's tensors at its end, one field after the other. So what is in front of them is
 remembered, with where each tensor lies; a message of the same length, with the same bytes around its tensors, is the
-same request with other numbers. The messages of answers are alike.
+same request with other numbers. The messages of answers are alike. An id lies behind the model's name and version:
+its bytes may be others, too, and an answer has them at the same place. With an id of another length it is another one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.wire import FREE_BYTES
 
 MOST_LENGTHS, MOST_OF_LENGTH = 64, 4  # that are remembered
-_RAW_INPUT, _RAW_OUTPUT = 7, 6  # fields of the messages
+_ID, _RAW_INPUT, _RAW_OUTPUT = 3, 7, 6  # fields of the messages
 
 
 _Told = tuple[str, Any, tuple[int, ...], bytes]  # an output's name, dtype and shape, and what is in front of it
@@ -35,9 +36,13 @@ _Told = tuple[str, Any, tuple[int, ...], bytes]  # an output's name, dtype and s
 
 @dataclass(slots=True)
 class _Known:
-    """A message that came before. fixed: the bytes around its tensors, and where they begin"""
+    """A message that came before. fixed: the bytes around its tensors and its id, and where they begin
+
+    own: where its id is; None: it has none, or that is in `fixed`. front: of the last answer, in front of the id
+    """
 
     fixed: Sequence[tuple[int, bytes]]
+    own: slice | None
     name: str
     version: int | None  # that was asked for
     model: "ref[Model]"
@@ -45,6 +50,7 @@ class _Known:
     like: InferRequest  # but for its inputs
     wanted: GrpcWanted
     told: Sequence[_Told] | None = None  # of the last answer
+    front: bytes = b""
 
 
 class QuickCalls:
@@ -53,7 +59,8 @@ class QuickCalls:
     def __init__(self, backend: RepositoryBackend) -> None:
         self._backend = backend
         self._known: dict[int, list[_Known]] = {}  # by the length of their messages
-        self._last: dict[int, bytes] = {}  # what is in front of the tensors: what comes twice is worth to be remembered
+        # What is in front of the tensors, but for the id: what comes twice is worth to be remembered.
+        self._last: dict[int, tuple[bytes, bytes]] = {}
 
     # ------------------------------------------------------------------ what came the usual way
 
@@ -65,11 +72,15 @@ class QuickCalls:
         front, fixed = _around(data, _RAW_INPUT, raw)
         if len(raw) != len(told.inputs) or not _is_whole(front) or len(front) > MOST_BYTES:
             return
-        if self._last.get(len(data)) == front:
-            self._remember(len(data), self._read(told, raw, fixed, model))
+        own = _place_of_id(front, told)
+        if own is not None and message("ModelInferRequest").FromString(front[own.stop :]).id:
+            own = None  # it is there twice, and the last one counts
+        around = (front, b"") if own is None else (front[: own.start], front[own.stop :])
+        if self._last.get(len(data)) == around:
+            self._remember(len(data), self._read(told, raw, fixed, own, model))
         elif len(self._last) >= MOST_LENGTHS:
             self._last.clear()
-        self._last[len(data)] = front
+        self._last[len(data)] = around
 
     def _remember(self, n_bytes: int, found: _Known | None) -> None:
         if found is None:
@@ -79,7 +90,9 @@ class QuickCalls:
         others = [k for k in self._known.get(n_bytes, ()) if k.fixed != found.fixed]
         self._known[n_bytes] = [found, *others][:MOST_OF_LENGTH]
 
-    def _read(self, told: Any, raw: Sequence[bytes], fixed: Sequence[tuple[int, bytes]], model: Model) -> _Known | None:
+    def _read(
+        self, told: Any, raw: Sequence[bytes], fixed: Sequence[tuple[int, bytes]], own: slice | None, model: Model
+    ) -> _Known | None:
         try:
             version = version_of(told.model_version) if told.model_version else None
             request, wanted = read_infer(told, model)
@@ -95,7 +108,10 @@ class QuickCalls:
             begin = at + len(before)
             places.append(InputPlace(name, array.dtype, array.shape, begin, begin + len(data)))
         request.inputs = {}
-        return _Known(fixed, told.model_name, version, ref(model), places, request, wanted)
+        if own is not None:
+            (_, front), *others = fixed
+            fixed = [(0, front[: own.start]), (own.stop, front[own.stop :]), *others]
+        return _Known(fixed, own, told.model_name, version, ref(model), places, request, wanted)
 
     # ------------------------------------------------------------------ what comes again
 
@@ -106,13 +122,19 @@ class QuickCalls:
                 if not data.startswith(part, at):
                     break
             else:
+                own = b""
+                if known.own is not None:
+                    own = data[known.own]
+                    if not own.isascii():  # which may be no UTF-8
+                        continue
+                    known.like.id = own.decode()
                 model = ready(self._backend, known.name, known.version, known.model, len(data))
                 if model is None:
                     return None
                 inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in known.places}
                 outputs, parameters = model.infer_at_once(known.like, inputs, came_ns)
                 if known.told is not None and not parameters:
-                    found = _as_before(known.told, outputs)
+                    found = _as_before(known.told, outputs, known.front + own)
                     if found is not None:
                         return found
                 return _written(known, model, InferResponse(outputs, parameters))
@@ -136,6 +158,18 @@ def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[
     return front, fixed
 
 
+def _place_of_id(front: bytes, told: Any) -> slice | None:
+    """Where the bytes of an id are in a message of which this is the front; None where it has none of ASCII (others are
+    known by their bytes, as all else is), or not where protobuf's writers put it: behind the model's name and version.
+
+    told: the message, a ModelInferRequest or a ModelInferResponse
+    """
+    before = type(told)(model_name=told.model_name, model_version=told.model_version).SerializeToString()
+    before += bytes((_ID << 3 | 2,)) + varint(len(told.id))
+    is_here = told.id and told.id.isascii() and front.startswith(before + told.id.encode())
+    return slice(len(before), len(before) + len(told.id)) if is_here else None
+
+
 def _is_whole(front: bytes) -> bool:
     """Whether it is a message by itself, without tensors: then those behind it are all there are."""
     try:
@@ -144,11 +178,13 @@ def _is_whole(front: bytes) -> bool:
         return False
 
 
-def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array]) -> bytes | None:
-    """Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
+def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array], data: bytes) -> bytes | None:
+    """Where the outputs are as the last ones were but for their numbers, nothing is told anew.
+
+    data: what the answer begins with, an id's bytes being its last
+    """
     if len(told) != len(outputs):
         return None
-    data = b""
     for (name, dtype, shape, before), (found, array) in zip(told, outputs.items(), strict=True):
         if name != found or dtype != array.dtype or shape != array.shape:
             return None
@@ -158,12 +194,17 @@ def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array]) -> bytes | N
 
 def _written(known: _Known, model: Model, response: InferResponse) -> bytes:
     """And what is to be known of it for the next one."""
-    data: bytes = response_message(model, known.like, response, known.wanted).SerializeToString()
+    found = response_message(model, known.like, response, known.wanted)
+    data: bytes = found.SerializeToString()
     plain = not (response.parameters or known.wanted.n_classes)
     arrays = list(response.outputs.values())
     if plain and not any(array.dtype == np.object_ for array in arrays):
         _, fixed = _around(data, _RAW_OUTPUT, [array.tobytes() for array in arrays])
         befores = [part for _, part in fixed]
+        if known.own is not None and befores:
+            own = _place_of_id(befores[0], found)
+            assert own is not None, "it is written by protobuf"
+            known.front, befores[0] = befores[0][: own.start], befores[0][own.stop :]
         told = zip(response.outputs, arrays, befores, strict=True) if fixed else ()
         known.told = [(name, array.dtype, array.shape, before) for name, array, before in told] or None
     return data

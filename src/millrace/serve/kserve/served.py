@@ -1,7 +1,7 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -89,8 +89,7 @@ class RepositoryBackend(Backend):
         return
 
     async def warm_up(self) -> str | None:
-        failed = await self.repository.start()
-        return "; ".join(one.removesuffix(";") for one in failed) if failed else None
+        return _line(await self.repository.start()) or None
 
     async def mended(self) -> bool:
         """By clients that load and unload, or in the folders; what is loaded once stays as it is."""
@@ -99,6 +98,9 @@ class RepositoryBackend(Backend):
         while not self.repository.is_ready():
             await asyncio.sleep(LOOK_S)
         return True
+
+    def trouble(self, at_first: str) -> str:
+        return _line(self.repository.troubles())
 
     def pulse(self) -> _Working:
         return _Working()
@@ -143,3 +145,7 @@ class RepositoryBackend(Backend):
         if self.shared is not None:
             self.shared.close()
         self.log.write()
+
+
+def _line(troubles: Sequence[str]) -> str:
+    return "; ".join(one.removesuffix(";") for one in troubles)

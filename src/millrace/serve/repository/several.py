@@ -4,7 +4,7 @@ Without namespacing no name may occur in two of them. With it the folder that a 
 step of an ensemble is the model beside it, or the only one of that name elsewhere.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from millrace.serve.repository.fit import misfits
 from millrace.serve.repository.folders import Model, Repository, has_model, model_names, read_model, read_repository
 from millrace.serve.repository.names import ModelId, chosen
 from millrace.serve.repository.problems import Level, Problem
+from millrace.serve.repository.rings import rings
 from millrace.serve.repository.rules import Broken
 from millrace.settings import read_given
 
@@ -68,7 +69,7 @@ class Repositories:
                 if read is not None:
                     found[step] = read
                     left.append((step, read))
-        _check_steps(of, model, found)
+        _check_steps(of, model, Names({**found, of: model}))
         return found
 
 
@@ -83,11 +84,40 @@ def read_repositories(folders: Sequence[Path], config_name: str = "", *, namespa
         for model, other in zip(models, [*models[1:], models[0]], strict=True):
             if other is not model:
                 _twice(model, other)
-    firsts = {one: models[0] for one, models in everybody.items()}
+    firsts = Names({one: models[0] for one, models in everybody.items()})
     for one, models in everybody.items():
         for model in models:
             _check_steps(one, model, firsts)
     return found
+
+
+class Names:
+    """Models, by what the steps of ensembles call them: made once for all of these, of which there may be thousands."""
+
+    def __init__(self, models: _Models) -> None:
+        self._models = models
+        self._by_name: dict[str, list[ModelId]] = {}
+        for one in models:
+            self._by_name.setdefault(one.name, []).append(one)
+        meant = {one: [self.meant(one, name) for name in _step_names(model)] for one, model in models.items()}
+        self._rings = rings({one: [step for step in steps if step is not None] for one, steps in meant.items()})
+        self._whole: dict[ModelId, tuple[ModelId, ModelConfig] | None] = {}
+
+    def meant(self, by: ModelId, name: str) -> ModelId | None:
+        """By a step of that ensemble; None: no model here, or several."""
+        return chosen(ModelId(by.namespace, name), self._by_name.get(name, ()))
+
+    def ring(self, one: ModelId, model: Model) -> ModelId | None:
+        """Who needs the ensemble that needs it. model: of a second one of its name nothing is told"""
+        return self._rings.get(one) if model is self._models[one] else None
+
+    def whole(self, one: ModelId | None) -> tuple[ModelId, ModelConfig] | None:
+        """As the function; files are looked into once."""
+        if one is None or self._models[one].config.ensemble_scheduling is not None:  # what is said of that may change
+            return whole(one, self._models)
+        if one not in self._whole:
+            self._whole[one] = whole(one, self._models)
+        return self._whole[one]
 
 
 def _id(repository: Repository, model: Model, namespacing: bool) -> ModelId:
@@ -105,51 +135,27 @@ def _step_names(model: Model) -> list[str]:
     return sorted({step.model_name for step in scheduling.step}) if scheduling else []
 
 
-def _check_steps(of: ModelId, model: Model, models: _Models) -> None:
+def _check_steps(of: ModelId, model: Model, names: Names) -> None:
     """Whether an ensemble's steps are models here, none is the ensemble itself, and their tensors fit one another."""
     scheduling = model.config.ensemble_scheduling
     if scheduling is None:
         return
-    by_name: dict[str, list[ModelId]] = {}
-    for one in {**models, of: model}:
-        by_name.setdefault(one.name, []).append(one)
-
-    def meant(by: ModelId, name: str) -> ModelId | None:
-        return chosen(ModelId(by.namespace, name), by_name.get(name, ()))
-
-    missing = [name for name in _step_names(model) if name and meant(of, name) is None]
+    missing = [name for name in _step_names(model) if name and names.meant(of, name) is None]
     if missing:
         what = f"ensemble {of} contains models that are not available or ambiguous: {', '.join(missing)}"
         first = next(i for i, step in enumerate(scheduling.step) if step.model_name == missing[0])
         path: Path_ = ("ensemble_scheduling", "step", first, "model_name")
         model.say(Broken(path, what, "models of this repository", "add them, or correct model_name"))
-    if (by := _ring(of, model, models, meant)) is not None:
+    if (by := names.ring(of, model)) is not None:
         what = f"circular dependency between ensembles: {of} -> ... -> {by} -> {of}"
         expected = "steps that need one another in one direction"
         model.say(Broken(("ensemble_scheduling",), what, expected, "cut the circle"))
     elif not missing and model.is_servable:
-        steps = [meant(of, step.model_name) for step in scheduling.step]
-        known = {one: whole(one, models) for one in set(steps)}  # each once: it may look into files
-        for i, broken in enumerate(misfits(of, model.config, [known[one] for one in steps])):
+        steps = [names.whole(names.meant(of, step.model_name)) for step in scheduling.step]
+        for i, broken in enumerate(misfits(of, model.config, steps)):
             model.say(broken if i < MOST_PROBLEMS else Broken(broken.path, *MORE))
             if i == MOST_PROBLEMS:
                 break
-
-
-def _ring(
-    of: ModelId, model: Model, models: _Models, meant: Callable[[ModelId, str], ModelId | None]
-) -> ModelId | None:
-    """Who needs the ensemble that needs it."""
-    seen, left = set[ModelId](), [(name, of) for name in _step_names(model)]
-    while left:
-        name, by = left.pop()
-        step = meant(by, name)
-        if step == of:
-            return by
-        if step is not None and step not in seen:
-            seen.add(step)
-            left.extend((inner, step) for inner in _step_names(models[step]))
-    return None
 
 
 def whole(one: ModelId | None, models: _Models) -> tuple[ModelId, ModelConfig] | None:
