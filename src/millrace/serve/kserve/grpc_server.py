@@ -3,6 +3,7 @@
 It lives in the event loop that HTTP has, and shares with it what is served, its limits and its keys.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -144,7 +145,8 @@ class GrpcServer:
             stream = Stream(self._front, self._held, write_s, ends_with_error, caller, called.grant)
             self._streams.add(stream)
             try:
-                await stream.run(read, context.write)
+                # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
+                await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
             finally:
                 self._streams.discard(stream)
             if stream.stopped:
@@ -184,6 +186,8 @@ class GrpcServer:
             code, details = STATUS[error.code], error.message
         except MillraceError as error:
             code, details = self._refusal(error)
+        except grpc.aio.InternalError:  # of a write: its client is gone, and gRPC is about to cancel it
+            raise asyncio.CancelledError from None
         except Exception:  # a bug of ours must cost one call and not the server; the log has it all
             log.exception("call %s: a bug in the server", entry.request_id)
             code, details = grpc.StatusCode.INTERNAL, BUG.message
@@ -196,7 +200,7 @@ class GrpcServer:
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)
         if code is not grpc.StatusCode.OK:
-            await context.abort(code, details)
+            await _abort(context, code, details)
 
     def _refusal(self, error: MillraceError) -> tuple[grpc.StatusCode, str]:
         problem = problem_of(error, accepting=self._heartbeat.accepting)
@@ -258,8 +262,17 @@ class _Inference:
         took_ms = (time.monotonic_ns() - came_ns) / 1e6
         self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
         if details:
-            await context.abort(code, details)
+            await _abort(context, code, details)
         return found
+
+
+async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
+    """End a call with its status; that of a client which is gone is cancelled."""
+    try:
+        await context.abort(code, details)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+    raise AssertionError("it raises")
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
