@@ -33,10 +33,10 @@ class Http2:
     def reset(self) -> None:
         self._sock.sendall(_frame(_RESET, struct.pack(">I", _CANCEL)))
 
-    def read_until(self, wanted: bytes) -> bytes:
-        """raises TimeoutError, and AssertionError where the server ends before"""
+    def read_until(self, *wanted: bytes) -> bytes:
+        """One of these has come. raises TimeoutError, and AssertionError where the server ends before"""
         found = b""
-        while wanted not in found:
+        while not any(one in found for one in wanted):
             more = self._sock.recv(1 << 16)
             assert more, found
             found += more

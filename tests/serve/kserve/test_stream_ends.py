@@ -19,10 +19,11 @@ from millrace.serve.inference.tensors import objects
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.messages import SERVICE, message
 from millrace.serve.settings import ServerSettings
-from tests.serve.kserve.test_grpc_stream import repeat
+from tests.serve.kserve.test_grpc_stream import repeat, text
 from tests.serve.kserve.test_stream_writes import Decoupled, Front, Opened, texts
 from tests.serve.support import until
 from tests.support.http2 import http2
+from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import REPEAT, in_process, write_models
 
 STREAM = f"{SERVICE}ModelStreamInfer"
@@ -87,8 +88,8 @@ def test_a_request_is_told_once_that_its_answers_are_too_many(monkeypatch: pytes
 
         opened = await Opened(write, model=AnswersAtOnce()).begun()
         await asyncio.sleep(0)
-        for text in ("a", "b", "c"):
-            opened.say(text)
+        for said in ("a", "b", "c"):
+            opened.say(said)
         await asyncio.wait_for(opened.task, 5)
         assert texts(written)[:2] == ["a", "b"] and opened.model.cancelled == 1
         (last,) = texts(written)[2:]
@@ -181,3 +182,33 @@ def test_a_reader_that_takes_nothing_at_all_is_told_why_it_was_left(tmp_path: Pa
         time.sleep(0.4)
         client.take(1 << 20)
         client.read_until(b"the stream was not read for 0.2 s")
+
+
+BIG = f"""{HEAD}
+    def execute(self, requests):
+        return [said("x" * 1_000_000) for request in requests]
+{SAY}"""
+
+
+@pytest.mark.parametrize("call", ["ModelInfer", "ModelStreamInfer"])
+def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, call: str) -> None:
+    """Also once their streams were left; whoever goes away makes room."""
+    write(tmp_path, "big", BIG, ANY % "")
+    asked, path = text("big", b"x"), SERVICE + call
+    settings = ServerSettings(port=0, write_timeout_s=0.1, max_unread_bytes=900_000)
+    with in_process(tmp_path, settings, grpc_port=0) as served:
+
+        def refused() -> bool:
+            with http2(served.grpc_url) as one:
+                one.ask(path, asked.SerializeToString(), window=1 << 21)
+                found = one.read_until(b"x" * 1000, b"wait for their readers")
+            return b"wait for their readers" in found
+
+        assert not refused(), "one alone may be larger"
+        until(lambda: not refused())
+        with http2(served.grpc_url) as lazy:
+            lazy.ask(path, asked.SerializeToString(), window=0)
+            until(refused)
+            time.sleep(0.2)
+            assert refused()
+        until(lambda: not refused())

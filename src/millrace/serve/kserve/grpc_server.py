@@ -23,6 +23,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
 from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
 from millrace.serve.kserve.grpc_stream import Stream
+from millrace.serve.kserve.grpc_untaken import Untaken
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
@@ -65,6 +66,7 @@ class GrpcServer:
         self._quick = QuickCalls(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
         self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.came, backend.shared)
+        self._untaken = Untaken(settings.max_unread_bytes)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -129,7 +131,9 @@ class GrpcServer:
                 if name not in ADMITTED:
                     return await self._front.answer(name, data, caller)
                 with self._held(len(data), is_control=name.startswith("Repository")):
-                    return await self._front.answer(name, data, caller)
+                    answer = await self._front.answer(name, data, caller)
+                    self._untaken.add(context, len(answer))
+                    return answer
             raise AssertionError("a failed call is aborted")
 
         return called
@@ -147,6 +151,9 @@ class GrpcServer:
             try:
                 # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
                 await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
+            except StatusError:
+                self._untaken.keep(context, stream.n_writing)
+                raise
             finally:
                 self._streams.discard(stream)
             if stream.stopped:
@@ -160,6 +167,8 @@ class GrpcServer:
     @contextmanager
     def _held(self, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
+        if not is_control:
+            self._untaken.check()
         bodies = self._backend.bodies
         with bodies.receiving("") as incoming:
             bodies.grew(incoming, n_bytes)

@@ -74,6 +74,7 @@ class Stream:
         self._write: Write
         self._deadline: Deadline
         self._is_writing = False  # what `_write_at_once` began
+        self.n_writing = 0  # bytes of an answer that is on its way, but for a short one's
         self._room = asyncio.Semaphore(MOST_OPEN)
         self._all_read = self._is_beginning = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
@@ -268,7 +269,9 @@ class Stream:
                     data = await self._message(one, answer, n_bytes)
                     if data is not None:
                         self._deadline.begin()
+                        self.n_writing = len(data)
                         await write(data)
+                        self.n_writing = 0
                         self._deadline.end()
                     if one.unread is not None:
                         one.unread.take_off(n_bytes)
