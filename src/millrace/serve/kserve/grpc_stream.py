@@ -92,8 +92,8 @@ class Stream:
                 raise self._broken
         finally:
             self._reading.cancel()
+            self._give_up()  # first: while this waits gRPC may cancel it, of which a write may have told before
             await asyncio.wait((self._reading,))
-            self._give_up()
 
     def stop(self) -> None:
         """Read no more; what was read is answered."""
