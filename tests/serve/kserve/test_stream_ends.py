@@ -190,6 +190,26 @@ def test_a_stream_that_is_cancelled_while_it_ends_leaves_nothing() -> None:
     asyncio.run(run())
 
 
+def test_a_response_that_cannot_be_told_ends_the_stream() -> None:
+    """And is no error of the model's callback, after which the stream would go on without it."""
+
+    async def run() -> None:
+        written = list[bytes]()
+
+        async def write(data: bytes) -> None:
+            written.append(data)
+
+        opened = await Opened(write).begun()
+        await asyncio.sleep(0.01)  # the stream waits
+        opened.say("a")
+        opened.model.receive(InferResponse({"\ud800": objects([b"b"])}), None, False)
+        with pytest.raises(UnicodeEncodeError):
+            await asyncio.wait_for(opened.task, 5)
+        assert texts(written) == ["a"] and opened.model.cancelled == 1 and opened.model.unread_bytes == 0
+
+    asyncio.run(run())
+
+
 def test_a_client_that_goes_away_is_no_bug_of_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A write that waits for its reader often fails before gRPC cancels the call."""
     root, asked = write_models(tmp_path, {"repeat_int32": REPEAT}), repeat(range(100), [1] * 100, "a")
