@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +57,10 @@ class Front:
 class Opened:
     """A stream with one request. write: what is done with a message"""
 
-    def __init__(self, write: Callable[[bytes], Coroutine[Any, Any, None]], write_s: float = 5) -> None:
-        self.model = Decoupled()
+    def __init__(
+        self, write: Callable[[bytes], Coroutine[Any, Any, None]], write_s: float = 5, model: Decoupled | None = None
+    ) -> None:
+        self.model = model or Decoupled()
         caller: Any = SimpleNamespace(bill=Bill())
         front: Any = Front(self.model)
         self.stream = Stream(front, lambda n: nullcontext(), write_s, False, caller)
@@ -65,7 +68,7 @@ class Opened:
             message("ModelInferRequest")(model_name="llm", id="7").SerializeToString(),
             None,
         ]
-        self.task = asyncio.ensure_future(self.stream.run(self._read, write))
+        self.task = asyncio.ensure_future(self.stream.run(partial(asyncio.sleep, 0), self._read, write))
 
     async def _read(self) -> bytes | None:
         return self._requests.pop(0)

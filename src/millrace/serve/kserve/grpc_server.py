@@ -3,6 +3,7 @@
 It lives in the event loop that HTTP has, and shares with it what is served, its limits and its keys.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -22,6 +23,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
 from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
 from millrace.serve.kserve.grpc_stream import Stream
+from millrace.serve.kserve.grpc_untaken import Untaken
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
@@ -64,6 +66,7 @@ class GrpcServer:
         self._quick = QuickCalls(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
         self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.came, backend.shared)
+        self._untaken = Untaken(settings.max_unread_bytes)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -128,7 +131,9 @@ class GrpcServer:
                 if name not in ADMITTED:
                     return await self._front.answer(name, data, caller)
                 with self._held(len(data), is_control=name.startswith("Repository")):
-                    return await self._front.answer(name, data, caller)
+                    answer = await self._front.answer(name, data, caller)
+                    self._untaken.add(context, len(answer))
+                    return answer
             raise AssertionError("a failed call is aborted")
 
         return called
@@ -144,7 +149,11 @@ class GrpcServer:
             stream = Stream(self._front, self._held, write_s, ends_with_error, caller, called.grant)
             self._streams.add(stream)
             try:
-                await stream.run(read, context.write)
+                # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
+                await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
+            except StatusError:
+                self._untaken.keep(context, stream.n_writing)
+                raise
             finally:
                 self._streams.discard(stream)
             if stream.stopped:
@@ -158,6 +167,8 @@ class GrpcServer:
     @contextmanager
     def _held(self, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
+        if not is_control:
+            self._untaken.check()
         bodies = self._backend.bodies
         with bodies.receiving("") as incoming:
             bodies.grew(incoming, n_bytes)
@@ -184,6 +195,8 @@ class GrpcServer:
             code, details = STATUS[error.code], error.message
         except MillraceError as error:
             code, details = self._refusal(error)
+        except grpc.aio.InternalError:  # of a write: its client is gone, and gRPC is about to cancel it
+            raise asyncio.CancelledError from None
         except Exception:  # a bug of ours must cost one call and not the server; the log has it all
             log.exception("call %s: a bug in the server", entry.request_id)
             code, details = grpc.StatusCode.INTERNAL, BUG.message
@@ -196,7 +209,7 @@ class GrpcServer:
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)
         if code is not grpc.StatusCode.OK:
-            await context.abort(code, details)
+            await _abort(context, code, details)
 
     def _refusal(self, error: MillraceError) -> tuple[grpc.StatusCode, str]:
         problem = problem_of(error, accepting=self._heartbeat.accepting)
@@ -258,8 +271,17 @@ class _Inference:
         took_ms = (time.monotonic_ns() - came_ns) / 1e6
         self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
         if details:
-            await context.abort(code, details)
+            await _abort(context, code, details)
         return found
+
+
+async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
+    """End a call with its status; that of a client which is gone is cancelled."""
+    try:
+        await context.abort(code, details)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+    raise AssertionError("it raises")
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

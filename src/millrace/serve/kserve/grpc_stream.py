@@ -24,6 +24,7 @@ from millrace.serve.kserve.stream_answers import Answers, Deadline, error_answer
 from millrace.serve.wire import FREE_BYTES
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
+Begin = Callable[[], Awaitable[None]]
 Read = Callable[[], Awaitable[bytes | None]]
 Write = Callable[[bytes], Awaitable[None]]
 Admit = Callable[[int], AbstractContextManager[None]]
@@ -73,26 +74,32 @@ class Stream:
         self._write: Write
         self._deadline: Deadline
         self._is_writing = False  # what `_write_at_once` began
+        self.n_writing = 0  # bytes of an answer that is on its way, but for a short one's
         self._room = asyncio.Semaphore(MOST_OPEN)
-        self._all_read = self.stopped = False
+        self._all_read = self._is_beginning = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
-        self._broken: Exception | None = None  # it ends with it, once the answer that is being written is
+        self._broken: BaseException | None = None  # it ends with it, once the answer that is being written is
 
-    async def run(self, read: Read, write: Write) -> None:
-        """read: the next request, None after the last. raises StatusError, with which the stream ends"""
+    async def run(self, begin: Begin, read: Read, write: Write) -> None:
+        """begin: before the first answer. read: the next request, None after the last
+
+        raises StatusError, with which the stream ends, and what gRPC says of a call that is over
+        """
         self._reading = asyncio.ensure_future(self._read_all(read))
         try:
-            await self._write_all(write)
+            await self._write_all(begin, write)
             if self._broken is not None:
                 raise self._broken
         finally:
             self._reading.cancel()
+            self._give_up()  # first: while this waits gRPC may cancel it, of which a write may have told before
             await asyncio.wait((self._reading,))
-            self._give_up()
 
     def stop(self) -> None:
         """Read no more; what was read is answered."""
         self.stopped = True
+        if self._is_beginning:  # what is large is read in a thread
+            return
         if self._reading is not None:
             self._reading.cancel()
         self._read_to_the_end()
@@ -110,12 +117,14 @@ class Stream:
 
     async def _read_all(self, read: Read) -> None:
         try:
-            while True:
+            while not self.stopped:
                 await self._room.acquire()
                 data = await read()
                 if data is None:
                     break
+                self._is_beginning = True
                 await self._begin(data)
+                self._is_beginning = False
         except Exception as error:  # noqa: BLE001  a bug of ours ends the stream, which would wait for ever
             self._break(error)
         self._read_to_the_end()
@@ -161,9 +170,11 @@ class Stream:
             return
         self._answered(one, answer)
 
-    def _break(self, error: Exception | None) -> None:
+    def _break(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = error
+            if self._reading is not None:
+                self._reading.cancel()  # or what it begins would not be given up
             self._give_up()
             self._tell(None)
 
@@ -184,8 +195,8 @@ class Stream:
             try:
                 n_bytes = one.unread.add(one.asking, answer.response)
             except StatusError as too_much:  # the request ends with it, and not the stream
-                one.model.cancel(one.asking)
                 one.is_over, answer = True, _Answer(None, too_much, True)
+                one.model.cancel(one.asking)  # which an ensemble answers at once
         if self._waiting is None or self._waiting.done() or not self._write_at_once(one, answer, n_bytes):
             self._tell((one, answer, n_bytes))
 
@@ -199,8 +210,8 @@ class Stream:
         assert one.answers is not None
         try:
             data = one.answers.response(answer.response, final=False)
-        except (StatusError, MillraceError):
-            return False  # it is told as others are
+        except Exception:  # noqa: BLE001  told as others are it ends its request, or the stream; here its model hears of it
+            return False
         writing = self._write(data).__await__()
         self._is_writing = True
         self._deadline.begin()
@@ -213,7 +224,7 @@ class Stream:
         except StopIteration:
             pass
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  what gRPC says of a call that is over
-            self._break(error if isinstance(error, Exception) else None)
+            self._break(error)
         else:  # as a task goes on with a coroutine: after a future, or where there is none a turn of the loop later
             later = partial(self._go_on, writing, one, n_bytes)
             if waits_for is None:
@@ -244,10 +255,13 @@ class Stream:
             await self._waiting
         return self._ready.popleft()
 
-    async def _write_all(self, write: Write) -> None:
+    async def _write_all(self, begin: Begin, write: Write) -> None:
         try:
             self._write = write
             with Deadline(self._write_s) as self._deadline:
+                self._deadline.begin()
+                await begin()
+                self._deadline.end()
                 while (item := await self._next()) is not None and self._broken is None:
                     one, answer, n_bytes = item
                     if answer.error is not None and self._ends_with_error:
@@ -255,7 +269,9 @@ class Stream:
                     data = await self._message(one, answer, n_bytes)
                     if data is not None:
                         self._deadline.begin()
+                        self.n_writing = len(data)
                         await write(data)
+                        self.n_writing = 0
                         self._deadline.end()
                     if one.unread is not None:
                         one.unread.take_off(n_bytes)
