@@ -11,7 +11,7 @@ import pytest
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
-from tests.support.python_models import ANY, HEAD, SAY, asked, loaded, one, text, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 from tests.support.triton_models import (
     ADD_SUB_CONFIG,
     BLS_ASYNC,
@@ -123,14 +123,20 @@ def test_errors_are_responses_with_their_codes(tmp_path: Path, said: str, code: 
 
 
 RAISES = [
-    ("pb_utils.InferenceRequest(model_name='', inputs=[])", "model_name is missing"),
-    ("pb_utils.InferenceRequest(model_name='m', inputs=[None])",
+    ("pb_utils.InferenceRequest(model_name='', inputs=[], requested_output_names=[])", "model_name is missing"),
+    ("pb_utils.InferenceRequest(inputs=[], requested_output_names=['OUT'])", "TypeError: InferenceRequest is made with "
+     "inputs, requested_output_names, model_name: model_name is missing"),
+    ("pb_utils.InferenceRequest(model_name='m', requested_output_names=['OUT'])", ": inputs is missing"),
+    ("pb_utils.InferenceRequest(model_name='m', inputs=[])", ": requested_output_names is missing"),
+    ("pb_utils.InferenceRequest(model_name='m', inputs=[None], requested_output_names=[])",
      "Input tensor for request with id '' and model name 'm' should not be empty."),
-    ("pb_utils.InferenceRequest(model_name='m', requested_output_names=[''])",
+    ("pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[''])",
      "Requested output name for request with id '' and model name 'm' should not be empty."),
-    ("pb_utils.InferenceRequest(model_name='m', parameters={'a': []})", "parameter 'a' of a request is neither"),
+    ("pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[], parameters={'a': []})",
+     "parameter 'a' of a request is neither"),
     ("pb_utils.InferenceRequest(name='m')", "TypeError: got an unexpected keyword argument 'name'"),
-    ("pb_utils.InferenceRequest(model_name='m').get_response_sender()", "is answered by the model that it asks"),
+    ("pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[]).get_response_sender()",
+     "is answered by the model that it asks"),
     ("pb_utils.load_model('m', config='{')", "the configuration to load a model with is no JSON"),
     ("pb_utils.load_model('m', files={'file:1/model.py': b''})", "override files are given without"),
     ("pb_utils.load_model('m', files={'1/model.py': b''})", "'1/model.py' is no file of a load"),
@@ -153,8 +159,35 @@ def test_what_is_wrong_in_the_model_itself_is_raised(tmp_path: Path, said: str, 
     asyncio.run(run())
 
 
+def test_names_may_be_bytes_as_they_come_out_of_tensors(tmp_path: Path) -> None:
+    """Triton's strings are C++'s, and its own example asks the model that an element of BYTES names."""
+    code = """
+    def execute(self, requests):
+        asked = requests[0].inputs()[0].as_numpy()
+        asking = pb_utils.InferenceRequest(b"mine", 0, [pb_utils.Tensor(b"IN", asked)], [b"OUT"], asked[0])
+        assert (asking.request_id(), asking.requested_output_names()) == ("mine", ["OUT"])
+        response = asking.exec()
+        if response.has_error():
+            return [pb_utils.InferenceResponse(error=pb_utils.TritonError(response.error().message().encode()))]
+        return [pb_utils.InferenceResponse(response.output_tensors())]
+"""
+    others(tmp_path)
+    for name, more in (("here", ""), ("own", OWN)):
+        write(tmp_path, name, HEAD + code, ANY % more)
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await load(repository, "m", "here", "own")
+            for name in ("here", "own"):
+                assert (await one(repository, name, text("m"))).tolist() == [b"m"]
+                with pytest.raises(StatusError, match=r"Failed for execute the inference request\. Model 'no' is not"):
+                    await one(repository, name, text("no"))
+
+    asyncio.run(run())
+
+
 def test_bls_is_only_for_execute(tmp_path: Path) -> None:
-    ask = "pb_utils.InferenceRequest(model_name='m', inputs=[]).exec()"
+    ask = "pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[]).exec()"
     write(tmp_path, "bls", HEAD + f"    def initialize(self, args):\n        {ask}\n", ANY % "")
 
     async def run() -> None:

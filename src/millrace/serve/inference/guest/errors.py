@@ -1,5 +1,7 @@
 """How a model says what went wrong, under Triton's names."""
 
+from .strings import text
+
 # Triton's codes by their numbers.
 CODES = (
     "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED",
@@ -15,8 +17,8 @@ class TritonError:
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
-        self._message, self._code = message, code
+    def __init__(self, message: str | bytes, code: int = INTERNAL) -> None:
+        self._message, self._code = text(message), code
 
     def code(self) -> int:
         return self._code

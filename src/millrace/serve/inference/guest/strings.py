@@ -14,6 +14,11 @@ def objects(values: Sequence[bytes]) -> Array:
     return array
 
 
+def text(value: str | bytes) -> str:
+    """A name or a message, which Triton's Python API takes as bytes, too: elements of BYTES are some."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 class CutOffError(ValueError):
     """Strings that end too early. in_length: inside the four bytes of a length. Of `needed` bytes, `n_there`"""
 

@@ -22,6 +22,7 @@ from .requests import (
     here,
 )
 from .responses import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, InferenceResponseSender
+from .strings import text
 from .tensors import (
     Tensor,
     deserialize_bytes_tensor,
@@ -89,9 +90,9 @@ class Logger:
         execution = EXECUTION.get()
         host = execution.host if execution is not None else cls._host
         if host is not None:
-            host.log(str(message)[:_MOST_LOGGED], level)
+            host.log(text(message)[:_MOST_LOGGED], level)
         else:  # in `auto_complete_config`, which belongs to no instance
-            _log.log(_LEVELS[level], "%s", str(message)[:_MOST_LOGGED])
+            _log.log(_LEVELS[level], "%s", text(message)[:_MOST_LOGGED])
 
     @classmethod
     def log_info(cls, message: str) -> None:
@@ -119,16 +120,16 @@ def utils_of(host: Host | None) -> ModuleType:
 
     def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """files: by names like file:1/model.onnx. raises TritonModelException"""
-        told = {str(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
-        here(host, "a model").load(model_name, config, told)
+        told = {text(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
+        here(host, "a model").load(text(model_name), text(config), told)
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
         """raises TritonModelException"""
-        here(host, "a model").control("unload", name=model_name, with_members=bool(unload_dependents))
+        here(host, "a model").control("unload", name=text(model_name), with_members=bool(unload_dependents))
 
     def is_model_ready(model_name: str, model_version: str = "") -> bool:
         """raises TritonModelException"""
-        return bool(here(host, "a model").control("is_ready", name=model_name, version=str(model_version)))
+        return bool(here(host, "a model").control("is_ready", name=text(model_name), version=text(model_version)))
 
     made.__dict__.update(
         _SHARED,
