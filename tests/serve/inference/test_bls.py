@@ -73,6 +73,41 @@ def test_tritons_examples_of_decoupled_bls(tmp_path: Path, code: str, times: int
     asyncio.run(run())
 
 
+def test_responses_are_there_for_another_loop(tmp_path: Path) -> None:
+    """As Triton's tests have it: after the end a loop begins anew, after a break it goes on."""
+    code = """
+    def execute(self, requests):
+        asking = pb_utils.InferenceRequest(
+            model_name="square_int32", inputs=[requests[0].inputs()[0]], requested_output_names=["OUT"])
+        found = asking.exec(decoupled=True)
+        first = next(found)
+        n = [len([r for r in found]), len(list(found)), len(list(found))]
+        for i, response in enumerate(found):
+            if i == 1:
+                break
+        third = next(found)
+        n += [len(list(found)), next(found, None) is None]
+        values = [r.output_tensors()[0].as_numpy()[0] for r in (first, third)]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([*n, *values], np.int32))])]
+"""
+    write(tmp_path, "square_int32", SQUARE, SQUARE_CONFIG % DECOUPLED)
+    write(
+        tmp_path,
+        "bls",
+        HEAD + code,
+        SQUARE_CONFIG.replace("TYPE_INT32 dims: [ 1 ] }\n", "TYPE_INT32 dims: [ -1 ] }") % "",
+    )
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await load(repository, "square_int32", "bls")
+            model = repository.get("bls")
+            found = await model.infer(asked(model, IN=np.array([4], np.int32)))
+            assert found.outputs["OUT"].tolist() == [4, 5, 5, 2, True, 4, 4], "four, and one that only ends"
+
+    asyncio.run(run())
+
+
 ASK = """
     def execute(self, requests):
         (request,) = requests

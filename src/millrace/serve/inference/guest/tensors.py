@@ -58,9 +58,11 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        return self.as_numpy().__dlpack__()
+        return self.__dlpack__()
 
     def __dlpack__(self, *, stream: Any = None) -> Any:
+        if self._array.dtype == np.object_:
+            raise TritonModelException("DLPack does not have support for string tensors.")
         return self.as_numpy().__dlpack__(stream=stream)
 
     def __dlpack_device__(self) -> Any:
