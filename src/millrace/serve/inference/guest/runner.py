@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from .config import ModelConfig
 from .errors import TritonError, TritonModelException
 from .host import EXECUTION, Answer, Execution, Host, Incoming
-from .importing import imported
+from .importing import forget, imported
 from .requests import InferenceRequest
 from .responses import InferenceResponse, deliver
 from .tensors import NAMES as TYPE_NAMES
@@ -57,15 +56,14 @@ class GuestModel:
                 raise GuestError(f"model '{said.name}' has tensors of BF16: install ml_dtypes where it runs")
             pb_utils = utils_of(host)
             self._request = pb_utils.InferenceRequest
-            made = _model_class(said.file, pb_utils)
-            self._module_name = made.__module__
+            self._module_name, made = _model_class(said.file, pb_utils)
             self._model = made()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(said.arguments))
             if not hasattr(self._model, "execute"):
                 raise GuestError(f"{_CLASS} of model '{said.name}' has no function execute")
         except BaseException as error:  # sys.exit, too
-            sys.modules.pop(self._module_name, None)
+            forget(self._module_name)
             if isinstance(error, GuestError):
                 raise
             raise GuestError(told(error, said.file)) from error
@@ -178,7 +176,7 @@ class GuestModel:
                 self._thread.join(_PATIENCE_S)
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
-            sys.modules.pop(self._module_name, None)
+            forget(self._module_name)
 
 
 _ONLY_NONE = "Python model '{}' is using the decoupled mode and the execute function must return None."
@@ -186,9 +184,9 @@ _ONLY_NONE = "Python model '{}' is using the decoupled mode and the execute func
 
 def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the model's own `auto_complete_config` makes of its configuration; None: it has none. raises GuestError"""
+    name = ""
     try:
-        found = _model_class(file, utils_of(None))
-        sys.modules.pop(found.__module__, None)
+        name, found = _model_class(file, utils_of(None))
         if not hasattr(found, "auto_complete_config"):
             return None
         made = found.auto_complete_config(ModelConfig(config))
@@ -199,14 +197,19 @@ def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None
         if isinstance(error, GuestError):
             raise
         raise GuestError(told(error, file)) from error
+    finally:
+        forget(name)
 
 
-def _model_class(file: Path, pb_utils: ModuleType) -> Any:
+def _model_class(file: Path, pb_utils: ModuleType) -> tuple[str, Any]:
+    """The name of its module, and the class."""
     later = utils_of(None)
-    found = getattr(imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later)), _CLASS, None)
+    module = imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later))
+    found = getattr(module, _CLASS, None)
     if found is None:
+        forget(module.__name__)
         raise GuestError(f"{file.name} has no class {_CLASS}")
-    return found
+    return module.__name__, found
 
 
 def told(error: BaseException, file: Path) -> str:

@@ -29,7 +29,7 @@ NUMBERS = {np.dtype(kind): number for number, kind in TYPES.items()}
 class Tensor:
     def __init__(self, name: str | bytes, array: Any) -> None:
         """array: of numbers, of bytes objects, or of strings, which become UTF-8"""
-        found: Array = np.asarray(array)
+        name, found = text(name), np.asarray(array)
         if found.dtype.kind in "SU":
             found = found.astype(np.object_)
         if found.dtype == np.object_:
@@ -37,7 +37,7 @@ class Tensor:
             found = objects(texts).reshape(found.shape)
         if found.dtype not in NUMBERS:
             raise TritonModelException(f"the data type {found.dtype} of tensor '{name}' has no name in Triton")
-        self._name, self._array = text(name), found
+        self._name, self._array = name, found
 
     def name(self) -> str:
         return self._name
