@@ -20,7 +20,7 @@ from millrace.serve.repository.ensembles import broken_ensemble
 from millrace.serve.repository.given import broken_data, short_file
 from millrace.serve.repository.names import may_be_folder
 from millrace.serve.repository.problems import Level, Place, Problem
-from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet
+from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet, unused
 from millrace.serve.repository.text import MOST_BYTES
 from millrace.settings import read_given
 
@@ -173,6 +173,8 @@ def _model(root: Path, folder: Path, config_name: str, given_config: bytes | Non
             rules = broken_rules(config), broken_data(config), not_yet(config)
             for broken in chain(_whole(model), broken_ensemble(config), *rules):
                 _say(read, broken)
+            for broken in unused(config):
+                _say(read, broken, Level.IGNORED)
             _files(root, model, read)
     model.problems.extend(read.problems)
     return model
@@ -184,8 +186,8 @@ def _outside(model: Model, path: Path) -> None:
     model.problems.append(Problem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
 
 
-def _say(read: Read, broken: Broken) -> None:
-    read.add(Level.ERROR, read.place(broken.path), broken.what, broken.expected, broken.mend)
+def _say(read: Read, broken: Broken, level: Level = Level.ERROR) -> None:
+    read.add(level, read.place(broken.path), broken.what, broken.expected, broken.mend)
 
 
 def _read(root: Path, model: Model, config_name: str) -> Read:
