@@ -168,7 +168,7 @@ RAISES = [
     ("pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[''])",
      "Requested output name for request with id '' and model name 'm' should not be empty."),
     ("pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[], parameters={'a': []})",
-     "parameter 'a' of a request is neither"),
+     "Expect parameters values to have type bool/int/str, found type <class 'list'> for parameter 'a' of a request"),
     ("pb_utils.InferenceRequest(name='m')", "TypeError: got an unexpected keyword argument 'name'"),
     ("pb_utils.InferenceRequest(model_name='m', inputs=[], requested_output_names=[]).get_response_sender()",
      "is answered by the model that it asks"),
@@ -395,6 +395,6 @@ def test_async_decoupled_models_have_many_requests_at_a_time(tmp_path: Path) -> 
             for word in ("a", "b", "raise"):
                 model.submit(asked(model, IN=text(word)), receive)
             found = sorted([await asyncio.wait_for(ends.get(), 5) for _ in range(3)])
-            assert found[1:] == ["m", "m"] and "message: ValueError: mine; at model.py(" in found[0]
+            assert found[1:] == ["m", "m"] and found[0].startswith("ValueError: mine; at model.py(")
 
     asyncio.run(run())

@@ -12,6 +12,10 @@ class TritonModelException(Exception):  # noqa: N818  Triton's name
     """What a model raises to say that something of its own went wrong, and what our functions raise to it."""
 
 
+class ReturnedError(Exception):
+    """What `execute` returned is no answer; a client reads these words alone, which are Triton's."""
+
+
 class TritonError:
     """What a response carries in place of tensors."""
 

@@ -154,7 +154,7 @@ class InferenceRequest:
         """Threads that have its sender may go on to send; without FINAL it may go, too."""
         self._is_open = False
         if self._sender is not None:
-            self._sender.let_go()
+            self._sender._let_go()
         if self._incoming is not None:
             self._incoming.again()
 
@@ -162,7 +162,7 @@ class InferenceRequest:
         """By what `execute` returned or raised."""
         self._is_open = False
         if self._sender is not None:
-            self._sender.close()
+            self._sender._close()
 
     def __del__(self) -> None:
         if self._is_open and self._incoming is not None:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .config import ModelConfig
-from .errors import TritonError, TritonModelException
+from .errors import ReturnedError, TritonError
 from .host import EXECUTION, Answer, Execution, Host, Incoming
 from .importing import forget, imported
 from .requests import InferenceRequest
@@ -21,6 +21,7 @@ from .tensors import TYPES
 from .utils import NAMES, utils_of
 
 _CLASS = "TritonPythonModel"
+_SAYS = ("is_model_ready", "is_ready")  # of Triton's tests, and of its documentation
 _PATIENCE_S = 5.0  # with the thread of an event loop that a model holds up
 
 
@@ -93,8 +94,10 @@ class GuestModel:
             EXECUTION.reset(token)
 
     def _failed(self, error: BaseException) -> str:
-        what = f"Failed to process the request(s) for model instance '{self._host.name}', message: "
-        return what + told(error, self._said.file)
+        words = told(error, self._said.file)
+        if self._said.is_decoupled:  # as Triton has it
+            return words
+        return f"Failed to process the request(s) for model instance '{self._host.name}', message: {words}"
 
     def _go_on(self, work: Coroutine[Any, Any, Any], asked: Sequence[InferenceRequest]) -> None:
         """A decoupled model whose `execute` is async has any number of requests at a time, in one event loop."""
@@ -120,7 +123,7 @@ class GuestModel:
     def _answer(self, requests: Sequence[Incoming], asked: Sequence[InferenceRequest], answers: Any) -> None:
         if self._said.is_decoupled:
             if answers is not None:
-                raise TritonModelException(_ONLY_NONE.format(self._host.name))
+                raise ReturnedError(_ONLY_NONE.format(self._host.name))
             for one in asked:
                 if one.is_rescheduled:
                     one.execute_again()
@@ -128,15 +131,15 @@ class GuestModel:
         if answers is None and all(one.has_sender or one.is_rescheduled for one in asked):
             answers = [None] * len(asked)
         if not isinstance(answers, list | tuple):
-            raise TritonModelException(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
+            raise ReturnedError(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
         if len(answers) != len(requests):
-            raise TritonModelException(
+            raise ReturnedError(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(answers)}"
             )
         for one, answer in zip(asked, answers, strict=True):
             if one.is_rescheduled and answer is not None:
-                raise TritonModelException(
+                raise ReturnedError(
                     "Expected a None object in the execute function return list for reschduled request, found type "
                     f"'{type(answer).__name__}'."
                 )
@@ -147,7 +150,7 @@ class GuestModel:
                 deliver(request, answer, True)
                 one.answered()
             elif answer is not None or not one.has_sender:
-                raise TritonModelException(
+                raise ReturnedError(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type "
                     f"'{type(answer).__name__}'."
                 )
@@ -155,13 +158,17 @@ class GuestModel:
     @property
     def has_say(self) -> bool:
         """Whether it says itself if it is ready."""
-        return hasattr(self._model, "is_ready")
+        return any(hasattr(self._model, name) for name in _SAYS)
 
     def is_ready(self) -> bool:
         """From any thread. raises GuestError"""
         try:
-            answer = self._model.is_ready()
-            return bool(asyncio.run(answer) if inspect.iscoroutine(answer) else answer)
+            name = next(name for name in _SAYS if hasattr(self._model, name))
+            answer = getattr(self._model, name)()
+            answer = asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+            if not isinstance(answer, bool):
+                raise ReturnedError(f"{name} returned {type(answer).__name__}, where a bool is expected")
+            return answer
         except BaseException as error:  # sys.exit, too
             raise GuestError(told(error, self._said.file)) from error
 
@@ -215,6 +222,8 @@ def _model_class(file: Path, pb_utils: ModuleType) -> tuple[str, Any]:
 def told(error: BaseException, file: Path) -> str:
     """With the last line of the model's own that it came through; not the folder, which is nobody's business."""
     folder = file.absolute().parent.parent  # the import system makes names of files absolute
+    if isinstance(error, ReturnedError):
+        return str(error)
     lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
     at = f"; at {Path(lines[-1].filename).name}({lines[-1].lineno}): {lines[-1].name}" if lines else ""
     return said(error) + at

@@ -15,8 +15,10 @@ def objects(values: Sequence[bytes]) -> Array:
 
 
 def text(value: str | bytes) -> str:
-    """A name or a message, which Triton's Python API takes as bytes, too: elements of BYTES are some."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """A name or a message, which Triton takes as bytes, too: elements of BYTES are some. raises TypeError"""
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"a name or a message is str or bytes, and this is {type(value).__name__}")
+    return value.decode() if isinstance(value, bytes) else value
 
 
 class CutOffError(ValueError):

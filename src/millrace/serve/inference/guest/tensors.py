@@ -70,8 +70,15 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """tensor: of another framework, on the CPU, or a capsule, as PyTorch's `to_dlpack` makes; memory is shared"""
-        return Tensor(name, np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)))
+        """tensor: of another framework, on the CPU, or a capsule, as PyTorch's `to_dlpack` makes; memory is shared
+
+        raises TritonModelException
+        """
+        try:
+            found = np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor))
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TritonModelException(f"what tensor '{name}' is made of is no tensor on the CPU: {error}") from None
+        return Tensor(name, found)
 
 
 class _Capsule:

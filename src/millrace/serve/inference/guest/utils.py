@@ -3,6 +3,7 @@
 import base64
 import logging
 from collections.abc import Mapping
+from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
@@ -79,18 +80,25 @@ _SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
+class LogLevel(IntEnum):
+    INFO, WARNING, ERROR, VERBOSE = range(4)
+
+
 class Logger:
     """Of the server's log, under the name of the models."""
 
-    INFO, WARNING, ERROR, VERBOSE = range(4)
+    INFO, WARNING, ERROR, VERBOSE = LogLevel
     _host: Host | None = None
 
     @classmethod
-    def log(cls, message: str, level: int = INFO) -> None:
+    def log(cls, message: str, level: LogLevel = LogLevel.INFO) -> None:
+        """raises TypeError"""
+        if not isinstance(level, LogLevel):
+            raise TypeError(f"the level of a message is Logger.INFO, .WARNING, .ERROR or .VERBOSE, and not {level!r}")
         execution = EXECUTION.get()
         host = execution.host if execution is not None else cls._host
         if host is not None:
-            host.log(text(message)[:_MOST_LOGGED], level)
+            host.log(text(message)[:_MOST_LOGGED], int(level))
         else:  # in `auto_complete_config`, which belongs to no instance
             _log.log(_LEVELS[level], "%s", text(message)[:_MOST_LOGGED])
 
