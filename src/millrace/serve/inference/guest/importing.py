@@ -5,7 +5,8 @@ next that waits, and what it had put there is taken away. It may still come to i
 its own.
 
 What a model imports later, inside of its functions, it finds by an `__import__` of its own, which its files have among
-their built-ins: there a turn is taken again, for whatever was not imported before.
+their built-ins: there a turn is taken again, for whatever was not imported before. A process of a model's own has its
+folder on the path for good.
 """
 
 import builtins
@@ -40,9 +41,14 @@ class _Loader(SourceFileLoader):
 class _Files:
     """The files of one model, and what it made of them; while it has its turn it is a finder of `sys.meta_path`."""
 
-    def __init__(self, file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType]) -> None:
-        """given: modules that it finds under these names. later: those that are found there after its turn"""
-        self.model, self._given, self._later = file.parent.parent, given, later
+    def __init__(
+        self, file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType], is_alone: bool
+    ) -> None:
+        """given: modules that it finds under these names. later: those that are found there after its turn
+
+        is_alone: in a process of its own, where its turn has no end
+        """
+        self.model, self._given, self._later, self._is_alone = file.parent.parent, given, later, is_alone
         self._folders = [str(file.parent), str(self.model)]
         self.package = f"millrace_model_{next(_numbers)}"
         self._modules: dict[str, ModuleType] = {}  # by the names under which it imports them
@@ -62,6 +68,9 @@ class _Files:
 
     def end(self) -> None:
         """Put the path and the modules back, but for its package."""
+        if self._is_alone:
+            sys.meta_path.remove(self)
+            return
         for name, module in list(sys.modules.items()):
             is_new = self._before.get(name) is not module
             if is_new and self._is_own(module) and name.partition(".")[0] != self.package:
@@ -113,7 +122,7 @@ class _Files:
     ) -> Any:
         """As `__import__`."""
         top = name.partition(".")[0]
-        if level or not self._has(top) or _turns.is_of(self):
+        if level or self._is_alone or not self._has(top) or _turns.is_of(self):
             return builtins.__import__(name, of, local, wanted or (), level)
         there = self._modules.get(name)
         if there is not None and all(hasattr(there, one) for one in wanted or ()):
@@ -165,12 +174,14 @@ class _Turns:
 _turns = _Turns()
 
 
-def imported(file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType]) -> ModuleType:
+def imported(
+    file: Path, given: Mapping[str, ModuleType], later: Mapping[str, ModuleType], is_alone: bool
+) -> ModuleType:
     """model.py, executed; `sys.modules` has it until it is forgotten. raises whatever it raises
 
-    given, later: as `_Files` has them
+    given, later, is_alone: as `_Files` has them
     """
-    files = _Files(file, given, later)
+    files = _Files(file, given, later, is_alone)
     try:
         return files.executed(file)
     except BaseException:

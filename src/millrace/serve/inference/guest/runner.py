@@ -57,7 +57,7 @@ class GuestModel:
                 raise GuestError(f"model '{said.name}' has tensors of BF16: install ml_dtypes where it runs")
             pb_utils = utils_of(host)
             self._request = pb_utils.InferenceRequest
-            self._module_name, made = _model_class(said.file, pb_utils)
+            self._module_name, made = _model_class(said.file, pb_utils, host.is_alone)
             self._model = made()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(said.arguments))
@@ -193,7 +193,7 @@ def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None
     """What the model's own `auto_complete_config` makes of its configuration; None: it has none. raises GuestError"""
     name = ""
     try:
-        name, found = _model_class(file, utils_of(None))
+        name, found = _model_class(file, utils_of(None), False)
         if not hasattr(found, "auto_complete_config"):
             return None
         made = found.auto_complete_config(ModelConfig(config))
@@ -208,10 +208,10 @@ def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None
         forget(name)
 
 
-def _model_class(file: Path, pb_utils: ModuleType) -> tuple[str, Any]:
+def _model_class(file: Path, pb_utils: ModuleType, is_alone: bool) -> tuple[str, Any]:
     """The name of its module, and the class."""
     later = utils_of(None)
-    module = imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later))
+    module = imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later), is_alone)
     found = getattr(module, _CLASS, None)
     if found is None:
         forget(module.__name__)
