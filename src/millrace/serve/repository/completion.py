@@ -98,6 +98,9 @@ def _normalised(config: ModelConfig) -> ModelConfig:
             oldest = replace(oldest, preferred_batch_size=sizes)
         sequences = replace(sequences, max_sequence_idle_microseconds=idle, oldest=oldest)
         config = replace(config, sequence_batching=sequences)
+    if steps := config.ensemble_scheduling:  # clients ask for its steps by these versions, and there is no 0
+        said = tuple(replace(one, model_version=one.model_version or -1) for one in steps.step)
+        config = replace(config, ensemble_scheduling=replace(steps, step=said))
     if config.platform == ENSEMBLE or config.ensemble_scheduling:
         return config
     groups = config.instance_group or (replace(empty(InstanceGroup), name=config.name),)
