@@ -7,7 +7,7 @@ read: what a link or a name leads out to is refused. Names that come from client
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -261,8 +261,10 @@ def _whole(model: Model) -> Iterator[Broken]:
         )
         yield Broken(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
     backend = broken_backend(config)
-    if backend is not None:
-        yield backend
+    if backend is not None:  # what was completed has no place: what it was completed by has
+        paths: list[Path_] = [backend.path, ("platform",), ("backend",), ("default_model_filename",)]
+        at = next((path for path in paths if path in model.places), backend.path)
+        yield replace(backend, path=at if backend.path else ())
 
 
 def _files(root: Path, model: Model, read: Read) -> None:
