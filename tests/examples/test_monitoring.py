@@ -101,6 +101,22 @@ def test_our_metrics_answer(query: str, says: str, told: list[Series]) -> None:
     assert wrong(query, says, told) == ""
 
 
+@pytest.mark.parametrize(
+    "query, says",
+    [
+        ("count(nv_inference_count) by (instance)", ""),
+        ("sum(rate(nv_inference_count[1m])) by (instance)", "{{instance}}"),
+        ("sum(nv_inference_request_success) by (instance)", ""),
+        ("sum(nv_inference_request_failure) by (instance)", ""),
+        ("sum(rate(nv_inference_compute_infer_duration_us[30s])) by (model)", "{{model}}"),
+        ("rate(nv_inference_queue_duration_us[30s]) / (1 + rate(nv_inference_request_success[30s]))", "{{instance}}"),
+    ],
+)
+def test_a_dashboard_of_tritons_is_answered(query: str, says: str, told: list[Series]) -> None:
+    """By what the one asks for that comes with Triton (deploy/k8s-onprem); pods are the cluster's labels."""
+    assert wrong(query, says, told) == ""
+
+
 def test_all_queries_were_found() -> None:
     assert len(dashboard()) >= 30 and len(alerts()) >= 8
     text = (FOLDER / "grafana.json").read_text()

@@ -5,17 +5,20 @@ as Triton has it.
 """
 
 import csv
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.ensembles import ensemble
 from tests.support.python_models import write
-from tests.support.repository import in_process
+from tests.support.repository import REPEAT, in_process, write_models
 from tests.support.sequences import SUMS, accumulator
 from tests.support.server import Threaded
 
@@ -27,6 +30,23 @@ input {_SIDE.format("INPUT")}
 output {_SIDE.format("OUTPUT")}
 dynamic_batching {{ max_queue_delay_microseconds: 200 }}
 """
+PYTHON = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(*(tensor.as_numpy() for tensor in request.inputs())) for request in requests]
+
+    def answer(self, a, b):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", a + b), pb_utils.Tensor("OUTPUT1", a - b)])
+"""
+LLM = 'backend: "millrace" parameters { key: "model" value { string_value: "tiny" } }'
+# What decoupled models are asked: three responses; eight tokens, as they come.
+ASKED: dict[str, dict[str, Any]] = {
+    "repeat": {"IN": {"content": [4, 5, 6], "shape": [3]}, "DELAY": {"content": [0, 0, 0], "shape": [3]}, "WAIT": [0]},
+    "llm": {"text_input": ["Once upon a time"], "max_tokens": [8], "stream": [True], "ignore_eos": [True]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +69,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Threaded]:
     (root / "simple" / "1").mkdir(parents=True)
     (root / "simple" / "config.pbtxt").write_text(ADD_SUB)
     write(root, "sums", SUMS, accumulator("direct {}"))
+    write(root, "python", PYTHON, ADD_SUB.replace('"add_sub"', '"python"'))
+    inputs, outputs = ([f"{side}{i}" for i in (0, 1)] for side in ("INPUT", "OUTPUT"))
+    step = "python", dict(zip(inputs, inputs, strict=True)), dict(zip(outputs, outputs, strict=True))
+    write_models(
+        root, {"pipe": ensemble(inputs, outputs, [step], kind="FP32", dims="16"), "repeat": REPEAT, "llm": LLM}
+    )
     with in_process(root, grpc_port=0, allow_client_shm=True) as found:
         yield found
 
@@ -81,6 +107,24 @@ def test_loads_of_a_tensor_model(
         assert float(row["Inferences/Second"]) > 0 and float(row["Avg latency"]) > 0
         for phase in ("Server Queue", "Server Compute Input", "Server Compute Infer", "Server Compute Output"):
             assert 0 <= float(row[phase]) < float(row["Avg latency"]), phase
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("model", ["python", "pipe"])
+def test_loads_of_a_model_py_and_an_ensemble(
+    served: Threaded, libraries: str, tmp_path: Path, model: str, protocol: str
+) -> None:
+    (row,) = measured(served, libraries, tmp_path / "out.csv", protocol, "-m", model, "--concurrency-range", "2:2")
+    assert float(row["Inferences/Second"]) > 0
+
+
+@pytest.mark.parametrize("model", ASKED)
+def test_loads_of_decoupled_models(served: Threaded, libraries: str, tmp_path: Path, model: str) -> None:
+    """A tensor model's responses, and a language model's tokens, over gRPC's stream."""
+    (tmp_path / "asked.json").write_text(json.dumps({"data": [ASKED[model]]}))
+    flags = ("-m", model, "--streaming", "--input-data", str(tmp_path / "asked.json"), "--concurrency-range", "2:2")
+    (row,) = measured(served, libraries, tmp_path / "out.csv", "grpc", *flags)
+    assert float(row["Inferences/Second"]) > 0
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

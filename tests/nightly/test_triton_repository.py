@@ -1,5 +1,6 @@
 """Triton's own HTTP client on a repository that is served: health, metadata, every datatype, control, statistics."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,37 @@ def test_models_are_loaded_and_unloaded(client: Any) -> None:
     client.load_model("simple")
     states = {m["name"]: m["state"] for m in client.get_model_repository_index()}
     assert states["simple"] == "READY" and len(states) == len(DTYPES) + 2
+
+
+def test_the_client_of_asyncio(url: str) -> None:
+    from tritonclient.http import InferInput, aio
+    from tritonclient.utils import InferenceServerException
+
+    left = np.arange(16, dtype=np.int32).reshape(1, 16)
+
+    def two(n: int) -> list[Any]:
+        inputs = [InferInput(f"INPUT{i}", left.shape, "INT32") for i in (0, 1)]
+        inputs[0].set_data_from_numpy(left, binary_data=n % 2 == 0)
+        inputs[1].set_data_from_numpy(np.full_like(left, n))
+        return inputs
+
+    async def work() -> None:
+        async with aio.InferenceServerClient(url) as client:
+            assert await client.is_server_ready() and await client.is_model_ready("simple")
+            assert (await client.get_model_metadata("simple"))["inputs"][0]["shape"] == [-1, 16]
+            for more in ({}, {"request_compression_algorithm": "gzip", "response_compression_algorithm": "deflate"}):
+                found = await asyncio.gather(
+                    *(client.infer("simple", two(n), request_id=str(n), **more) for n in range(8))
+                )
+                for n, result in enumerate(found):
+                    assert np.array_equal(result.as_numpy("OUTPUT0"), left + n) and result.get_response()["id"] == str(
+                        n
+                    )
+            with pytest.raises(InferenceServerException, match="Request for unknown model: 'gone' is not found"):
+                await client.infer("gone", two(0))
+            assert (await client.get_inference_statistics("simple"))["model_stats"][0]["inference_count"] >= 16
+
+    asyncio.run(work())
 
 
 def test_what_is_refused_is_its_error(client: Any) -> None:

@@ -30,7 +30,7 @@ class TritonPythonModel:
             in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
             in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
             model_name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME")
-            model_name_string = model_name.as_numpy()[0].decode()
+            model_name_string = model_name.as_numpy()[0]
             infer_request = pb_utils.InferenceRequest(
                 model_name=model_name_string,
                 requested_output_names=["OUTPUT0", "OUTPUT1"],
@@ -58,7 +58,7 @@ class TritonPythonModel:
         for request in requests:
             in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
             in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
-            name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME").as_numpy()[0].decode()
+            name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME").as_numpy()[0]
             infer_response_awaits = []
             for model_name, output in ((name, "OUTPUT0"), (name, "OUTPUT1")):
                 infer_request = pb_utils.InferenceRequest(

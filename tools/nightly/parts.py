@@ -50,6 +50,7 @@ BESIDE_TRITON = (
 PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
 PROMTOOL = "tests/nightly/test_promtool.py"  # the distribution's: apt-get install -y prometheus
 SPANS = "tests/serve/test_spans.py"
+RAISES = "tests/serve/inference/test_python_faults.py"
 OCR = "tests/nightly/test_ocr.py"
 ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
@@ -146,6 +147,11 @@ PARTS = (
              "torch==2.13.0"),
     _backend("openvino", "networks as IR and ONNX, beside NumPy", "openvino==2026.4.1", "onnx==1.23.2"),
     _backend("tensorflow", "SavedModels, beside the functions they were saved from", "tensorflow-cpu==2.21.0"),
+    Part(
+        "raises", "a model.py that raises 10,000 times leaves memory flat, in the server's process and in its own",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", RAISES),
+        files=(RAISES, "src/millrace/serve/inference"),
+    ),
     Part(
         "opentelemetry", "spans of tensor and language models, as a collector gets them over OTLP",
         ("{python}", "-m", "pytest", "--skips", "none", SPANS),

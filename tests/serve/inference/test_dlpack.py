@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.guest import utils
+from millrace.serve.inference.guest.errors import TritonModelException
 from millrace.serve.inference.guest.tensors import Tensor, numpy_to_triton_type
 
 
@@ -48,9 +49,16 @@ def test_what_goes_out() -> None:
     assert np.array_equal(mine, array) and not np.shares_memory(mine, array)
 
 
+def test_strings_do_not_go_out() -> None:
+    tensor = Tensor("x", np.array(["An Example String"], dtype=np.object_))
+    for give in (tensor.to_dlpack, lambda: np.from_dlpack(tensor)):
+        with pytest.raises(TritonModelException, match=r"^DLPack does not have support for string tensors\.$"):
+            give()
+
+
 @pytest.mark.parametrize("what", [None, b"x", [1.0], object()])
 def test_what_is_no_tensor(what: Any) -> None:
-    with pytest.raises((TypeError, ValueError, AttributeError)):
+    with pytest.raises(TritonModelException, match="what tensor 'x' is made of is no tensor on the CPU: "):
         Tensor.from_dlpack("x", what)
 
 

@@ -268,7 +268,7 @@ def test_what_a_model_logs_is_in_the_servers_log(tmp_path: Path, caplog: pytest.
         thread.start()
         thread.join()
         assert isinstance(requests[0], pb_utils.InferenceRequest)
-        return [said(found.InferenceRequest(model_name="m").requested_output_names().__repr__())]
+        return [said(found.InferenceRequest("", 0, [], [], "m").requested_output_names().__repr__())]
 """  # fmt: skip
     write(tmp_path, "m", code + SAY, ANY % "")
 

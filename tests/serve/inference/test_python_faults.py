@@ -15,29 +15,41 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.inference.tensors import objects
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, one, text, write
 
+DECOUPLED = ANY % "model_transaction_policy { decoupled: true }"
 WRONG = [
     ("raise ValueError('of the model')", "ValueError: of the model; at model.py(9): execute"),
     (
         "return []",
-        "TritonModelException: Number of InferenceResponse objects do not match the number of InferenceRequest "
+        "Number of InferenceResponse objects do not match the number of InferenceRequest "
         "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0",
     ),
-    ("return None", "TritonModelException: Expected a list in the execute return, found type 'NoneType'."),
+    ("return None", "Expected a list in the execute return, found type 'NoneType'."),
     (
         "return [3]",
-        "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
-        "found type 'int'.",
+        "Expected an 'InferenceResponse' object in the execute function return list, found type 'int'.",
     ),
     (
         "return [None]",
-        "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
-        "found type 'NoneType'.",
+        "Expected an 'InferenceResponse' object in the execute function return list, found type 'NoneType'.",
     ),
     (
         "return [pb_utils.Tensor('x', np.zeros(1, np.complex64))]",
         "TritonModelException: the data type complex64 of tensor 'x' has no name in Triton; at model.py(9): execute",
     ),
 ]
+
+
+def test_a_decoupled_model_returns_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        return []\n", DECOUPLED)
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError) as failed:
+                await one(repository, "m", text("x"))
+            what = "is using the decoupled mode and the execute function must return None."
+            assert str(failed.value) == f"Python model 'm_0' {what}"
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(("body", "says"), WRONG)
@@ -210,11 +222,12 @@ def test_a_load_goes_on_when_its_client_goes_away(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-DECOUPLED = ANY % "model_transaction_policy { decoupled: true }"
 SENDER = "the model let go of its response sender without TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 LOST = [
     ("requests[0].get_response_sender().send(said('once'))", SENDER, 1),
     ("requests[0].get_response_sender()", SENDER, 0),
+    # As models of older releases end it; here, as in Triton today, there is nothing of that name.
+    ("sender = requests[0].get_response_sender()\n        getattr(sender, 'close', int)()", SENDER, 0),
     ("threading.Thread(target=lambda sender: sender.send(said('once')), args=[requests[0].get_response_sender()]"
      ").start()", SENDER, 1),
     ("pass", "the model let go of a request without TRITONSERVER_RESPONSE_COMPLETE_FINAL", 0),
@@ -263,9 +276,14 @@ PARAMETERS = [
     ("'[1]'", "the parameters of a response are a list, not an object"),
     ("'{'", "the parameters of a response are no JSON object: Expecting property name"),
     ("{'a': object()}", "the parameters of a response are no JSON object: Object of type object is not"),
-    ("{'a': [1]}", "parameter 'a' of a response is neither a bool, an integer of 64 bits, a float nor a string"),
-    ("{'a': None}", "parameter 'a' of a response is neither"),
-    ("{'a': 2**64}", "parameter 'a' of a response is neither"),
+    ("[]", "Expect parameters to have type dict, got <class 'list'>"),
+    ("{1: 'x'}", "Expect parameters keys to have type str, found type <class 'int'>"),
+    (
+        "{'a': [1]}",
+        "Expect parameters values to have type bool/int/str, found type <class 'list'> for parameter 'a' of",
+    ),
+    ("{'a': None}", "Expect parameters values to have type bool/int/str, found type <class 'NoneType'>"),
+    ("{'a': 2**64}", "parameter 'a' of a response is no integer of 64 bits"),
     ("{'a': chr(0xd800)}", "parameter 'a' of a response is no text: 'utf-8' codec can't encode"),
     ("{chr(0xd800): 1}", r"parameter '\ud800' of a response is no text"),
     ("{'a': 'x' * 70000}", "the parameters of a response have 70009 characters; at most 65536 are allowed"),

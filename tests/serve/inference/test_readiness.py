@@ -25,7 +25,10 @@ PLAIN = """
         import os
         return os.path.exists(self.flag)
 """
-ASYNC = PLAIN.replace("    def is_ready(self):\n", "    async def is_ready(self):\n        await asyncio.sleep(0.01)\n")
+ASYNC = PLAIN.replace(
+    "    def is_ready(self):\n", "    async def is_model_ready(self):\n        await asyncio.sleep(0.01)\n"
+)
+NO_BOOL = PLAIN.replace("def is_ready", "def is_model_ready").replace("exists(self.flag)", "exists(self.flag) or 'no'")
 RAISES = PLAIN.replace("return os.path.exists(self.flag)", "return os.stat(self.flag).st_size >= 0")
 HANGS = PLAIN.replace(
     "return os.path.exists(self.flag)", "import time\n        time.sleep(0 if os.path.exists(self.flag) else 0.6)"
@@ -56,8 +59,9 @@ def why(served: Threaded) -> str:
     [
         (PLAIN, "m_0: it says that it is not ready"), (ASYNC, "it says that it is not ready"),
         (RAISES, "m_0: its is_ready failed: "), (HANGS, "its is_ready takes more than 0.3 s"),
+        (NO_BOOL, "is_model_ready returned str, where a bool is expected"),
     ],
-    ids=["plain", "async", "raises", "hangs"],
+    ids=["plain", "async", "raises", "hangs", "no bool"],
 )  # fmt: skip
 def test_what_a_model_says_is_told_everywhere(tmp_path: Path, code: str, says: str, own: str) -> None:
     write(tmp_path, "m", HEAD + code + EXECUTE + SAY, ANY % own)

@@ -23,6 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Threaded]:
         "repeat_int32": REPEAT,
         "strings": identity("STRING", "-1, -1"),
         "one": identity("STRING", "1"),
+        "three": identity("STRING", "3"),
         "label": identity("FP32", "4", "max_batch_size: 2").replace(
             'name: "OUTPUT0"', 'name: "OUTPUT0" label_filename: "labels.txt"'
         ),

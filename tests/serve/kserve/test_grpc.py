@@ -223,14 +223,14 @@ def test_statistics_are_those_of_http(client: Client, url: str) -> None:
     (told,) = client.call("ModelStatistics", name="same_INT8").model_stats
     assert told.inference_count >= 7 and told.inference_stats.success.count >= 3
     assert [b.batch_size for b in told.batch_stats][-1] == 3 and told.batch_stats[-1].compute_infer.count == 2
-    assert len(client.call("ModelStatistics").model_stats) == 22
+    assert len(client.call("ModelStatistics").model_stats) == 23
     failed = refusal(lambda: client.call("ModelStatistics", name="gone"))
     assert failed == ("NOT_FOUND", "Request for unknown model: 'gone' is not found")
 
 
 def test_index_and_what_is_not_there(client: Client) -> None:
     states = {m.name: (m.version, m.state) for m in client.call("RepositoryIndex").models}
-    assert states["simple"] == ("1", "READY") and len(states) == 22
+    assert states["simple"] == ("1", "READY") and len(states) == 23
     named = ("UNIMPLEMENTED", "'repository_name' specification is not supported")
     assert refusal(lambda: client.call("RepositoryIndex", repository_name="here")) == named
     assert refusal(lambda: client.call("RepositoryModelLoad", repository_name="x", model_name="simple")) == named

@@ -91,6 +91,8 @@ def test_models_come_and_go(root: Path) -> None:
         assert states == {"simple": "READY", "large": "", "slow": ""}
         assert [m.name for m in client.call("RepositoryIndex", ready=True).models] == ["simple"]
         assert refusal(lambda: client.infer("large", [one("UINT8", [1])], [b"x"]))[0] == "NOT_FOUND"
+        nameless = refusal(lambda: client.call("RepositoryModelLoad"))
+        assert nameless == ("INVALID_ARGUMENT", "Model name cannot be empty. Specify a model name.")
         client.call("RepositoryModelLoad", model_name="large")
         assert client.infer("large", [one("UINT8", [1])], [b"x"]).raw_output_contents == [b"x"]
         client.call("RepositoryModelUnload", model_name="large", parameters={"unload_dependents": {"bool_param": True}})

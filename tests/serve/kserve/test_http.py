@@ -146,7 +146,7 @@ def test_server_and_models_are_told(url: str) -> None:
     assert httpx.get(f"{url}/v2/models/simple/versions/1").json()["inputs"][0]["shape"] == [-1, 16]
     assert httpx.get(f"{url}/v2/models/simple/config").json()["max_batch_size"] == 8
     index = httpx.post(f"{url}/v2/repository/index").json()
-    assert {"name": "simple", "version": "1", "state": "READY"} in index and len(index) == 22
+    assert {"name": "simple", "version": "1", "state": "READY"} in index and len(index) == 23
     assert httpx.get(f"{url}/v1/models").json()["data"] == []
     for name, code in (({}, "model_cannot"), ({"model": "simple"}, "model_not_found")):
         error = httpx.post(f"{url}/v1/completions", json={"prompt": "a", **name}).json()["error"]
@@ -181,4 +181,4 @@ def test_statistics_count_items_and_executions(url: str) -> None:
     assert 'nv_inference_count{model="reshaped",version="1"} 3\n' in text
     assert "# TYPE nv_inference_count counter\n" in text
     assert 'nv_inference_request_failure{model="reshaped",version="1",reason="BACKEND"} 0\n' in text
-    assert len(httpx.get(f"{url}/v2/models/stats").json()["model_stats"]) == 22
+    assert len(httpx.get(f"{url}/v2/models/stats").json()["model_stats"]) == 23

@@ -65,6 +65,7 @@ def test_raw_bytes_whose_shape_is_not_to_be_known(url: str) -> None:
         "configuration",
         "many": "The shape of the raw input 'INPUT0' can not be deduced because there are more than one variable-sized "
         "dimension",
+        "three": "For BYTE datatype raw input 'INPUT0', the model must have input shape [1]",
         "same_FP32": "input byte size mismatch for input 'INPUT0' for model 'same_FP32'. Expected 4, got 7",
     }
     for model, what in says.items():

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 
-from millrace.serve.kserve.messages import message
+from millrace.serve.kserve.messages import config_message, message
 from millrace.serve.repository.bind import read_config
 from millrace.serve.repository.completion import completed
 from millrace.serve.repository.config import ModelConfig
@@ -67,6 +67,14 @@ def test_json_is_protobufs(text: str) -> None:
     assert not read.problems or all(p.level.value == "ignored" for p in read.problems)
     ours = config_json(read.config)
     assert ours == with_numbers(ModelConfig, truth)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_messages_are_protobufs(text: str) -> None:
+    """What `ModelConfig` answers over gRPC: the very bytes that protobuf makes of the text."""
+    truth = text_format.Parse(text, message("ModelConfig")())
+    ours = config_message(read_config(text.encode(), Path("config.pbtxt")).config)
+    assert ours.SerializeToString(deterministic=True) == truth.SerializeToString(deterministic=True)
 
 
 def test_defaults_and_numbers_as_triton_has_them() -> None:

@@ -51,6 +51,24 @@ def test_version_policies(tmp_path: Path, policy: str, served: tuple[int, ...]) 
     assert said(found, tmp_path) == ([] if served else [none])
 
 
+@pytest.mark.parametrize(
+    ("text", "file", "what"),
+    [
+        ('\nplatform: "tensorrt_plan"', "model.plan", "2:1 backend tensorrt needs a GPU"),
+        ('backend: "tensorrt"', "model.plan", "1:1 backend tensorrt needs a GPU"),
+        (
+            '\n platform: "tensorflow_graphdef"',
+            "model.graphdef",
+            "2:2 platform 'tensorflow_graphdef' of model 'm' is not",
+        ),
+        ('backend: "tensorflow"', "model.graphdef", "1:1 platform 'tensorflow_graphdef' of model 'm' is not supported"),
+    ],
+)
+def test_what_nothing_runs_here_is_said_where_it_stands(tmp_path: Path, text: str, file: str, what: str) -> None:
+    (error,) = said(model(tmp_path, {f"1/{file}": "", "config.pbtxt": text}), tmp_path)
+    assert error.startswith(f"m/config.pbtxt:{what}")
+
+
 def test_a_specific_version_that_is_not_there(tmp_path: Path) -> None:
     found = model(tmp_path, {**THREE, "config.pbtxt": "version_policy { specific {\n versions: [ 3, 4 ] } }"})
     assert found.served == (3,) and found.is_servable

@@ -204,6 +204,14 @@ def test_defaults_of_batchers() -> None:
     assert [(g.name, g.gpus) for g in config.instance_group] == [("m_0", ()), ("m_1", ())]
 
 
+def test_a_step_without_a_version_is_the_latest() -> None:
+    """As clients are told it, who ask for the steps by their versions: there is no version 0."""
+    steps = 'step { model_name: "a" } step { model_name: "b" model_version: 3 }'
+    text = f'platform: "ensemble" ensemble_scheduling {{ {steps} }}'
+    config, _ = completed(read_config(text.encode(), Path("c")).config, "m", ())
+    assert config.ensemble_scheduling and [s.model_version for s in config.ensemble_scheduling.step] == [-1, 3]
+
+
 def test_instances_are_threads_and_have_a_bound() -> None:
     config = 'backend: "identity" instance_group { count: %d }'
     assert not any("count" in what for _, what in said(config % 1024))

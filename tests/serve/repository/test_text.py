@@ -118,6 +118,7 @@ def test_what_protobuf_refuses_is_refused(seed: int) -> None:
         assert errors(found) or same(found.config, theirs), broken
 
 
+@pytest.mark.nightly
 def test_the_fields_are_those_of_tritonclient() -> None:
     theirs = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient is not installed")
     matched: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from millrace.serve.inference.tracing import Exchange
 from millrace.serve.kserve import adjusted, asked, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_message
-from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.kserve.messages import config_message, made, message
 from millrace.serve.kserve.shared_memory import Regions, allowed
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
@@ -217,7 +217,7 @@ def read(name: str, data: bytes) -> Any:
 
 
 def written(name: str, fields: Any) -> bytes:
-    data: bytes = message(f"{name}Response")(**fields).SerializeToString()
+    data: bytes = made(f"{name}Response", fields).SerializeToString()
     return data
 
 

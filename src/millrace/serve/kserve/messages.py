@@ -5,7 +5,7 @@ Names and numbers of fields are the protocol's (package `inference`); those of a
 import, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -117,9 +117,46 @@ def varint(n: int) -> bytes:
     return bytes((*found, n))
 
 
+def made(name: str, fields: Mapping[str, Any]) -> Any:
+    """A message of that name. fields: with dictionaries in place of messages, which protobuf's own constructors do not
+    take in maps before 6.30
+    """
+    found = message(name)()
+    _fill(found, fields)
+    return found
+
+
+def _fill(to: Any, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        inner = getattr(to, name)
+        if hasattr(inner, "append"):
+            for one in value:
+                if isinstance(one, Mapping):
+                    _fill(inner.add(), one)
+                else:
+                    inner.append(one)
+        elif hasattr(value, "SerializeToString"):
+            inner.CopyFrom(value)
+        elif hasattr(inner, "SetInParent"):
+            inner.SetInParent()
+            _fill(inner, value)
+        elif isinstance(value, Mapping):
+            _fill_map(inner, value)
+        else:
+            setattr(to, name, value)
+
+
+def _fill_map(to: Any, values: Mapping[Any, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _fill(to[key], value)
+        else:
+            to[key] = value
+
+
 def config_message(config: ModelConfig) -> Any:
     """A model's configuration. config: completed"""
-    return message("ModelConfig")(**_plain(config))
+    return made("ModelConfig", _plain(config))
 
 
 @cache

@@ -45,6 +45,7 @@ KINDS = (
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
 # Backends that add nothing to the inputs that a configuration says, nor to the outputs; a model.py may.
 ADDING_NOTHING = frozenset({k.backend for k in KINDS} - {"python"} | {"identity", "add_sub", "repeat", "millrace"})
+GRAPHDEF = "tensorflow_graphdef"
 GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
 VLLM = "vllm"
 
@@ -98,6 +99,9 @@ def _normalised(config: ModelConfig) -> ModelConfig:
             oldest = replace(oldest, preferred_batch_size=sizes)
         sequences = replace(sequences, max_sequence_idle_microseconds=idle, oldest=oldest)
         config = replace(config, sequence_batching=sequences)
+    if steps := config.ensemble_scheduling:  # clients ask for its steps by these versions, and there is no 0
+        said = tuple(replace(one, model_version=one.model_version or -1) for one in steps.step)
+        config = replace(config, ensemble_scheduling=replace(steps, step=said))
     if config.platform == ENSEMBLE or config.ensemble_scheduling:
         return config
     groups = config.instance_group or (replace(empty(InstanceGroup), name=config.name),)
@@ -130,6 +134,9 @@ def broken_backend(config: ModelConfig) -> Broken | None:
         what = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
         expected = " or ".join(sorted(platforms - {""})) or "no platform"
         return Broken(("platform",), what, expected, "remove platform: backend says enough")
+    if config.platform == GRAPHDEF:
+        what = f"platform '{GRAPHDEF}' of model '{config.name}' is not supported: a graph says nothing of its inputs"
+        return Broken(("platform",), what, "tensorflow_savedmodel", "export it as a SavedModel")
     if config.backend in GPU_ONLY:
         return Broken(at, f"backend {config.backend} needs a GPU", "a backend for the CPU", "export the model to ONNX")
     if config.backend == VLLM:

@@ -118,7 +118,7 @@ class InstanceGroup:
     gpus: tuple[Int32, ...] = field(3, ignored=_NO_GPU)
     secondary_devices: tuple[SecondaryDevice, ...] = field(8, ignored="NVDLA is a device of Jetson")
     profile: tuple[str, ...] = field(5)
-    passive: bool = field(7)
+    passive: bool = field(7, ignored="it keeps instances from requests, which all take here")
     host_policy: str = field(9, ignored="there are no host policies here: the server has all its cores")
 
 
@@ -355,7 +355,7 @@ class ModelConfig:
     name: str = field(1)
     platform: str = field(2)
     backend: str = field(17)
-    runtime: str = field(25)
+    runtime: str = field(25, ignored="it names a backend's library, and ours are no such files")
     version_policy: VersionPolicy | None = field(3)
     max_batch_size: Int32 = field(4)
     input: tuple[ModelInput, ...] = field(5)

@@ -7,7 +7,7 @@ read: what a link or a name leads out to is refused. Names that come from client
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from millrace.serve.repository.ensembles import broken_ensemble
 from millrace.serve.repository.given import broken_data, short_file
 from millrace.serve.repository.names import may_be_folder
 from millrace.serve.repository.problems import Level, Place, Problem
-from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet
+from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules, not_yet, unused
 from millrace.serve.repository.text import MOST_BYTES
 from millrace.settings import read_given
 
@@ -173,6 +173,8 @@ def _model(root: Path, folder: Path, config_name: str, given_config: bytes | Non
             rules = broken_rules(config), broken_data(config), not_yet(config)
             for broken in chain(_whole(model), broken_ensemble(config), *rules):
                 _say(read, broken)
+            for broken in unused(config):
+                _say(read, broken, Level.IGNORED)
             _files(root, model, read)
     model.problems.extend(read.problems)
     return model
@@ -184,8 +186,8 @@ def _outside(model: Model, path: Path) -> None:
     model.problems.append(Problem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
 
 
-def _say(read: Read, broken: Broken) -> None:
-    read.add(Level.ERROR, read.place(broken.path), broken.what, broken.expected, broken.mend)
+def _say(read: Read, broken: Broken, level: Level = Level.ERROR) -> None:
+    read.add(level, read.place(broken.path), broken.what, broken.expected, broken.mend)
 
 
 def _read(root: Path, model: Model, config_name: str) -> Read:
@@ -259,8 +261,10 @@ def _whole(model: Model) -> Iterator[Broken]:
         )
         yield Broken(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
     backend = broken_backend(config)
-    if backend is not None:
-        yield backend
+    if backend is not None:  # what was completed has no place: what it was completed by has
+        paths: list[Path_] = [backend.path, ("platform",), ("backend",), ("default_model_filename",)]
+        at = next((path for path in paths if path in model.places), backend.path)
+        yield replace(backend, path=at if backend.path else ())
 
 
 def _files(root: Path, model: Model, read: Read) -> None:

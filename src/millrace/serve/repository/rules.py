@@ -38,6 +38,9 @@ FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _FAMILIES = (*HISTOGRAMS.values(), FIRST_RESPONSE)
 # Backends that are here, and take no such.
 _NO_BATCH_IO = ("identity", "add_sub", "repeat", "python", "millrace", "sklearn", "xgboost", "fil")
+_NO_NETWORK = (*_NO_BATCH_IO, ENSEMBLE)
+_NO_GRAPH = (*_NO_NETWORK, "pytorch", "tensorflow", "openvino")
+_MAY_STAY = "it may stay or go"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,21 @@ def not_yet(config: ModelConfig) -> Iterator[Broken]:
         if value:
             by = f" by backend '{config.backend}'" if path[-1] in ("batch_input", "batch_output") else ""
             yield Broken(path, f"{path[-1]} is not supported yet{by}", "a model without", "remove it")
+
+
+def unused(config: ModelConfig) -> Iterator[Broken]:
+    """What its backend, one of ours, has no use for. expected: why"""
+    said, backend = config.optimization, "ensemble" if config.platform == ENSEMBLE else config.backend
+    if said is None:
+        return
+    if said.graph is not None and backend in _NO_GRAPH:
+        why = f"only onnxruntime has levels of optimization, and this is {backend}"
+        yield Broken(("optimization", "graph"), "graph changes nothing", why, _MAY_STAY)
+    asked = said.execution_accelerators
+    if asked and asked.cpu_execution_accelerator and backend in _NO_NETWORK:
+        why = f"accelerators are of networks, and this is {backend}"
+        path = ("optimization", "execution_accelerators", "cpu_execution_accelerator")
+        yield Broken(path, "cpu_execution_accelerator changes nothing", why, _MAY_STAY)
 
 
 def _iterative(config: ModelConfig, said: SequenceBatching) -> Iterator[Broken]:

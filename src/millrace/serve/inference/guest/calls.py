@@ -63,26 +63,46 @@ class Call:
 
 
 class ResponseIterator:
-    """The responses of a decoupled model. The last may be one without tensors: the model only said that it ends."""
+    """The responses of a decoupled model. The last may be one without tensors: the model only said that it ends.
+
+    As Triton's, it keeps them: a loop after one that came to the end begins anew, after one that was left goes on.
+    """
 
     def __init__(self, call: Call) -> None:
-        self._call = call
+        self._call, self._kept, self._at = call, list[InferenceResponse](), 0
 
     def __iter__(self) -> Iterator[InferenceResponse]:
+        self._begin()
         return self
 
     def __next__(self) -> InferenceResponse:
-        if self._call.is_over:
-            raise StopIteration
-        return response_of(self._call.next())
+        if self._is_to_come():
+            if self._call.is_over:
+                raise StopIteration
+            self._kept.append(response_of(self._call.next()))
+        return self._next()
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:
+        self._begin()
         return self
 
     async def __anext__(self) -> InferenceResponse:
-        if self._call.is_over:
-            raise StopAsyncIteration
-        return response_of(await self._call.next_async())
+        if self._is_to_come():
+            if self._call.is_over:
+                raise StopAsyncIteration
+            self._kept.append(response_of(await self._call.next_async()))
+        return self._next()
+
+    def _is_to_come(self) -> bool:
+        return self._at == len(self._kept)
+
+    def _begin(self) -> None:
+        if self._call.is_over and self._is_to_come():
+            self._at = 0
+
+    def _next(self) -> InferenceResponse:
+        self._at += 1
+        return self._kept[self._at - 1]
 
     def cancel(self) -> None:
         """Nobody wants the rest; it ends with an error of code CANCELLED."""

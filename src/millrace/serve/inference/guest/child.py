@@ -71,6 +71,8 @@ class _Asking(Asking):
 
 
 class _Host(Host):
+    is_alone = True
+
     def __init__(self, frames: Frames, name: str, model: str) -> None:
         super().__init__(name, model)
         self.frames = frames

@@ -91,6 +91,8 @@ class Asking(ABC):
 class Host(ABC):
     """Of one instance of a model. Everything here is called by the model's threads, any of them."""
 
+    is_alone = False  # in a process of its own
+
     def __init__(self, name: str, model: str) -> None:
         """name: of the instance"""
         self.name, self.model = name, model

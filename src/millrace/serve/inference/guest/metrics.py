@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from .errors import TritonModelException
 from .host import Host
 from .requests import here
+from .strings import text
 
 
 class Metric:
@@ -46,7 +47,7 @@ class MetricFamily:
         """raises TritonModelException"""
         self._host = here(self._bound, "a metric")
         try:
-            told = {"name": str(name), "description": str(description), "kind": int(kind)}
+            told = {"name": text(name), "description": text(description), "kind": int(kind)}
             self._number = self._host.metric("family", **told)
         except TritonModelException as error:
             raise TritonModelException(f"Error when creating MetricFamily: {error}") from None

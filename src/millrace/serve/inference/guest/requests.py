@@ -11,6 +11,7 @@ from .calls import Call, ResponseIterator
 from .errors import TritonError, TritonModelException
 from .host import EXECUTION, Answer, Asked, Host, Incoming, Waits
 from .responses import LOST, InferenceResponseSender, checked, response_of
+from .strings import text
 from .tensors import Tensor, held
 
 TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 1, 2
@@ -46,9 +47,10 @@ class InferenceTrace:
 
 # Triton's parameters, in its order.
 _MADE_OF: dict[str, Any] = {
-    "request_id": "", "correlation_id": 0, "inputs": (), "requested_output_names": (), "model_name": "",
+    "request_id": "", "correlation_id": 0, "inputs": None, "requested_output_names": None, "model_name": None,
     "model_version": -1, "flags": 0, "timeout": 0, "preferred_memory": None, "trace": None, "parameters": None,
 }  # fmt: skip
+_NEEDED = ("inputs", "requested_output_names", "model_name")
 _SIGNATURE = inspect.Signature(
     [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=v) for n, v in _MADE_OF.items()]
 )
@@ -62,17 +64,20 @@ class InferenceRequest:
     _release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """To ask model `model_name`. raises TritonModelException, and TypeError for parameters it has not"""
+        """To ask model `model_name`. raises TritonModelException, and TypeError for parameters it has not, or lacks"""
         said = _SIGNATURE.bind(*given, **named)
         said.apply_defaults()
-        self._id, self._model = str(said.arguments["request_id"]), said.arguments["model_name"]
+        missing = [name for name in _NEEDED if said.arguments[name] is None]
+        if missing:
+            raise TypeError(f"InferenceRequest is made with {', '.join(_NEEDED)}: {missing[0]} is missing")
+        self._id, self._model = text(said.arguments["request_id"]), text(said.arguments["model_name"])
         version = int(said.arguments["model_version"])
         self._version = version if version > 0 else None
         self._correlation_id: int | str = said.arguments["correlation_id"]
         self._flags = int(said.arguments["flags"])
         self._timeout_us = int(said.arguments["timeout"])
         self._inputs: list[Tensor] = list(said.arguments["inputs"])
-        self._outputs: list[str] = list(said.arguments["requested_output_names"])
+        self._outputs: list[str] = [text(name) for name in said.arguments["requested_output_names"]]
         self._trace = said.arguments["trace"] or InferenceTrace()
         self._parameters = checked(said.arguments["parameters"], "a request")
         where = f"for request with id '{self._id}' and model name '{self._model}' should not be empty."
@@ -149,7 +154,7 @@ class InferenceRequest:
         """Threads that have its sender may go on to send; without FINAL it may go, too."""
         self._is_open = False
         if self._sender is not None:
-            self._sender.let_go()
+            self._sender._let_go()
         if self._incoming is not None:
             self._incoming.again()
 
@@ -157,7 +162,7 @@ class InferenceRequest:
         """By what `execute` returned or raised."""
         self._is_open = False
         if self._sender is not None:
-            self._sender.close()
+            self._sender._close()
 
     def __del__(self) -> None:
         if self._is_open and self._incoming is not None:

@@ -21,7 +21,10 @@ class InferenceResponse:
         error: TritonError | str | None = None,
         parameters: str | Mapping[str, Any] | None = None,
     ) -> None:
+        """raises TritonModelException, and TypeError"""
         self._tensors = list(output_tensors)
+        if not all(self._tensors):
+            raise TritonModelException("Output tensor for inference response should not be empty.")
         self._error = TritonError(error) if isinstance(error, str) else error
         self._parameters = checked(parameters, "a response")
 
@@ -56,8 +59,14 @@ def answer_of(response: InferenceResponse, wanted: Sequence[str]) -> Answer:
 
 def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Parameter]:
     """parameters: an object, or its JSON; a client reads them as they are. raises TritonModelException"""
+    if parameters is not None and not isinstance(parameters, str | Mapping):
+        raise TritonModelException(f"Expect parameters to have type dict, got {type(parameters)}")
     if not parameters:
         return {}
+    if not isinstance(parameters, str):
+        odd = next((key for key in parameters if not isinstance(key, str)), None)
+        if odd is not None:
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(odd)}")
     try:
         text = parameters if isinstance(parameters, str) else json.dumps(dict(parameters))
         found = json.loads(text)
@@ -70,10 +79,11 @@ def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Pa
     if not isinstance(found, dict):
         raise TritonModelException(f"the parameters of {of} are a {type(found).__name__}, not an object")
     for key, value in found.items():
-        if not isinstance(value, bool | int | float | str) or (isinstance(value, int) and not -_2_63 <= value < _2_64):
-            raise TritonModelException(
-                f"parameter '{key}' of {of} is neither a bool, an integer of 64 bits, a float nor a string"
-            )
+        if not isinstance(value, bool | int | float | str):
+            what = f"found type {type(value)} for parameter '{key}' of {of}"
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, {what}")
+        if isinstance(value, int) and not -_2_63 <= value < _2_64:
+            raise TritonModelException(f"parameter '{key}' of {of} is no integer of 64 bits")
         try:
             f"{key}{value}".encode()
         except UnicodeEncodeError as error:
@@ -100,11 +110,11 @@ class InferenceResponseSender:
     def is_cancelled(self) -> bool:
         return self._request.cancelled
 
-    def close(self) -> None:
-        """It was answered in another way."""
+    def _close(self) -> None:
+        """It was answered in another way. Not `close`: as older models call that, and Triton has it no more."""
         self._is_closed = True
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Others will answer."""
         self._may_go = True
 

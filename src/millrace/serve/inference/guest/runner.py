@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
@@ -12,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from .config import ModelConfig
-from .errors import TritonError, TritonModelException
+from .errors import ReturnedError, TritonError
 from .host import EXECUTION, Answer, Execution, Host, Incoming
-from .importing import imported
+from .importing import forget, imported
 from .requests import InferenceRequest
 from .responses import InferenceResponse, deliver
 from .tensors import NAMES as TYPE_NAMES
@@ -22,6 +21,7 @@ from .tensors import TYPES
 from .utils import NAMES, utils_of
 
 _CLASS = "TritonPythonModel"
+_SAYS = ("is_model_ready", "is_ready")  # of Triton's tests, and of its documentation
 _PATIENCE_S = 5.0  # with the thread of an event loop that a model holds up
 
 
@@ -57,15 +57,14 @@ class GuestModel:
                 raise GuestError(f"model '{said.name}' has tensors of BF16: install ml_dtypes where it runs")
             pb_utils = utils_of(host)
             self._request = pb_utils.InferenceRequest
-            made = _model_class(said.file, pb_utils)
-            self._module_name = made.__module__
+            self._module_name, made = _model_class(said.file, pb_utils, host.is_alone)
             self._model = made()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(said.arguments))
             if not hasattr(self._model, "execute"):
                 raise GuestError(f"{_CLASS} of model '{said.name}' has no function execute")
         except BaseException as error:  # sys.exit, too
-            sys.modules.pop(self._module_name, None)
+            forget(self._module_name)
             if isinstance(error, GuestError):
                 raise
             raise GuestError(told(error, said.file)) from error
@@ -95,8 +94,10 @@ class GuestModel:
             EXECUTION.reset(token)
 
     def _failed(self, error: BaseException) -> str:
-        what = f"Failed to process the request(s) for model instance '{self._host.name}', message: "
-        return what + told(error, self._said.file)
+        words = told(error, self._said.file)
+        if self._said.is_decoupled:  # as Triton has it
+            return words
+        return f"Failed to process the request(s) for model instance '{self._host.name}', message: {words}"
 
     def _go_on(self, work: Coroutine[Any, Any, Any], asked: Sequence[InferenceRequest]) -> None:
         """A decoupled model whose `execute` is async has any number of requests at a time, in one event loop."""
@@ -122,7 +123,7 @@ class GuestModel:
     def _answer(self, requests: Sequence[Incoming], asked: Sequence[InferenceRequest], answers: Any) -> None:
         if self._said.is_decoupled:
             if answers is not None:
-                raise TritonModelException(_ONLY_NONE.format(self._host.name))
+                raise ReturnedError(_ONLY_NONE.format(self._host.name))
             for one in asked:
                 if one.is_rescheduled:
                     one.execute_again()
@@ -130,15 +131,15 @@ class GuestModel:
         if answers is None and all(one.has_sender or one.is_rescheduled for one in asked):
             answers = [None] * len(asked)
         if not isinstance(answers, list | tuple):
-            raise TritonModelException(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
+            raise ReturnedError(f"Expected a list in the execute return, found type '{type(answers).__name__}'.")
         if len(answers) != len(requests):
-            raise TritonModelException(
+            raise ReturnedError(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(answers)}"
             )
         for one, answer in zip(asked, answers, strict=True):
             if one.is_rescheduled and answer is not None:
-                raise TritonModelException(
+                raise ReturnedError(
                     "Expected a None object in the execute function return list for reschduled request, found type "
                     f"'{type(answer).__name__}'."
                 )
@@ -149,7 +150,7 @@ class GuestModel:
                 deliver(request, answer, True)
                 one.answered()
             elif answer is not None or not one.has_sender:
-                raise TritonModelException(
+                raise ReturnedError(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type "
                     f"'{type(answer).__name__}'."
                 )
@@ -157,13 +158,17 @@ class GuestModel:
     @property
     def has_say(self) -> bool:
         """Whether it says itself if it is ready."""
-        return hasattr(self._model, "is_ready")
+        return any(hasattr(self._model, name) for name in _SAYS)
 
     def is_ready(self) -> bool:
         """From any thread. raises GuestError"""
         try:
-            answer = self._model.is_ready()
-            return bool(asyncio.run(answer) if inspect.iscoroutine(answer) else answer)
+            name = next(name for name in _SAYS if hasattr(self._model, name))
+            answer = getattr(self._model, name)()
+            answer = asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+            if not isinstance(answer, bool):
+                raise ReturnedError(f"{name} returned {type(answer).__name__}, where a bool is expected")
+            return answer
         except BaseException as error:  # sys.exit, too
             raise GuestError(told(error, self._said.file)) from error
 
@@ -178,7 +183,7 @@ class GuestModel:
                 self._thread.join(_PATIENCE_S)
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
-            sys.modules.pop(self._module_name, None)
+            forget(self._module_name)
 
 
 _ONLY_NONE = "Python model '{}' is using the decoupled mode and the execute function must return None."
@@ -186,9 +191,9 @@ _ONLY_NONE = "Python model '{}' is using the decoupled mode and the execute func
 
 def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the model's own `auto_complete_config` makes of its configuration; None: it has none. raises GuestError"""
+    name = ""
     try:
-        found = _model_class(file, utils_of(None))
-        sys.modules.pop(found.__module__, None)
+        name, found = _model_class(file, utils_of(None), False)
         if not hasattr(found, "auto_complete_config"):
             return None
         made = found.auto_complete_config(ModelConfig(config))
@@ -199,19 +204,26 @@ def completed_by(file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None
         if isinstance(error, GuestError):
             raise
         raise GuestError(told(error, file)) from error
+    finally:
+        forget(name)
 
 
-def _model_class(file: Path, pb_utils: ModuleType) -> Any:
+def _model_class(file: Path, pb_utils: ModuleType, is_alone: bool) -> tuple[str, Any]:
+    """The name of its module, and the class."""
     later = utils_of(None)
-    found = getattr(imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later)), _CLASS, None)
+    module = imported(file, dict.fromkeys(NAMES, pb_utils), dict.fromkeys(NAMES, later), is_alone)
+    found = getattr(module, _CLASS, None)
     if found is None:
+        forget(module.__name__)
         raise GuestError(f"{file.name} has no class {_CLASS}")
-    return found
+    return module.__name__, found
 
 
 def told(error: BaseException, file: Path) -> str:
     """With the last line of the model's own that it came through; not the folder, which is nobody's business."""
     folder = file.absolute().parent.parent  # the import system makes names of files absolute
+    if isinstance(error, ReturnedError):
+        return str(error)
     lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
     at = f"; at {Path(lines[-1].filename).name}({lines[-1].lineno}): {lines[-1].name}" if lines else ""
     return said(error) + at

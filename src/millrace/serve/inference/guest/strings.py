@@ -14,6 +14,13 @@ def objects(values: Sequence[bytes]) -> Array:
     return array
 
 
+def text(value: str | bytes) -> str:
+    """A name or a message, which Triton takes as bytes, too: elements of BYTES are some. raises TypeError"""
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"a name or a message is str or bytes, and this is {type(value).__name__}")
+    return value.decode() if isinstance(value, bytes) else value
+
+
 class CutOffError(ValueError):
     """Strings that end too early. in_length: inside the four bytes of a length. Of `needed` bytes, `n_there`"""
 

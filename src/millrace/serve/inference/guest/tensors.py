@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .errors import TritonModelException
-from .strings import Array, joined_strings, objects, split_strings
+from .strings import Array, joined_strings, objects, split_strings, text
 
 try:
     from ml_dtypes import bfloat16
@@ -27,9 +27,9 @@ NUMBERS = {np.dtype(kind): number for number, kind in TYPES.items()}
 
 
 class Tensor:
-    def __init__(self, name: str, array: Any) -> None:
+    def __init__(self, name: str | bytes, array: Any) -> None:
         """array: of numbers, of bytes objects, or of strings, which become UTF-8"""
-        found: Array = np.asarray(array)
+        name, found = text(name), np.asarray(array)
         if found.dtype.kind in "SU":
             found = found.astype(np.object_)
         if found.dtype == np.object_:
@@ -58,9 +58,11 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        return self.as_numpy().__dlpack__()
+        return self.__dlpack__()
 
     def __dlpack__(self, *, stream: Any = None) -> Any:
+        if self._array.dtype == np.object_:
+            raise TritonModelException("DLPack does not have support for string tensors.")
         return self.as_numpy().__dlpack__(stream=stream)
 
     def __dlpack_device__(self) -> Any:
@@ -68,8 +70,15 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
-        """tensor: of another framework, on the CPU, or a capsule, as PyTorch's `to_dlpack` makes; memory is shared"""
-        return Tensor(name, np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)))
+        """tensor: of another framework, on the CPU, or a capsule, as PyTorch's `to_dlpack` makes; memory is shared
+
+        raises TritonModelException
+        """
+        try:
+            found = np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor))
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TritonModelException(f"what tensor '{name}' is made of is no tensor on the CPU: {error}") from None
+        return Tensor(name, found)
 
 
 class _Capsule:

@@ -3,6 +3,7 @@
 import base64
 import logging
 from collections.abc import Mapping
+from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from .requests import (
     here,
 )
 from .responses import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse, InferenceResponseSender
+from .strings import text
 from .tensors import (
     Tensor,
     deserialize_bytes_tensor,
@@ -78,20 +80,27 @@ _SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
+class LogLevel(IntEnum):
+    INFO, WARNING, ERROR, VERBOSE = range(4)
+
+
 class Logger:
     """Of the server's log, under the name of the models."""
 
-    INFO, WARNING, ERROR, VERBOSE = range(4)
+    INFO, WARNING, ERROR, VERBOSE = LogLevel
     _host: Host | None = None
 
     @classmethod
-    def log(cls, message: str, level: int = INFO) -> None:
+    def log(cls, message: str, level: LogLevel = LogLevel.INFO) -> None:
+        """raises TypeError"""
+        if not isinstance(level, LogLevel):
+            raise TypeError(f"the level of a message is Logger.INFO, .WARNING, .ERROR or .VERBOSE, and not {level!r}")
         execution = EXECUTION.get()
         host = execution.host if execution is not None else cls._host
         if host is not None:
-            host.log(str(message)[:_MOST_LOGGED], level)
+            host.log(text(message)[:_MOST_LOGGED], int(level))
         else:  # in `auto_complete_config`, which belongs to no instance
-            _log.log(_LEVELS[level], "%s", str(message)[:_MOST_LOGGED])
+            _log.log(_LEVELS[level], "%s", text(message)[:_MOST_LOGGED])
 
     @classmethod
     def log_info(cls, message: str) -> None:
@@ -119,16 +128,16 @@ def utils_of(host: Host | None) -> ModuleType:
 
     def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """files: by names like file:1/model.onnx. raises TritonModelException"""
-        told = {str(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
-        here(host, "a model").load(model_name, config, told)
+        told = {text(name): base64.b64encode(data).decode() for name, data in (files or {}).items()}
+        here(host, "a model").load(text(model_name), text(config), told)
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
         """raises TritonModelException"""
-        here(host, "a model").control("unload", name=model_name, with_members=bool(unload_dependents))
+        here(host, "a model").control("unload", name=text(model_name), with_members=bool(unload_dependents))
 
     def is_model_ready(model_name: str, model_version: str = "") -> bool:
         """raises TritonModelException"""
-        return bool(here(host, "a model").control("is_ready", name=model_name, version=str(model_version)))
+        return bool(here(host, "a model").control("is_ready", name=text(model_name), version=text(model_version)))
 
     made.__dict__.update(
         _SHARED,
