@@ -310,7 +310,7 @@ void Executor::launch(const RunInputs& inputs, Last last) {
       before = now;
     };
   running_ = true;
-  pool_.begin(std::move(job));
+  if (job.phases) pool_.begin(std::move(job));  // a network may be nothing but its inputs
 }
 
 void Executor::wait() {

@@ -15,7 +15,7 @@ class Pool {
   struct Job {
     // A worker's part of a phase. Whoever comes takes what is left: it may be one worker who does all of it.
     std::function<void(int worker, int phase)> work;
-    int phases = 1;
+    int phases = 1;  // at least
     std::function<void(int phase)> ended;  // by one of them, before the next phase begins; may be empty
   };
 

@@ -12,9 +12,10 @@ from millrace.compile.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
 from millrace.compile.source import Source
+from millrace.engine.executor import ExecutionError
 from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import KvFormat
-from millrace.engine.native import ExecutionError, NativeNetwork
+from millrace.engine.native import NativeNetwork
 from millrace.errors import ConfigError, EngineError, GraphError, RequestError
 from millrace.graph.types import Constant, DType, Symbol, Value
 from millrace.kernels.catalogue import operators

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from millrace.engine.engine import Engine
-from millrace.engine.executor import StepInputs
+from millrace.engine.executor import ExecutionError, StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
-from millrace.engine.native import ExecutionError, LoadedProgram, NativeExecutor, NativeProgram
+from millrace.engine.native import LoadedProgram, NativeExecutor, NativeProgram
 from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import kernels

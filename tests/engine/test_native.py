@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from millrace.engine.engine import Engine
+from millrace.engine.executor import ExecutionError
 from millrace.engine.manifest import MANIFEST, Manifest, sealed
-from millrace.engine.native import ExecutionError, NativeNetwork
+from millrace.engine.native import NativeNetwork
 from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, prompts_as_step

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, StepInputs, StepOutputs
-from millrace.engine.native import ExecutionError, NativeExecutor, NativeProgram
+from millrace.engine.executor import SAMPLING, ExecutionError, StepInputs, StepOutputs
+from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.engine.slots import Slot
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import Space

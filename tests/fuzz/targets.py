@@ -20,8 +20,8 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
+from millrace.engine.executor import ExecutionError
 from millrace.engine.manifest import MANIFEST, PROGRAM, UNREADABLE, FileEntry, file_checksum, read_manifest, sealed
-from millrace.engine.native import ExecutionError
 from millrace.engine.tactics import TACTICS, Choice, Region, TacticTable, write_tactics
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint

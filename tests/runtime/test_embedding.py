@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.engine.native import ExecutionError
+from millrace.engine.executor import ExecutionError
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, EngineError, MillraceError
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop

@@ -19,7 +19,8 @@ from millrace.compile.regions import Work, regions_of
 from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.engine import Engine
-from millrace.engine.native import ExecutionError, NativeExecutor, NativeNetwork
+from millrace.engine.executor import ExecutionError
+from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.engine.tactics import (
     Choice,
     Comparison,

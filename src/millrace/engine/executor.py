@@ -110,6 +110,10 @@ class ExecutorLimits:
         object.__setattr__(self, "context_tokens", min(self.max_context, self.n_pages * self.page_tokens))
 
 
+class ExecutionError(RuntimeError):
+    """A step or a run was refused or failed; the message says why."""
+
+
 class Executor(ABC):
     """At most `depth` launched steps are not waited for; what a later one computes comes after the earlier ones'."""
 

@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.executor import SAMPLING, ExecutionError, Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec
-from millrace.engine.slots import DTYPES, Slot, read_slot, slot, write_slot
+from millrace.engine.slots import DTYPES, Slot, read_slot, sizes_of, slot, write_slot
 from millrace.errors import ConfigError, EngineError, MachineError, RequestError, nearest
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import MAX_KNOBS
@@ -44,8 +44,10 @@ class NativeProgram:
     caches: tuple[CacheSpec, ...] = ()
 
 
-class ExecutionError(RuntimeError):
-    """A run was refused or failed in the native core; the message says why."""
+def _refused(call: Callable[..., int], *arguments: object) -> str:
+    """Why the native core refuses a call; empty: it does not."""
+    error = ctypes.create_string_buffer(ERROR_BYTES)
+    return error.value.decode(errors="replace") if call(*arguments, error, ERROR_BYTES) else ""
 
 
 class _Core:
@@ -57,9 +59,8 @@ class _Core:
     def __init__(self, lib: ctypes.CDLL, args: CreateArgs) -> None:
         self.pointer = ctypes.c_void_p()
         self.works_on: list[object] = []  # arrays of the run that was launched; without it, nothing
-        error = ctypes.create_string_buffer(ERROR_BYTES)
-        if lib.mr_create(ctypes.byref(args), ctypes.byref(self.pointer), error, ERROR_BYTES):
-            raise ExecutionError(error.value.decode(errors="replace"))
+        if why := _refused(lib.mr_create, ctypes.byref(args), ctypes.byref(self.pointer)):
+            raise ExecutionError(why)
         released = weakref.finalize(self, _release, lib, self.pointer, os.getpid(), self.works_on)
         released.atexit = False  # a daemon's run may not be through; the system takes the memory back
 
@@ -155,12 +156,11 @@ class LoadedProgram:
     def set_tactics(self, entries: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
         """(call, rows, knobs) in order of call, then rows; replaces all. raises EngineError for what no kernel takes"""
         table = np.array(list(entries), TACTIC)
-        error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:
-            refused = self._lib.mr_set_tactics(native, table.ctypes.data, len(entries), error, ERROR_BYTES)
-        if refused:
+            why = _refused(self._lib.mr_set_tactics, native, table.ctypes.data, len(entries))
+        if why:
             raise EngineError(
-                f"the engine's tactics do not fit its program: {error.value.decode(errors='replace')}",
+                f"the engine's tactics do not fit its program: {why}",
                 "tactics.json as `millrace tune` writes it", "run `millrace tune` on the engine, or remove the file",
             )  # fmt: skip
 
@@ -232,11 +232,10 @@ class NativeNetwork(LoadedProgram):
     def compute(self, sizes: Sequence[int]) -> None:
         """A run of so many rows of each symbol, its inputs written already. raises RequestError, ExecutionError"""
         given = _checked_sizes(self._program.symbols, sizes)
-        error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:
-            failed = self._lib.mr_compute(native, given.ctypes.data, error, ERROR_BYTES)
-        if failed:
-            raise ExecutionError(error.value.decode(errors="replace"))
+            why = _refused(self._lib.mr_compute, native, given.ctypes.data)
+        if why:
+            raise ExecutionError(why)
 
     def _write(self, inputs: Mapping[str, NDArray[np.generic]]) -> None:
         memory = self.activations()
@@ -256,47 +255,6 @@ def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArra
             f"the sizes {sizes!r:.200}", f"whole numbers: {expected}", "give each symbol's, in this order"
         )
     return np.array(whole, np.int32)
-
-
-def sizes_of(
-    slots: Sequence[Slot], bounds: Mapping[Symbol, int], inputs: Mapping[str, NDArray[np.generic]]
-) -> dict[Symbol, int]:
-    """What the symbols are, by the shapes of the inputs; in the order of `bounds`.
-
-    raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
-    """
-    names = [s.name for s in slots]
-    if not isinstance(inputs, Mapping):
-        raise RequestError(
-            f"the inputs are of type {type(inputs).__name__}", "a dict of arrays by name", "give " + ", ".join(names)
-        )
-    for name in [n for n in names if n not in inputs] + [n for n in inputs if n not in names]:
-        what = "is missing" if name in names else "is none of this network's"
-        raise RequestError(f"the input {name!r:.60} {what}", "inputs " + ", ".join(names), "give each of them, by name")
-    found: dict[Symbol, int] = {}
-    for s in slots:
-        array = inputs[s.name]
-        if not isinstance(array, np.ndarray):
-            raise RequestError(
-                f"the input {s.name} is of type {type(array).__name__}", f"a NumPy array of {DTYPES[s.dtype]}",
-                f"give numpy.array(..., numpy.{DTYPES[s.dtype]})",
-            )  # fmt: skip
-        expected = [found.get(d, d) if isinstance(d, Symbol) else d for d in s.shape]
-        fits = array.dtype == DTYPES[s.dtype] and len(array.shape) == len(expected)
-        for given, asked in zip(array.shape, expected, strict=False):
-            if isinstance(asked, Symbol):
-                found[asked] = given
-            fits = fits and (1 <= given <= bounds[asked] if isinstance(asked, Symbol) else given == asked)
-        if not fits:
-            limits = ", ".join(f"{d} from 1 to {bounds[d]}" for d in expected if isinstance(d, Symbol))
-            raise RequestError(
-                f"the input {s.name} is {array.dtype}{list(array.shape)}",
-                f"{DTYPES[s.dtype]}{expected}" + (f", {limits}" if limits else ""), "change the input's shape or type",
-            )  # fmt: skip
-    return {symbol: found[symbol] for symbol in bounds}
-
-
-_INT32, _UINT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
 
 
 class NativeExecutor(LoadedProgram, Executor):
@@ -334,36 +292,14 @@ class NativeExecutor(LoadedProgram, Executor):
         """The engine's other threads begin it. Whoever calls does meanwhile what is to be done, and joins in `wait`."""
         if self._outputs is not None:
             raise ExecutionError("a step was launched, and nobody has waited for it: this executor has a depth of 1")
-        _check_arrays(step, self.limits.vocab_size)
-        rows = len(step.sampling)
-        top = min(max(int(step.sampling["n_top"].max()), 0), self.limits.vocab_size) if rows else 0  # more is refused
-        masks, ready, copies = step.masks, step.masks_ready, step.copies
-        out = StepOutputs(
-            tokens=np.zeros(rows, np.int32), logprobs=np.zeros(rows, np.float32), ranks=np.zeros(rows, np.int32),
-            top_ids=np.zeros((rows, top), np.int32), top_logprobs=np.zeros((rows, top), np.float32),
-        )  # fmt: skip
-        args = StepArgs(
-            n_tokens=len(step.tokens), n_sequences=len(step.starts) - 1, n_rows=rows,
-            tokens=step.tokens.ctypes.data, positions=step.positions.ctypes.data, starts=step.starts.ctypes.data,
-            pages=step.pages.ctypes.data, page_starts=step.page_starts.ctypes.data,
-            sampling=step.sampling.ctypes.data, history=step.history.ctypes.data,
-            bias_ids=step.bias_ids.ctypes.data, bias_values=step.bias_values.ctypes.data,
-            n_pages=len(step.pages), n_history=len(step.history), n_bias=len(step.bias_ids),
-            out_tokens=out.tokens.ctypes.data, out_logprobs=out.logprobs.ctypes.data,
-            out_ranks=out.ranks.ctypes.data, max_top=top,
-            out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
-            masks=None if masks is None else masks.ctypes.data, n_masks=0 if masks is None else len(masks),
-            masks_ready=None if ready is None else ready.ctypes.data,
-            copies=None if copies is None else copies.ctypes.data, n_copies=0 if copies is None else len(copies),
-        )  # fmt: skip
-        error = ctypes.create_string_buffer(ERROR_BYTES)
+        args, out = _step_args(step, self.limits.vocab_size)
         with self._native() as native:
             assert self._core is not None, "it is not closed"
             self._core.works_on[:] = step, out
-            refused = self._lib.mr_launch(native, ctypes.byref(args), error, ERROR_BYTES)
-        if refused:
-            raise ExecutionError(error.value.decode(errors="replace"))
-        self._sizes = (args.n_tokens, args.n_sequences, rows)
+            why = _refused(self._lib.mr_launch, native, ctypes.byref(args))
+        if why:
+            raise ExecutionError(why)
+        self._sizes = (args.n_tokens, args.n_sequences, args.n_rows)
         self._outputs = out
 
     def wait(self) -> StepOutputs:
@@ -386,6 +322,36 @@ class NativeExecutor(LoadedProgram, Executor):
             known = [s.name for s in self._program.outputs]
             raise ConfigError(f'the engine keeps no "{name}"', nearest(name, known), "build it with keep=")
         return read_slot(self.activations(), found, dict(zip(self._program.symbols, self._sizes, strict=True)))
+
+
+_INT32, _UINT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
+
+
+def _step_args(step: StepInputs, vocab_size: int) -> tuple[StepArgs, StepOutputs]:
+    """The first holds addresses alone: who launches the step keeps its arrays. raises ExecutionError"""
+    _check_arrays(step, vocab_size)
+    rows = len(step.sampling)
+    top = min(max(int(step.sampling["n_top"].max()), 0), vocab_size) if rows else 0  # more is refused
+    masks, ready, copies = step.masks, step.masks_ready, step.copies
+    out = StepOutputs(
+        tokens=np.zeros(rows, np.int32), logprobs=np.zeros(rows, np.float32), ranks=np.zeros(rows, np.int32),
+        top_ids=np.zeros((rows, top), np.int32), top_logprobs=np.zeros((rows, top), np.float32),
+    )  # fmt: skip
+    args = StepArgs(
+        n_tokens=len(step.tokens), n_sequences=len(step.starts) - 1, n_rows=rows,
+        tokens=step.tokens.ctypes.data, positions=step.positions.ctypes.data, starts=step.starts.ctypes.data,
+        pages=step.pages.ctypes.data, page_starts=step.page_starts.ctypes.data,
+        sampling=step.sampling.ctypes.data, history=step.history.ctypes.data,
+        bias_ids=step.bias_ids.ctypes.data, bias_values=step.bias_values.ctypes.data,
+        n_pages=len(step.pages), n_history=len(step.history), n_bias=len(step.bias_ids),
+        out_tokens=out.tokens.ctypes.data, out_logprobs=out.logprobs.ctypes.data,
+        out_ranks=out.ranks.ctypes.data, max_top=top,
+        out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
+        masks=None if masks is None else masks.ctypes.data, n_masks=0 if masks is None else len(masks),
+        masks_ready=None if ready is None else ready.ctypes.data,
+        copies=None if copies is None else copies.ctypes.data, n_copies=0 if copies is None else len(copies),
+    )  # fmt: skip
+    return args, out
 
 
 def _check_arrays(step: StepInputs, vocab_size: int) -> None:

@@ -193,17 +193,6 @@ def test_what_is_wrong_in_the_model_itself_is_raised(tmp_path: Path, said: str, 
     asyncio.run(run())
 
 
-def test_what_is_not_there_may_be_unloaded(tmp_path: Path) -> None:
-    code = "    def execute(self, requests):\n        pb_utils.unload_model('none')\n        return [said('done')]\n"
-    write(tmp_path, "bls", HEAD + code + SAY, ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            assert (await one(repository, "bls", text("x")))[0] == b"done"
-
-    asyncio.run(run())
-
-
 def test_names_may_be_bytes_as_they_come_out_of_tensors(tmp_path: Path) -> None:
     """Triton's strings are C++'s, and its own example asks the model that an element of BYTES names."""
     code = """
