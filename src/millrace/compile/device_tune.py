@@ -133,13 +133,19 @@ class Work:
 
 def works_of(executor: CudaExecutor) -> list[Work]:
     """What the kernel computes of an executor's steps, those of few rows first."""
-    found: dict[tuple[str, int], tuple[list[CodedRows], Callable[[Tensor], Matrix]]] = {}
-    for rows in (*ROWS, MORE_ROWS):
-        for w, meets in executor.coded():
-            x = meets(torch.zeros((rows, w.width), dtype=executor.dtype, device=executor.device))
-            if cuda.goes_by_kernel(x, w, executor.dtype):
-                found.setdefault((region_of(x, w), rows), ([], meets))[0].append(w)
-    return [Work(region, rows, weights[:AT_MOST], meets) for (region, rows), (weights, meets) in found.items()]
+
+    def met(w: CodedRows, meets: Callable[[Tensor], Matrix], rows: int) -> Matrix:
+        return meets(torch.zeros((rows, w.width), dtype=executor.dtype, device=executor.device))
+
+    regions: dict[str, tuple[list[CodedRows], Callable[[Tensor], Matrix]]] = {}
+    for w, meets in executor.coded():
+        regions.setdefault(region_of(met(w, meets, 1), w), ([], meets))[0].append(w)
+    return [
+        Work(region, rows, weights[:AT_MOST], meets)
+        for rows in (*ROWS, MORE_ROWS)
+        for region, (weights, meets) in regions.items()  # whose weights are alike
+        if cuda.goes_by_kernel(met(weights[0], meets, rows), weights[0], executor.dtype)
+    ]
 
 
 def check_choice(region: str, choice: Choice) -> None:
