@@ -85,7 +85,7 @@ IDS = (
 )  # fmt: skip
 
 
-@settings(max_examples=examples(60, by_night=5), deadline=None)
+@settings(max_examples=examples(20, by_night=15), deadline=None)
 @given(st.lists(st.tuples(IDS, st.sampled_from(WAYS), st.sampled_from(({}, {"model_version": "1"}))), min_size=3,
                 max_size=8), st.sampled_from(WAYS), st.integers(0, 2**32 - 1))  # fmt: skip
 def test_whatever_an_id_is_the_answer_is_that_of_the_usual_way(
