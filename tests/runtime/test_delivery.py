@@ -1,12 +1,13 @@
 """When answers are given away: while the next step runs, for whoever is woken wants a processor, too."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from tests.runtime.clients import GREEDY, PAGE, Client, solo
+from tests.runtime.clients import GREEDY, PAGE, Client, answered, solo
 from tests.runtime.fakes import limits, make_loop
 
 
@@ -122,6 +123,25 @@ def test_stopped_after_a_callback_that_raised() -> None:
     while loop.step(goes_on=True):
         pass
     assert again.outputs == solo([4, 5], LONG)
+
+
+def test_no_token_waits_for_pages_that_another_has_on_the_disk(tmp_path: Path) -> None:
+    loop = make_loop(limits(page_tokens=PAGE, n_pages=16, max_context=48), tier=tmp_path / "tier")
+    known = list(range(1, 22))
+    for prompt in (known, *([40 + i] * 37 for i in range(2))):
+        answered(loop, prompt)
+    tier, said = loop._pool.tier, list[str]()
+    assert tier is not None
+    fill = tier.fill
+    tier.fill = lambda key, page: said.append("disk") or fill(key, page)  # type: ignore[method-assign,func-returns-value]
+    loop.submit([4, 5], LONG, lambda deltas: said.append("token"))
+    for _ in range(3):
+        loop.step(goes_on=True)
+    assert said == ["token"] * 2 and tier.n_found == 0
+    loop.submit(known, GREEDY, lambda deltas: None)
+    loop.step(goes_on=True)
+    assert said[:4] == ["token", "token", "token", "disk"] and tier.n_found > 1
+    tier.close()
 
 
 @pytest.mark.timeout(30)

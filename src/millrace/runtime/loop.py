@@ -216,6 +216,8 @@ class EngineLoop:
         if before is not None and (self._scheduler.is_short or not before.ahead or len(self._flights) > 1):
             self._settle()
             return
+        if self._pool.tier is not None and self._scheduler.waiting:
+            self._deliver()  # whoever is admitted now may wait for the disk: it alone
         alone = bool(self._again)
         step, fault = self._next_step(), None
         if step.chunks:
