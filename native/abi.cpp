@@ -111,8 +111,12 @@ void mr_chosen_tactics(mr_engine* engine, int32_t* knobs, int32_t n_calls) {
     std::memcpy(knobs + i * millrace::kKnobs, chosen[i].knob, sizeof chosen[i].knob);
 }
 
-uint8_t* mr_activations(mr_engine* engine) { return engine->executor.activations(); }
+uint8_t* mr_activations(mr_engine* engine) {
+  engine->executor.wait();
+  return engine->executor.activations();
+}
 uint8_t* mr_kept(mr_engine* engine, int32_t cache) {
+  engine->executor.wait();
   return cache < 0 ? nullptr : engine->executor.kept(static_cast<size_t>(cache));
 }
 const char* mr_isa(const mr_engine* engine) { return engine->executor.isa().name; }

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from millrace.engine import native
 from millrace.engine.engine import Engine
-from millrace.engine.executor import ExecutionError
+from millrace.engine.executor import ExecutionError, StepInputs
 from millrace.engine.manifest import MANIFEST, Manifest, sealed
 from millrace.engine.native import NativeNetwork
 from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
@@ -283,15 +284,79 @@ def test_whoever_comes_late_finds_the_same_answer(tmp_path: Path, threads: int) 
 
 def test_what_changes_runs_waits_for_the_one_under_way(tmp_path: Path) -> None:
     engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
-    step = prompts_as_step([[5, 6, 7]])
+    step = prompts_as_step([[1 + i % 50 for i in range(40)]])
     with closing(engine.executor(n_pages=4)) as executor:
         expected = executor.run(step).tokens.tolist()
+        logits, pages = executor.output("logits").tobytes(), [kept.tobytes() for kept in executor.kept()]
+        executor.run(prompts_as_step([[9, 8]]))
         for meanwhile in (lambda: executor.set_tactics([]), executor.chosen_tactics, lambda: executor.profile(True)):
             executor.launch(step)
             meanwhile()
             assert executor.wait().tokens.tolist() == expected
         executor.run(step)
         assert (executor.profile(False) > 0).any()
+        executor.run(prompts_as_step([[9, 8]]))
+        executor.launch(step)
+        assert executor.output("logits").tobytes() == logits
+        executor.wait()
+        executor.run(prompts_as_step([[9, 8]]))
+        executor.launch(step)
+        assert [kept.tobytes() for kept in executor.kept()] == pages
+        executor.wait()
+
+
+@pytest.mark.parametrize("at", ["mr_wait", "mr_launch"])
+def test_ctrl_c_gives_one_step_up_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Python tells of it once the native core has returned: before anything is noted."""
+    engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
+    step = prompts_as_step([[5, 6, 7]])
+    with closing(engine.executor(n_pages=4)) as executor:
+        expected, call = executor.run(step).tokens.tolist(), getattr(executor._lib, at)
+
+        def interrupted(*arguments: object) -> None:
+            call(*arguments)
+            raise KeyboardInterrupt
+
+        executor.launch(step)
+        monkeypatch.setattr(executor, "_lib", Named(executor._lib, **{at: interrupted}))
+        with pytest.raises(KeyboardInterrupt):
+            executor.wait()
+            executor.launch(step)
+        monkeypatch.undo()
+        for _ in range(2):
+            assert executor.run(step).tokens.tolist() == expected
+
+
+class Named:
+    """As something else, but for these."""
+
+    def __init__(self, other: object, **own: object) -> None:
+        self._other = other
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._other, name)
+
+
+def test_a_launch_that_comes_between_leaves_the_arrays_of_the_one_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two threads that launch, one is refused; the other's step goes on writing into what is its own."""
+    engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
+    first, second = prompts_as_step([[5, 6, 7]]), prompts_as_step([[9, 8]])
+    with closing(engine.executor(n_pages=4)) as executor:
+        expected, prepared = executor.run(first).tokens.tolist(), native._step_args
+
+        def meanwhile(step: StepInputs, vocab_size: int) -> object:
+            if step is second:
+                executor.launch(first)
+            return prepared(step, vocab_size)
+
+        monkeypatch.setattr(native, "_step_args", meanwhile)
+        with pytest.raises(ExecutionError, match="nobody has waited"):
+            executor.launch(second)
+        assert executor._core is not None and executor._core.works_on[0] is first
+        assert executor.wait().tokens.tolist() == expected
 
 
 def test_a_launched_step_that_nobody_waits_for_ends_with_its_engine(tmp_path: Path) -> None:

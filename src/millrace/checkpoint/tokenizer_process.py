@@ -1,7 +1,7 @@
 """Long texts are tokenised in a process of their own, at the lowest priority.
 
-In a thread of the server they hold up every stream twice: they take a core from a kernel's workers, which meet at a
-barrier, and a thread of low priority that holds the interpreter's lock is waited for by the one of high priority.
+In a thread of the server they hold up every stream twice: they take a core from one of a kernel's workers, for whom the
+others wait, and a thread of low priority that holds the interpreter's lock is waited for by the one of high priority.
 """
 
 import base64

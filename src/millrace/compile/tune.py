@@ -1,8 +1,8 @@
 """The tactic tuner: times settings of the kernels' knobs on this machine, inside the program that will run.
 
 A program does the same work in every layer. So the layers of one pass run different settings, and take turns: all
-settings see the same machine in the same moments, with cold weights, real neighbours and barriers. A setting is chosen
-where it clearly beats the kernel's rule; none changes a bit of any result.
+settings see the same machine in the same moments, with cold weights, real neighbours and workers that wait for each
+other. A setting is chosen where it clearly beats the kernel's rule; none changes a bit of any result.
 """
 
 import statistics

@@ -1,4 +1,7 @@
-"""Programs in the native core: a whole run as one call into C++ that releases the interpreter's lock."""
+"""Programs in the native core: a run is computed there as a whole, without the interpreter's lock.
+
+A network's is one call; a language model's step is launched, and waited for.
+"""
 
 import ctypes
 import math
@@ -290,28 +293,32 @@ class NativeExecutor(LoadedProgram, Executor):
 
     def launch(self, step: StepInputs) -> None:
         """The engine's other threads begin it. Whoever calls does meanwhile what is to be done, and joins in `wait`."""
-        if self._outputs is not None:
-            raise ExecutionError("a step was launched, and nobody has waited for it: this executor has a depth of 1")
         args, out = _step_args(step, self.limits.vocab_size)
         with self._native() as native:
+            if self._outputs is not None:  # another thread's, too: its arrays must stay
+                raise ExecutionError(
+                    "a step was launched, and nobody has waited for it: this executor has a depth of 1"
+                )
             assert self._core is not None, "it is not closed"
+            self._lib.mr_wait(native)  # for one that Ctrl-C has cut off from whoever launched it
             self._core.works_on[:] = step, out
-            why = _refused(self._lib.mr_launch, native, ctypes.byref(args))
-        if why:
-            raise ExecutionError(why)
-        self._sizes = (args.n_tokens, args.n_sequences, args.n_rows)
-        self._outputs = out
+            if why := _refused(self._lib.mr_launch, native, ctypes.byref(args)):
+                raise ExecutionError(why)
+            self._sizes = (args.n_tokens, args.n_sequences, args.n_rows)
+            self._outputs = out
 
     def wait(self) -> StepOutputs:
-        """raises ExecutionError where nothing was launched"""
-        outputs = self._outputs
+        """raises ExecutionError where nothing was launched
+
+        A wait that ends in another way, as by Ctrl-C, gives the step up: the next one may be launched.
+        """
+        outputs, self._outputs = self._outputs, None
         if outputs is None:
             raise ExecutionError("nothing was launched, so there is nothing to wait for")
         with self._native() as native:
             self._lib.mr_wait(native)
             assert self._core is not None, "it is not closed"
             self._core.works_on.clear()
-        self._outputs = None
         return outputs
 
     def output(self, name: str) -> NDArray[np.generic]:

@@ -1,4 +1,4 @@
-"""The engine loop: drain commands -> schedule -> run -> emit.
+"""The engine loop: drain commands -> schedule -> run -> emit, which its thread does while the next step runs.
 
 One thread runs `step` again and again; it owns scheduler, pages and answers. Others reach it through `submit`, `cancel`
 and `stats`. The executor and the clock are arguments, so that tests and the sizing simulator run this very code.
@@ -62,7 +62,7 @@ class EngineLoop:
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
         self._executor = executor
         self._batches = deque(BatchBuilder(self.limits, self.grammars) for _ in range(executor.depth))
-        self._flight: Flight | None = None  # launched, and not waited for
+        self._flights: deque[Flight] = deque()  # launched, and not waited for
         self._done_s = -math.inf  # when the last step was
         self.budget = self._scheduler.budget
         self._live: dict[Request, None] = {}
@@ -174,7 +174,7 @@ class EngineLoop:
             self._scheduler.expire()
             for request in self._scheduler.overdue():
                 self._end(request, FinishReason.ABORT, f"it waited longer than {request.claim.queue_timeout_s:g} s")
-            ran = self._scheduler.has_work or self._flight is not None
+            ran = self._scheduler.has_work or bool(self._flights)
             if ran:
                 self._run_step()
             if not (goes_on and ran and self._scheduler.has_work):
@@ -211,26 +211,27 @@ class EngineLoop:
 
     def _run_step(self) -> None:
         """Launch a step, and wait for the oldest: which is the same one, unless two are under way."""
-        before, self._flight = self._flight, None
-        if before is not None and self._scheduler.is_short:  # who gives way must not be under way
-            self._settle(before)
+        before = self._flights[-1] if self._flights else None
+        # Who gives way must not be under way; nor may a step be that somebody's callback has cut off from its wait.
+        if before is not None and (self._scheduler.is_short or not before.ahead or len(self._flights) > 1):
+            self._settle()
             return
+        if self._pool.tier is not None and self._scheduler.waiting:
+            self._deliver()  # whoever is admitted now may wait for the disk: it alone
         alone = bool(self._again)
-        step, flight, fault = self._next_step(), None, None
+        step, fault = self._next_step(), None
         if step.chunks:
             try:
-                flight = self._launch(step, before, waits=alone)
+                self._flights.append(self._launch(step, before, waits=alone))
             except (RuntimeError, MillraceError) as error:
                 fault = error
         self._deliver()  # of the step before; whoever is woken by it has the processor while the executor has not all
-        if before is not None and not self._settle(before, flight):
+        if before is not None and not self._settle():
             return
         if fault is not None:
             self._step_failed(step, fault)
-        elif flight is not None and flight.ahead:
-            self._flight = flight
-        elif flight is not None:
-            self._settle(flight)
+        elif self._flights and not self._flights[-1].ahead:
+            self._settle()
 
     def _launch(self, step: Step, before: Flight | None, waits: bool) -> Flight:
         """waits: for it, before the next one. raises what executors raise"""
@@ -247,24 +248,21 @@ class EngineLoop:
             self._scheduler.run_ahead(step)
         return Flight(step, started_s, ahead)
 
-    def _settle(self, flight: Flight, behind: Flight | None = None) -> bool:
-        """Wait for a step and give away what it drew. False where it failed: then no step is under way.
-
-        behind: launched since
-        """
+    def _settle(self) -> bool:
+        """Wait for the oldest step and give away what it drew. False where it failed: then no step is under way."""
+        flight = self._flights.popleft()
         step = flight.step
         try:
             outputs = self._executor.wait()
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
-            if behind is not None:
-                self._drop(behind)
-                behind = None
+            if self._flights:
+                self._drop(self._flights.popleft())
             if flight.ahead:
                 self._scheduler.take_back(step)
             self._step_failed(step, error)
             return False
         finally:
-            self._computing(behind is not None)
+            self._computing(bool(self._flights))
         self.thread.step_done()
         now_s = self.thread.clock()
         began_s, self._done_s = max(flight.started_s, self._done_s), now_s
@@ -364,9 +362,8 @@ class EngineLoop:
                     self._add(seq, seq.end(reason, why, fault))
 
     def _end_everything(self, reason: FinishReason, error: str) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._settle(flight)
+        while self._flights:
+            self._settle()
         self._drain_commands()
         for request in list(self._live):
             self._end(request, reason, error)
@@ -374,6 +371,7 @@ class EngineLoop:
 
     def _abandon_everything(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
+        self._computing(False)  # whatever it was that did not come to its end
         with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
         for request in dict.fromkeys([*self._pending, *self._live, *submitted]):
@@ -386,12 +384,13 @@ class EngineLoop:
         self._after_step()
 
     def _deliver(self) -> None:
-        pending, self._pending = self._pending, {}
-        for request, deltas in pending.items():
-            request.deliver(deltas)
+        told = bool(self._pending)
+        while self._pending:  # one by one: what a callback that raises leaves here is told by whoever ends the loop
+            request = next(iter(self._pending))
+            request.deliver(self._pending.pop(request))
             if not request.is_open:
                 request.let_go()
-        if pending:
+        if told:
             self._after_step()
 
     def _is_idle(self) -> bool:

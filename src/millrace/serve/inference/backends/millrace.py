@@ -180,7 +180,7 @@ class _Answer:
             request.send(self._response(None), final=False)
 
     def _response(self, end: FinishReason | None) -> InferResponse:
-        """On the engine's thread, between two steps: nothing is made that nobody wants."""
+        """On the engine's thread, which the step under way waits for: nothing is made that nobody wants."""
         self._sum += sum(self._logprobs)
         batch = self._request.batch_size > 0
         found = {name: self._output(name, end) for name in self._outputs}
