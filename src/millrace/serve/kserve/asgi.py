@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from millrace.serve.backend import Models
@@ -15,6 +14,7 @@ from millrace.serve.kserve.encoding import raw_too_large, too_large
 from millrace.serve.kserve.guarded import group_of_path, named
 from millrace.serve.kserve.http import STATUS, HttpFront, Reply, Request, error_reply
 from millrace.serve.kserve.infer_body import HEADER
+from millrace.serve.kserve.infer_reply import written_error
 from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.routes import Protocol
@@ -25,7 +25,7 @@ _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever c
 
 def write_error(problem: Problem) -> bytes:
     """Of what is wrong before a route of KServe's is reached: a key, a body that does not come."""
-    return msgspec.json.encode({"error": problem.message})
+    return written_error(problem.message)
 
 
 KSERVE = Protocol((), write_error, below=BELOW)

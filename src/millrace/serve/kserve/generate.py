@@ -19,7 +19,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import held_bytes, named_type
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.infer_body import elements, from_json, take_parameters, too_deep, unparsed
-from millrace.serve.kserve.infer_reply import listed
+from millrace.serve.kserve.infer_reply import listed, written_error
 
 _MOST_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
 _NOT_ONE = (
@@ -191,7 +191,7 @@ class Events:
         return written.join(self._around)
 
     def _failed(self, error: StatusError) -> bytes:
-        return msgspec.json.encode({"error": error.message}).join(self._around)
+        return written_error(error.message).join(self._around)
 
     def close(self) -> None:
         """Nobody reads any more."""

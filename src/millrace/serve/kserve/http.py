@@ -21,7 +21,7 @@ from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
 from millrace.serve.kserve.infer_body import HEADER, HttpWanted, read_infer
-from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.infer_reply import written, written_error
 from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
@@ -59,9 +59,7 @@ class Reply:
 
 
 def error_reply(status: int, message: str) -> Reply:
-    """The one way in which errors are written."""
-    headers = [(b"content-type", _JSON)]
-    return Reply(status, msgspec.json.encode({"error": message}), headers)
+    return Reply(status, written_error(message), [(b"content-type", _JSON)])
 
 
 def error_of(error: StatusError) -> Reply:

@@ -1,4 +1,4 @@
-"""The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary."""
+"""The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary; or an error's body."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +23,11 @@ def told_outputs(
         if n := n_classes.get(name):
             array = classified(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
         yield Tensor(name, named_type(name, array), array)
+
+
+def written_error(message: str) -> bytes:
+    """The one way in which errors are written, of a route, before one is reached, and in a stream."""
+    return msgspec.json.encode({"error": message})
 
 
 def written(
