@@ -114,11 +114,11 @@ def test_an_id_that_is_there_twice_is_no_place_for_others(call: Call, n_quick: l
 
 @pytest.mark.parametrize("more", [{}, {"model_version": "1"}, {"outputs": [{"name": "OUTPUT1"}]}])
 def test_each_message_has_another_id(call: Call, n_quick: list[int], more: dict[str, Any]) -> None:
-    """All but the first two of a length are answered at once, and name theirs; as are those without one, or of one
-    beyond ASCII that stays the same."""
+    """All but the first two of a length are answered at once, and name theirs; so are those without one, or of one
+    beyond ASCII that stays the same. No id that was drawn before is as long as these."""
     draw = np.random.default_rng(16)
     counted = [f"{more!s:.9}{n:04}" for n in range(20)]
-    lengths = [text for n in range(4) for text in (f"x{n}", f"uuid-{n}-{more!s:.30}")]
+    lengths = [text for n in range(4) for text in (f"x{n}" * 6, f"uuid-{n}-{more!s:.30}")]
     for names, n_usual in ((counted, 2), (lengths, 4), ([""] * 4, 2), (["numéro"] * 4, 2)):
         n_quick.clear()
         asked = [sums(draw, own, **more).SerializeToString() for own in names]
