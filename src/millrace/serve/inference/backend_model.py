@@ -346,10 +346,7 @@ class BackendModel(Model):
         if request.finished:
             return
         if response is not None:
-            try:
-                response = self._responded(request, response)
-            except StatusError as unfit:
-                response, error = None, unfit
+            response, error = self._responded(request, response, error)
         if final:
             now_ns = time.monotonic_ns()
             if request.batch is not None:

@@ -134,10 +134,7 @@ class Ensemble(Model):
     ) -> None:
         """By its run."""
         if response is not None:
-            try:
-                response = self._responded(request, response)
-            except StatusError as unfit:
-                response, error = None, unfit
+            response, error = self._responded(request, response, error)
         if final:
             del self._runs[request]
             now_ns = time.monotonic_ns()

@@ -221,16 +221,21 @@ class Model(ABC):
             self.cancel(request)
             raise
 
-    def _responded(self, request: InferRequest, response: InferResponse) -> InferResponse:
-        """With a response, which may be its first: as clients see it. raises StatusError where they cannot"""
+    def _responded(
+        self, request: InferRequest, response: InferResponse, error: StatusError | None
+    ) -> tuple[InferResponse | None, StatusError | None]:
+        """With a response, which may be its first: as clients see it, or why they cannot."""
         if self._reshaped:
-            response = self._reshaped.told(request.named, response)
+            try:
+                response = self._reshaped.told(request.named, response)
+            except StatusError as unfit:
+                return None, unfit
         request.n_responses += 1
         if request.trace is not None:
             request.trace.responded(response)
         if request.n_responses == 1 and self.statistics.first_response is not None:
             self.statistics.first_response.add(time.monotonic_ns() - request.received_ns)
-        return response
+        return response, error
 
     def _finished(self, request: InferRequest, error: StatusError | None, now_ns: int) -> None:
         request.finished = True
