@@ -89,7 +89,7 @@ def test_changes_of_one_model_wait_for_one_another_and_only_so_many(tmp_path: Pa
     async def run() -> None:
         async with loaded(root) as repository:
             changing = [asyncio.ensure_future(repository.load("m")) for _ in range(16)]
-            await asyncio.sleep(0.05)
+            await becomes(lambda: sum(turn.n for turn in repository._turns._of.values()) == 16)
             with pytest.raises(StatusError) as refused:
                 await repository.unload("m")
             assert refused.value.code is Code.UNAVAILABLE

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.support import until
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.python_models import write
 from tests.support.repository import in_process
@@ -103,13 +104,23 @@ def test_errors_of_sequences_over_grpc(client: Client) -> None:
     assert refusal(lambda: client.infer("direct", two, [bytes(8)])) == ("INVALID_ARGUMENT", words)
 
 
+def n_pending(url: str) -> float:
+    """Requests to `direct` that no instance has."""
+    sign = 'nv_inference_pending_request_count{model="direct",version="1"} '
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return next(float(line.removeprefix(sign)) for line in lines if line.startswith(sign))
+
+
 def test_a_client_that_leaves_ends_its_sequence(client: Client, served: Threaded) -> None:
     """The slots are all taken for as long as nobody ends them, so that what it asked waits."""
     for id_ in range(1, 5):
         assert posted(served.url, "direct", id_, 1, start=True).status_code == 200
     waiting = client.future("ModelInfer", part("direct", 50, 1, "s"))
+    until(lambda: n_pending(served.url) == 1)
     behind = client.future("ModelInfer", part("direct", 51, 7, "se"))
+    until(lambda: n_pending(served.url) == 2)
     waiting.cancel()
+    until(lambda: n_pending(served.url) == 1)
     assert posted(served.url, "direct", 1, 1, end=True).json()["outputs"][0]["data"] == [2]
     assert behind.result(), "and the other has the slot that was free"
     assert NO_START in posted(served.url, "direct", 50, 1).json()["error"]
