@@ -8,8 +8,9 @@ import pytest
 from millrace.compile.find import BUNDLED
 from millrace.compile.for_gpu import refuse_gpu
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda import found
+from millrace.engine.cuda import found, rates
 from millrace.engine.cuda.found import Gpu
+from millrace.engine.cuda.rates import DeviceRates
 from millrace.errors import ConfigError, MachineError
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import Device
@@ -54,11 +55,44 @@ def test_doctor_on_a_screen(millrace: Millrace) -> None:
 
 
 def test_doctor_of_a_gpu_that_is_here(millrace: Millrace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu(device, "NVIDIA A10", (8, 6), 1 << 30, 72))
+    """Its tensors are a CPU's, so that its rates are measured, and mean nothing."""
+    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A10", (8, 6), 1 << 30, 72))
     told = json.loads(millrace("doctor", "--device", "cuda:1", "--json").out)
     assert told["device"] == "NVIDIA A10 (Ampere, sm_86)" and told["asked"]["precision fp8a16"]["why_not"]
+    assert told["measured"]["products"].keys() == {"fp32", "fp16", "bf16", "int8"}
+    assert min(told["measured"]["read"], told["measured"]["copied"], *told["measured"]["products"].values()) > 0
+    assert (told["free_bytes"], told["multiprocessors"]) == (1 << 30, 72)
     monkeypatch.setattr(found, "find_gpu", none_here)
     millrace("doctor", "--device", "cuda").assert_mistake("no GPU to run on")
+
+
+@pytest.mark.parametrize(
+    "name, share",
+    [("NVIDIA H100 80GB HBM3", 1), ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 3 / 7), ("NVIDIA H200", 1), ("A GPU", None)],
+)
+def test_rates_stand_beside_the_datasheet(
+    name: str, share: float | None, millrace: Millrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice has its share of the products, and half of the memory's rate."""
+    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu("cpu", name, (9, 0), 1 << 30, 60))
+    seen = DeviceRates(1675e9, 3350e9, {"fp32": 50e12, "fp8": 1979e12 / 2})
+    monkeypatch.setattr(rates, "measured", lambda gpu, precisions: seen)
+    lines = millrace("doctor", "--device", "cuda").out.splitlines()
+    shown = {line.split("  ")[1].strip(): line.split() for line in lines if line.startswith("  ")}
+    assert shown["reading memory"][2:4] == ["1,675", "GB"]
+    fp8 = shown["products in fp8"]
+    assert fp8[3:6] == ["989.5", "T", "operations"] and fp8[6:] == ([] if share is None else [f"{0.5 / share:.0%}"])
+    assert "%" not in " ".join(shown["products in fp32"])
+    assert shown["multiprocessors"][1:] == ["60"] and shown["free memory"][2:] == ["1", "GiB"]
+
+
+@pytest.mark.parametrize("failing", [None, RuntimeError("CUDA error: unspecified launch failure")])
+def test_a_gpu_that_cannot_be_measured(failing: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("cpu" if failing else "cuda:0", "NVIDIA A10", (8, 6), 100 << 20, 72)
+    monkeypatch.setattr(rates, "_rates", lambda *_: (_ for _ in ()).throw(failing or AssertionError("it is too small")))
+    with pytest.raises(MachineError) as refused:
+        rates.measured(gpu, ())
+    assert ("unspecified launch failure" if failing else "NVIDIA A10 has 100 MiB free") in refused.value.what
 
 
 def none_here(device: str) -> Gpu:

@@ -31,6 +31,7 @@ EPILOG = """\b
 Examples:
   millrace doctor
   millrace doctor --isa avx2 --json
+  millrace doctor --device cuda        what the GPU here reaches, and which precisions it has
   millrace doctor --device L40S        which precisions a GPU has"""
 # What each instruction set needs, as the kernel names it.
 NEEDED = {
@@ -44,8 +45,8 @@ LITTLE_MEMORY = 2 << 30
 @click.command(epilog=EPILOG)
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Measure with so many threads.")
 @click.option("--isa", metavar="|".join((*NEEDED, "scalar")), help="Measure with this instruction set.")
-@click.option("--device", metavar="NAME", help="Instead of this machine a GPU: cuda, cuda:1, or one that "
-              "`millrace size` knows, such as H100. Says which precisions it has; nothing is measured.")  # fmt: skip
+@click.option("--device", metavar="NAME", help="Instead of this machine a GPU: cuda, cuda:1, or one that `millrace "
+              "size` knows, such as H100. Says which precisions it has, and of one that is here what it reaches.")  # fmt: skip
 @json_option
 @click.pass_obj
 def command(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:
@@ -58,7 +59,7 @@ def command(env: Env, threads: int | None, isa: str | None, device: str | None, 
     if device not in (None, CPU):
         if threads is not None or isa is not None:
             raise ConfigError(f"--{'threads' if isa is None else 'isa'} beside --device {device}",
-                              "one of both: of a GPU nothing is measured", "leave one out")  # fmt: skip
+                              "one of both: that is about a CPU's kernels", "leave one out")  # fmt: skip
         examined(device, as_json)
         return
     usable = usable_isas()

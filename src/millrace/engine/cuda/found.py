@@ -23,10 +23,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A GPU that is here, or one of the catalogue. about: its name and what it is"""
+    """A GPU that is here, or one of the catalogue. about: its name and what it is; here: None of the catalogue's"""
 
     about: str
     architecture: str
+    here: Gpu | None = None
 
 
 def known_gpu(device: str) -> Known:
@@ -36,7 +37,7 @@ def known_gpu(device: str) -> Known:
     """
     if device != CPU and _NAMED.fullmatch(device):
         found = find_gpu(device)
-        return Known(*seen_as(found.name, found.capability))
+        return Known(*seen_as(found.name, found.capability), found)
     try:
         named = find_device(device)
     except ConfigError as error:
