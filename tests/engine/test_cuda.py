@@ -21,9 +21,10 @@ from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda import transfer
-from millrace.engine.cuda.executor import DTYPES, CudaExecutor
+from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.sampling import likeliest
+from millrace.engine.cuda.walk import DTYPES
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor

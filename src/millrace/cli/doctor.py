@@ -46,7 +46,8 @@ LITTLE_MEMORY = 2 << 30
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Measure with so many threads.")
 @click.option("--isa", metavar="|".join((*NEEDED, "scalar")), help="Measure with this instruction set.")
 @click.option("--device", metavar="NAME", help="Instead of this machine a GPU: cuda, cuda:1, or one that `millrace "
-              "size` knows, such as H100. Says which precisions it has, and of one that is here what it reaches.")  # fmt: skip
+              "size` knows, such as H100. Says which precisions it has, and of one that is here what it "
+              "reaches.")  # fmt: skip
 @json_option
 @click.pass_obj
 def command(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:

@@ -5,45 +5,33 @@ same steps go through plain PyTorch, so that everything but the kernels is teste
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
-from millrace.engine.cuda.glue import glue_of, is_silu_mul
-from millrace.engine.cuda.gpu import CODES, check_gpu, check_runs, precisions_used
-from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.cuda.memory import ATTENTION, read_last
-from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
+from millrace.engine.cuda.gpu import CODES, check_runs
+from millrace.engine.cuda.memory import ATTENTION
+from millrace.engine.cuda.operators import layer_of
 from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
+from millrace.engine.cuda.walk import Walk
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
-from millrace.graph.trees import as_tree
-from millrace.graph.types import Graph, Node, Value
+from millrace.graph.types import Graph, Node
 from millrace.kernels.attention.paged import LayerPages
-from millrace.kernels.matmul.coded import CodedRows, Matrix, e4m3_rows, int8_rows
-from millrace.kernels.matmul.gpu_tiles import RULES
-from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.operators import number, size
-from millrace.kernels.storage import storage_of
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class CudaExecutor(Executor):
-    """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
+class CudaExecutor(Walk, Executor):
+    """graph, dtype, fp8_rows, device: as of Walk
 
-    dtype: of DTYPES: of activations and of weights that are not coded
     kv: how keys and values are kept, INT8 or FP8; None: in dtype
-    fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
     buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
     raises, before a weight is read: EngineError for an operator, or keys and values, that have no kernel here,
     MachineError without a GPU, ConfigError for one that lacks a precision
@@ -56,17 +44,10 @@ class CudaExecutor(Executor):
         fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda",
     ) -> None:  # fmt: skip
         check_runs(graph, kv)
-        self.limits, self.dtype, self.device = limits, DTYPES[dtype], torch.device(device)
-        self._kept, self._fp8_rows = kv, frozenset(fp8_rows)
-        on_cpu = self.device.type == "cpu"
-        if not on_cpu:
-            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
-        self._kernels: ModuleType = plain if on_cpu else _kernels()
+        Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv)
+        self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
-        self._graph, self._loaded, self._read_last = graph, self._load(graph), read_last(graph)
-        self._glue, self.tiles = glue_of(graph, self._takes_e4m3), RULES
-        self._values: dict[Value, Matrix] = {}
         self._tables: Tables
         self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
@@ -91,9 +72,6 @@ class CudaExecutor(Executor):
         for step in steps:
             self.run(step)
 
-    def _load(self, graph: Graph) -> Loaded:
-        return load(graph, self.dtype, self.device)
-
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode(), there(self.device):
@@ -116,7 +94,7 @@ class CudaExecutor(Executor):
         with torch.inference_mode(), there(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
-            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            return self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
 
     def _copy_pages(self, step: StepInputs) -> None:
         for source, target in () if step.copies is None else step.copies.tolist():
@@ -161,75 +139,19 @@ class CudaExecutor(Executor):
         return self._replays[size, way]()[: len(step.sampling)]
 
     def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
-        logits = self._computed(bucket.inputs(), bucket.tables)
+        logits = self._logits(bucket.inputs(), bucket.tables)
         return logits if way is None else drawn_plainly(logits, bucket.rows, way, self._kernels.draw)
 
-    def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
-        self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
-        for node, gone in zip(self._graph.nodes, self._read_last, strict=True):
-            if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
-                found = OPERATORS[node.op](node, self)
-                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-            for value in gone:
-                self._values.pop(value, None)
-        (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
-        return self.tensor(output).float()
-
-    def coded(self) -> Iterator[tuple[CodedRows, Callable[[Tensor], Matrix]]]:
-        """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
-        producers = self._graph.producers()
-        for node, matrices in self._loaded.coded.items():
-            meets: Callable[[Tensor], Matrix] = e4m3_rows if self._takes_e4m3(node) else Tensor.contiguous
-            if precision_of(node).takes_bytes:
-                meets = partial(int8_rows, group=storage_of(producers[node.inputs[0]]).group)
-            for matrix in matrices:
-                yield matrix, meets
+    def _logits(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
+        self._tables = tables
+        return self._computed(inputs)["logits"].float()
 
     def close(self) -> None:
+        Walk.close(self)
         self._flights.clear()
-        self._loaded, self._pages, self._values = Loaded({}, {}), {}, {}
-        self._inputs, self._replays = {}, {}
+        self._pages, self._inputs, self._replays = {}, {}, {}
 
     # --- what operators ask for (engine/cuda/operators.py)
-
-    def tensor(self, value: Value) -> Tensor:
-        held = self._loaded.tensors[value] if value.constant else self._values[value]
-        assert isinstance(held, Tensor), f"{value} is coded"
-        return held
-
-    def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
-        x = self._values[node.inputs[0]]
-        if isinstance(x, Tensor) and self._takes_e4m3(node):
-            x = e4m3_rows(x)
-        return [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
-
-    def _takes_e4m3(self, node: Node) -> bool:
-        """Of products; rows that are INT8 by now stay so."""
-        return node in self._loaded.coded and not self._fp8_rows.isdisjoint(node.origin)
-
-    def matrix(self, value: Value) -> Matrix:
-        return self._values[value]
-
-    def added(self, node: Node, y: Tensor) -> Tensor:
-        residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
-        if norm is None:
-            return residual + y
-        w, coded = self.tensor(norm.inputs[1]), norm.output in self._glue.e4m3
-        total: Tensor
-        total, self._values[norm.output] = self._kernels.add_norm(
-            y, residual, w, number(norm, "eps"), self.dtype, coded
-        )
-        return total
-
-    def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
-        if is_silu_mul(node):
-            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, node.output in self._glue.e4m3)
-            return y
-        return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
-
-    def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)
-        return y
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
         kv_heads = heads[1].shape[1]
@@ -243,10 +165,3 @@ class CudaExecutor(Executor):
         heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
         shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
-
-
-def _kernels() -> ModuleType:
-    """Imported for a device alone: Triton decides at its import how it runs."""
-    from millrace.engine.cuda import triton_kernels
-
-    return triton_kernels

@@ -1,0 +1,126 @@
+"""Through a graph on a device, node after node: what language models and encoders have in common there."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from millrace.engine.cuda import plain
+from millrace.engine.cuda.glue import glue_of, is_silu_mul
+from millrace.engine.cuda.gpu import check_gpu, precisions_used
+from millrace.engine.cuda.loaded import Loaded, load
+from millrace.engine.cuda.memory import read_last
+from millrace.engine.cuda.operators import OPERATORS, evaluate
+from millrace.engine.kv import KvFormat
+from millrace.graph.trees import as_tree
+from millrace.graph.types import Graph, Node, Value
+from millrace.kernels.matmul.coded import CodedRows, Matrix, e4m3_rows, int8_rows
+from millrace.kernels.matmul.gpu_tiles import RULES
+from millrace.kernels.matmul.op import precision_of
+from millrace.kernels.operators import number
+from millrace.kernels.storage import storage_of
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Walk:
+    """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
+
+    dtype: of DTYPES: of activations and of weights that are not coded
+    fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
+    kv: as of CudaExecutor
+    raises, before a weight is read: MachineError without a GPU, ConfigError for one that lacks a precision
+    """
+
+    def __init__(
+        self, graph: Graph, *, dtype: str, device: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None
+    ) -> None:
+        self.dtype, self.device = DTYPES[dtype], torch.device(device)
+        self._fp8_rows, self.tiles = frozenset(fp8_rows), RULES
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu:
+            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
+        self._kernels: ModuleType = plain if on_cpu else _kernels()
+        self._graph, self._loaded, self._read_last = graph, self._load(graph), read_last(graph)
+        self._glue = glue_of(graph, self._takes_e4m3)
+        self._values: dict[Value, Matrix] = {}
+
+    def _load(self, graph: Graph) -> Loaded:
+        return load(graph, self.dtype, self.device)
+
+    def _computed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The graph's outputs by their names, for inputs by theirs."""
+        self._values = {p.value: inputs[p.name] for p in self._graph.inputs}
+        for node, gone in zip(self._graph.nodes, self._read_last, strict=True):
+            if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
+                found = OPERATORS[node.op](node, self)
+                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            for value in gone:
+                self._values.pop(value, None)
+        return {p.name: self.tensor(p.value) for p in self._graph.outputs}
+
+    def coded(self) -> Iterator[tuple[CodedRows, Callable[[Tensor], Matrix]]]:
+        """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
+        producers = self._graph.producers()
+        for node, matrices in self._loaded.coded.items():
+            meets: Callable[[Tensor], Matrix] = e4m3_rows if self._takes_e4m3(node) else Tensor.contiguous
+            if precision_of(node).takes_bytes:
+                meets = partial(int8_rows, group=storage_of(producers[node.inputs[0]]).group)
+            for matrix in matrices:
+                yield matrix, meets
+
+    def close(self) -> None:
+        self._loaded, self._values = Loaded({}, {}), {}
+
+    # --- what operators ask for (engine/cuda/operators.py)
+
+    def tensor(self, value: Value) -> Tensor:
+        held = self._loaded.tensors[value] if value.constant else self._values[value]
+        assert isinstance(held, Tensor), f"{value} is coded"
+        return held
+
+    def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
+        x = self._values[node.inputs[0]]
+        if isinstance(x, Tensor) and self._takes_e4m3(node):
+            x = e4m3_rows(x)
+        return [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+
+    def _takes_e4m3(self, node: Node) -> bool:
+        """Of products; rows that are INT8 by now stay so."""
+        return node in self._loaded.coded and not self._fp8_rows.isdisjoint(node.origin)
+
+    def matrix(self, value: Value) -> Matrix:
+        return self._values[value]
+
+    def added(self, node: Node, y: Tensor) -> Tensor:
+        residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
+        if norm is None:
+            return residual + y
+        w, coded = self.tensor(norm.inputs[1]), norm.output in self._glue.e4m3
+        total: Tensor
+        total, self._values[norm.output] = self._kernels.add_norm(
+            y, residual, w, number(norm, "eps"), self.dtype, coded
+        )
+        return total
+
+    def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
+        if is_silu_mul(node):
+            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, node.output in self._glue.e4m3)
+            return y
+        return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
+
+    def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)
+        return y
+
+    def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+def _kernels() -> ModuleType:
+    """Imported for a device alone: Triton decides at its import how it runs."""
+    from millrace.engine.cuda import triton_kernels
+
+    return triton_kernels
