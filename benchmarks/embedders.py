@@ -74,7 +74,7 @@ class Millrace:
 
         m = self._opened.engine.manifest
         return {
-            "version": __version__, "isa": self._opened.network.isa, "step_tokens": m.max_step_tokens,
+            "version": __version__, "isa": self._opened.isa, "step_tokens": m.max_step_tokens,
             "weights_bytes": m.cpu.weights_bytes,
         }  # fmt: skip
 

@@ -22,7 +22,7 @@ from millrace.cli.terminal import Terminal
 from millrace.compile import find
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda import executor
+from millrace.engine.cuda import executor, walk
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu, find_gpu
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 ) -> None:  # fmt: skip
     free = gpu[0] if gpu else 80 << 30
     monkeypatch.setattr(find, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A100", (8, 0), free, 108))
-    monkeypatch.setattr(executor, "load", never)
+    monkeypatch.setattr(walk, "load", never)
     with pytest.raises(kind) as refused:
         LLM("tiny", device="cuda", **asked)
     assert all(w in str(refused.value) for w in words), str(refused.value)
@@ -170,7 +170,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
+    monkeypatch.setattr(walk, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
     with pytest.raises(MachineError, match="failed while the model was loaded: CUDA out of memory") as refused:
         LLM("tiny", device="cuda", **SMALL)
     assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend

@@ -62,7 +62,7 @@ class Builder:
         precision = asked_precision(build, source.own_precision, precisions)
         encoder = isinstance(checkpoint.config, EncoderConfig)
         if encoder:
-            _check_encoder(build, precision)
+            check_encoder(build, precision)
         options = BuildOptions(
             precision=precision,
             max_batch=build.max_batch or (ENCODER_BATCH if encoder else DEFAULT_BATCH),
@@ -135,7 +135,7 @@ ENCODER_BATCH = 64  # each text has pages of its own for keys and values, so tha
 OF_ENCODERS = (Precision.FP32, Precision.BF16, Precision.W8A8)
 
 
-def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None:
+def check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None:
     """raises ConfigError for what only decoders have, and for a precision that is not measured"""
     lacks = {
         "head": "it has no head",

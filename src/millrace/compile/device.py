@@ -14,7 +14,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled
-from millrace.compile.builder import asked_precision
+from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.pipeline import gpu as passes
 from millrace.compile.pipeline import run_passes
@@ -34,8 +34,8 @@ from millrace.engine.hold import Hold
 from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS, KvFormat
 from millrace.engine.manifest import FORMAT, CpuSection, FileEntry, Manifest, SlotEntry, SymbolEntry
 from millrace.errors import ConfigError, plain
-from millrace.graph.rewrite import LOGITS
-from millrace.graph.types import DType, Graph, find
+from millrace.graph.rewrite import LOGITS, head_of
+from millrace.graph.types import Graph, Port, find
 from millrace.kernels.catalogue import operators
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import check_multiplies
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
     from millrace.kernels.matmul.gpu_tiles import Tiles
 
 GPU_BATCH, GPU_STEP_TOKENS = 64, 2048  # sequences, and tokens of a step, where nobody says otherwise
+ENCODER_BATCH, ENCODER_STEP_TOKENS = 512, 16384  # of an encoder, whose texts cost no room beyond a step
 # What is about kernels of a CPU, or measured with them.
 _OF_CPUS = ("bf16_sums", "tune_rows", "calibration", "max_kl")
 
@@ -63,14 +64,16 @@ class _Traced:
         dtype = "fp32" if chosen.table == "f32" else "bf16"
         as_floats = KvFormat[chosen.table.upper()]
         batch, logits = chosen.max_batch, find(graph.outputs, LOGITS)
-        assert logits is not None, "a language model"
+        rows, vocab = (batch + SCORED_ROWS, logits.width) if logits else (0, self.source.vocab_size)
+        tokens = max(chosen.max_step_tokens, batch)
         limits = ExecutorLimits(
-            max_step_tokens=max(chosen.max_step_tokens, batch), max_sequences=batch, max_rows=batch + SCORED_ROWS,
-            max_context=chosen.max_context, page_tokens=PAGE_TOKENS, n_pages=0, vocab_size=logits.width,
+            max_step_tokens=tokens if logits else min(tokens, batch * chosen.max_context), max_sequences=batch,
+            max_rows=rows, max_context=chosen.max_context, page_tokens=PAGE_TOKENS, n_pages=0, vocab_size=vocab,
         )  # fmt: skip
         return GpuModel(
             graph=graph, limits=limits, dtype=dtype, fp8_rows=frozenset(self._fp8_rows(chosen)),
-            kv=None if chosen.kv_format == as_floats else chosen.kv_format, buckets=usual_buckets(batch),
+            kv=None if chosen.kv_format == as_floats else chosen.kv_format,
+            buckets=usual_buckets(batch) if logits else (),
         )  # fmt: skip
 
     def _fp8_rows(self, chosen: Settled) -> Iterator[str]:
@@ -88,12 +91,14 @@ def device_engine(
     """raises CheckpointError, ConfigError for what is not asked of a GPU or what this one lacks, EngineError"""
     _check(build)
     checkpoint = Checkpoint.open(folder)
-    if isinstance(checkpoint.config, EncoderConfig):
-        raise ConfigError(f"--device is given for {name}, an encoder", "a language model", "run encoders on the CPU")
     if not checkpoint.has_tokenizer:
         raise no_tokenizer(folder)
     source = Source.from_checkpoint(checkpoint, build.max_context)
-    chosen = settled(source, _options(build, source, precisions))
+    options = _options(build, source, precisions)
+    if is_encoder := isinstance(checkpoint.config, EncoderConfig):
+        check_encoder(build, options.precision)
+        options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
+    chosen = settled(source, options)
     traced = _Traced(source, trace_model(source.module, source.weights, operators()))
     chosen.precision.check_patterns(node.origin[0] for node in traced.graph.nodes if node.op == "linear")
     model = traced.model(chosen)
@@ -110,7 +115,8 @@ def device_engine(
     return GpuEngine(
         folder=files.folder, manifest=_manifest(name, source, chosen, model, needs, identity, notes),
         held=Hold(os.open(files.folder, os.O_RDONLY)), model=model, gpu=gpu, needs=needs, files=files,
-        smaller=lambda: _smaller(traced, chosen, gpu), tuner=_tuner(gpu, build.tune, cache) if build.tune else None,
+        smaller=lambda: _smaller(traced, chosen, gpu),
+        tuner=_tuner(gpu, build.tune, cache) if build.tune and not is_encoder else None,
     )  # fmt: skip
 
 
@@ -166,10 +172,11 @@ def _smaller(traced: _Traced, chosen: Settled, gpu: Gpu) -> Iterable[tuple[str, 
     if chosen.max_batch > 1:
         few = max(1, chosen.max_batch // 8)
         asked.append((f"--max-batch {few}", replace(chosen, max_batch=few)))
-    if chosen.kv_format in (KvFormat.F32, KvFormat.BF16):
+    is_encoder = find(traced.graph.outputs, LOGITS) is None
+    if not is_encoder and chosen.kv_format in (KvFormat.F32, KvFormat.BF16):
         asked.append(("--kv-cache-dtype int8", replace(chosen, kv_format=KvFormat.INT8)))
     default, groups = chosen.precision.default, chosen.precision.group
-    for precision in (Precision.BF16, Precision.W8A16, Precision.W4A16):
+    for precision in OF_ENCODERS if is_encoder else (Precision.BF16, Precision.W8A16, Precision.W4A16):
         if _bits(precision) < _bits(default):
             other = replace(chosen, precision=precision_map(precision, groups), table="bf16")
             kept = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format
@@ -182,22 +189,27 @@ def _bits(precision: Precision) -> int:
     return {Precision.FP32: 32, Precision.BF16: 16}.get(precision, precision.bits)
 
 
+def _entry(port: Port) -> SlotEntry:
+    return SlotEntry(port.name, [d if isinstance(d, int) else d.name for d in port.value.shape], port.value.dtype, None)
+
+
 def _manifest(
     name: str, source: Source, chosen: Settled, model: GpuModel, needs: Needs, identity: str, notes: tuple[str, ...]
 ) -> Manifest:
     """Of this start: what a client may ask of a model, and what lies on the device in place of a program's."""
     limits = model.limits
     most = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
-    inputs = [SlotEntry(p.name, [str(d) for d in p.value.shape], p.value.dtype, None) for p in model.graph.inputs]
+    symbols, head = [s.name for s in model.graph.symbols], head_of(model.graph)
+    precisions = chosen.precision.described(head.origin[0] if head else None)
     section = CpuSection(
         n_calls=0, weights_bytes=needs.weights_bytes, activation_bytes=needs.step_bytes + needs.graphs_bytes,
-        activation_lower_bound=0, inputs=inputs, caches=[],
-        outputs=[SlotEntry(LOGITS, ["R", limits.vocab_size], DType.F32, None)],
+        activation_lower_bound=0, caches=[],
+        inputs=list(map(_entry, model.graph.inputs)), outputs=list(map(_entry, model.graph.outputs)),
     )  # fmt: skip
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
-        source=identity, precision=chosen.precision.described("lm_head"), group=chosen.precision.group,
-        n_parameters=source.n_parameters, symbols=[SymbolEntry(s, 1, n, n) for s, n in most.items()],
+        source=identity, precision=precisions, group=chosen.precision.group,
+        n_parameters=source.n_parameters, symbols=[SymbolEntry(s, 1, most[s], most[s]) for s in symbols],
         max_context=chosen.max_context, vocab_size=limits.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files={"checkpoint": FileEntry(needs.weights_bytes, identity)},
         notes=list(notes), evaluation=Evaluation("on a GPU nothing is measured"), cpu=section,

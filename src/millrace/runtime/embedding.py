@@ -7,15 +7,15 @@ for one vector does not wait until somebody else's thousand are done.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.engine import Engine
-from millrace.engine.native import NativeNetwork
 from millrace.engine.texts import Ids, text_inputs
 from millrace.errors import EngineError, MillraceError, RequestError, has_stopped
 from millrace.runtime.batch import EngineThread
@@ -122,12 +122,19 @@ class EncoderStats:
     healthy: bool
 
 
+class Network(Protocol):
+    """An encoder's, on a CPU or a GPU."""
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+        """raises RuntimeError, MillraceError where it fails"""
+
+    def close(self) -> None: ...
+
+
 class EncoderLoop:
     """Runs an encoder's network for many requests, in a thread of its own from `start` to `stop`."""
 
-    def __init__(
-        self, network: NativeNetwork, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, network: Network, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter) -> None:
         self.limits, self.thread = limits, EngineThread(clock)
         self._network = network
         self._steps = self._texts = self._tokens = 0  # guarded, as all below, by thread.changed

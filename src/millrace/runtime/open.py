@@ -19,7 +19,7 @@ from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.batch import TokenBudget
-from millrace.runtime.embedding import EncoderLimits, EncoderLoop
+from millrace.runtime.embedding import EncoderLimits, EncoderLoop, Network
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
@@ -170,7 +170,7 @@ class OpenedEncoder:
 
     name: str
     engine: Engine
-    network: NativeNetwork
+    network: Network
     tokenizer: VocabularyTokenizer
     limits: EncoderLimits
     chat_template: None = None
@@ -181,6 +181,10 @@ class OpenedEncoder:
 
     @property
     def isa(self) -> str:
+        """Of a GPU its name."""
+        if isinstance(self.engine, GpuEngine):
+            return self.engine.gpu.name
+        assert isinstance(self.network, NativeNetwork), "asked of an encoder on a GPU"
         return self.network.isa
 
     def close(self) -> None:
@@ -190,10 +194,14 @@ class OpenedEncoder:
 
 def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
     """As open_engine. raises MachineError; ConfigError for --kv-memory and --kv-tier"""
-    if run.kv_tier is not None:
-        raise ConfigError("--kv-tier is given for an encoder", "nothing: it keeps no keys and values", "leave it out")
-    plan_encoder(engine, memory(), run.kv_memory)
+    for name in ("kv_tier", "kv_memory"):
+        if getattr(run, name) is not None:
+            what = f"{flag_of(name)} is given for an encoder"
+            raise ConfigError(what, "nothing: it keeps no keys and values", "leave it out")
     tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.of(engine)
+    if isinstance(engine, GpuEngine):
+        return OpenedEncoder(name, engine, engine.network_on_gpu(), tokenizer, limits)
+    plan_encoder(engine, memory())
     network = engine.network(threads=run.threads or usable_cores(), isa=run.isa)
     return OpenedEncoder(name, engine, network, tokenizer, limits)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.errors import ConfigError, MachineError, mib
+from millrace.errors import MachineError, mib
 from millrace.machine.cpu import Memory
 
 # Interpreter, tokenizer, scratch and what the rest of the system may take while we run.
@@ -41,10 +41,8 @@ def plan_run(engine: Engine, memory: Memory, kv_memory: int | None = None) -> Ru
     return RunPlan(n_pages, m.cpu.weights_bytes, m.cpu.activation_bytes, n_pages * page)
 
 
-def plan_encoder(engine: Engine, memory: Memory, kv_memory: int | None = None) -> None:
-    """raises MachineError where it does not fit, ConfigError for --kv-memory, which an encoder has no use for"""
-    if kv_memory is not None:
-        raise ConfigError("--kv-memory is given for an encoder", "nothing: it keeps no keys and values", "leave it out")
+def plan_encoder(engine: Engine, memory: Memory) -> None:
+    """raises MachineError where it does not fit"""
     cpu, free = engine.manifest.cpu, memory.available_bytes
     if cpu.weights_bytes + cpu.activation_bytes + RESERVE > free:
         raise MachineError(

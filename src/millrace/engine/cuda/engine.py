@@ -2,14 +2,15 @@
 
 import shutil
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from millrace.engine.cuda.found import CPU, Gpu
-from millrace.engine.cuda.memory import DevicePlan, Needs, plan_device
+from millrace.engine.cuda.memory import DevicePlan, Needs, check_fits, plan_device
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor, ExecutorLimits
 from millrace.engine.kv import KvFormat
@@ -18,6 +19,7 @@ from millrace.graph.types import Graph
 
 if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
     from millrace.engine.cuda.executor import CudaExecutor
+    from millrace.engine.cuda.network import CudaNetwork
     from millrace.kernels.matmul.gpu_tiles import Tiles
 
 
@@ -31,9 +33,9 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """What CudaExecutor takes: a graph after the passes of `pipeline.gpu`, whose constants are not read yet.
+    """What CudaExecutor or CudaNetwork takes: a graph after the passes of `pipeline.gpu`, with constants not read yet.
 
-    limits: but for how many pages there are
+    limits: but for how many pages there are; kv, buckets: of a language model
     """
 
     graph: Graph
@@ -72,8 +74,9 @@ class GpuEngine(Engine):
         """Reads the weights, each once, and warms a GPU. raises CheckpointError, ConfigError, MachineError"""
         from millrace.engine.cuda.executor import CudaExecutor  # and with it PyTorch
 
+        self.check_language_model()
         model = self.model
-        try:
+        with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"):
             executor = CudaExecutor(
                 model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
                 fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device,
@@ -82,14 +85,32 @@ class GpuEngine(Engine):
                 if self.tuner:
                     executor.tiles = self.tuner(executor)
                 executor.warm()
+        return executor
+
+    def network_on_gpu(self) -> "CudaNetwork":
+        """Of an encoder. Raises as `on_gpu`, MachineError also where it does not fit, naming what would"""
+        from millrace.engine.cuda.network import CudaNetwork  # and with it PyTorch
+
+        check_fits(self.needs, self.gpu.free_bytes, self.smaller())
+        model = self.model
+        most = {"T": model.limits.max_step_tokens, "S": model.limits.max_sequences}
+        with self._failing(self.needs.fixed_bytes, "lower --max-batch"):
+            network = CudaNetwork(model.graph, most, dtype=model.dtype, fp8_rows=model.fp8_rows, device=self.gpu.device)
+            if self.gpu.device != CPU:
+                network.warm(model.limits.max_context)
+        return network
+
+    @contextmanager
+    def _failing(self, needed_bytes: int, mend: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:  # PyTorch's of a device, among them that its memory has run out
             why = (str(error) or "no reason given").splitlines()[0]
             raise MachineError(
                 f"{self.gpu.name} failed while the model was loaded: {why}",
-                f"a GPU that works, and {mib(self.needs.total_bytes(n_pages))} of its memory, which were free",
-                "see in nvidia-smi who else uses it, or lower --kv-memory",
+                f"a GPU that works, and {mib(needed_bytes)} of its memory, which were free",
+                f"see in nvidia-smi who else uses it, or {mend}",
             ) from error  # fmt: skip
-        return executor
 
     def close(self) -> None:
         Engine.close(self)

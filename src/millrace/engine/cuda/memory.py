@@ -21,6 +21,7 @@ from millrace.kernels.storage import storage_of
 ATTENTION = ("attention", "rope_attention")
 FEW_ROWS, MANY_ROWS = 16, 64  # that a program of attention takes: a tensor core's least, and what prompts fill
 PROGRAMS, MOST_SPLITS = 2, 64  # for each multiprocessor, at least; of one program's pages
+WIDE = ("embedding", "elementwise", "layer_norm", "mean_rows", "normalise")  # what gives float32
 ELEMENTS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes, by the engine's type
 SHARE = 0.9  # of a device's free memory; the rest is what an allocator loses, and others that come
 RESERVE = 512 << 20  # workspaces of libraries, kernels' code
@@ -148,7 +149,7 @@ def _rows(value: Value, sizes: Mapping[str, int]) -> int:
 
 def _element(node: Node, kinds: Mapping[Value, int], element: int) -> int:
     """Bytes of an element of what it gives, at most."""
-    if node.op in ("embedding", "elementwise") or (node.op == "linear" and node.attrs.get("residual")):
+    if node.op in WIDE or (node.op == "linear" and node.attrs.get("residual")):
         return 4
     if node.op in ("gather_rows", "reshape", "split"):
         return kinds[node.inputs[0]]
@@ -170,6 +171,18 @@ def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocesso
         rows = 2 * PROGRAMS * multiprocessors * MANY_ROWS
         found += 4 * rows * (size(node.inputs[2], 2) + 2)
     return found
+
+
+def check_fits(needs: Needs, free_bytes: float, smaller: Iterable[tuple[str, Needs]] = ()) -> None:
+    """Of a network that keeps nothing between its runs. raises MachineError, naming what would fit, of `smaller`"""
+    if not needs.fits_in(free_bytes):
+        fits = [words for words, other in smaller if other.fits_in(free_bytes)]
+        raise MachineError(
+            f"this takes {mib(needs.fixed_bytes)} of the GPU: weights {mib(needs.weights_bytes)}, "
+            f"steps {mib(needs.step_bytes)}, libraries {mib(RESERVE)}; {mib(SHARE * free_bytes)} may be used",
+            f"at most {SHARE:.0%} of the {mib(free_bytes)} that are free",
+            f"what would fit: {'; or '.join(fits)}" if fits else "free memory of the GPU, or take a larger one",
+        )  # fmt: skip
 
 
 def plan_device(

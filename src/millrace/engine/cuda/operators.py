@@ -44,6 +44,9 @@ class Run(Protocol):
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
         """Keeps keys and values, rotated where there is a table, and attends to all that is kept: (T, H, DV)."""
 
+    def attended_whole(self, node: Node, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Each token to all of its text: (T, H, DV)."""
+
 
 _UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg, "exp": torch.exp, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "erf": torch.erf,
@@ -72,6 +75,12 @@ def _embedding(node: Node, run: Run) -> Tensor:
 def _rms_norm(node: Node, run: Run) -> Tensor:
     x, w = (run.tensor(v) for v in node.inputs)
     return run.normalised(x, w, number(node, "eps"))
+
+
+def _layer_norm(node: Node, run: Run) -> Tensor:
+    """float32, as what is added to it later."""
+    x, w, bias = (run.tensor(v) for v in node.inputs)
+    return functional.layer_norm(x.float(), (x.shape[-1],), w, bias, number(node, "eps"))
 
 
 def _linear(node: Node, run: Run) -> Tensor:
@@ -106,6 +115,21 @@ def _attention(node: Node, run: Run) -> Tensor:
     return run.attended(node, (q, k, v), run.tensor(node.inputs[5]) if node.op == "rope_attention" else None)
 
 
+def _full_attention(node: Node, run: Run) -> Tensor:
+    q, k, v, _ = (run.tensor(x) for x in node.inputs)
+    return run.attended_whole(node, (q, k, v))
+
+
+def _mean_rows(node: Node, run: Run) -> Tensor:
+    """Of each text's rows. Nothing waits to see whether the lengths are right: they are those of the rows."""
+    x, lengths = (run.tensor(v) for v in node.inputs)
+    return torch.segment_reduce(x.float(), "mean", lengths=lengths.long(), axis=0, unsafe=True)
+
+
+def _normalise(node: Node, run: Run) -> Tensor:
+    return functional.normalize(run.tensor(node.inputs[0]).float(), dim=-1, eps=number(node, "eps"))
+
+
 def _gather_rows(node: Node, run: Run) -> Tensor:
     x, rows = (run.tensor(v) for v in node.inputs)
     return x[rows]
@@ -122,7 +146,8 @@ def _split(node: Node, run: Run) -> tuple[Tensor, ...]:
 OPERATORS: Mapping[str, Callable[[Node, Run], Matrix | tuple[Tensor, ...]]] = {
     "embedding": _embedding, "rms_norm": _rms_norm, "linear": _linear, "gated_linear": _gated_linear,
     "elementwise": _elementwise, "attention": _attention, "rope_attention": _attention, "gather_rows": _gather_rows,
-    "reshape": _reshape, "split": _split, "convert": _convert,
+    "reshape": _reshape, "split": _split, "convert": _convert, "layer_norm": _layer_norm,
+    "full_attention": _full_attention, "mean_rows": _mean_rows, "normalise": _normalise,
 }  # fmt: skip
 
 

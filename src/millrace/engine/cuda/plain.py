@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.attention.texts import TextTables
 from millrace.kernels.declare import NOTHING
 from millrace.kernels.matmul.coded import LARGEST, Matrix, e4m3_rows, int8_rows, transformed
 from millrace.kernels.matmul.gpu_tiles import RULES, Tiles
@@ -107,6 +108,17 @@ def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float) -> T
             attn_mask=sees, scale=scale, enable_gqa=True,
         )[0].transpose(0, 1)  # fmt: skip
     return y
+
+
+def text_attention(heads: tuple[Tensor, Tensor, Tensor], texts: TextTables, scale: float) -> Tensor:
+    """q (T, H, D), k (T, K, D), v (T, K, DV) of whole texts -> (T, H, DV), a text at a time."""
+    parts = (x.split(texts.starts.diff().tolist()) for x in heads)
+    return torch.cat([
+        functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale, enable_gqa=True
+        )[0].transpose(0, 1)
+        for q, k, v in zip(*parts, strict=True)
+    ])  # fmt: skip
 
 
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:

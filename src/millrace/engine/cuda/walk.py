@@ -116,7 +116,10 @@ class Walk:
         return y
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("of what keeps no keys and values")
+
+    def attended_whole(self, node: Node, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        raise NotImplementedError("of what does not read whole texts")
 
 
 def _kernels() -> ModuleType:
