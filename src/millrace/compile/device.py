@@ -16,6 +16,7 @@ from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled
 from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
 from millrace.compile.digests import checkpoint_identity
+from millrace.compile.gpu_floats import Floats, floats_of
 from millrace.compile.pipeline import gpu as passes
 from millrace.compile.pipeline import run_passes
 from millrace.compile.precision import precision_map
@@ -58,10 +59,11 @@ class _Traced:
 
     source: Source
     graph: Graph
+    floats: Floats
 
     def model(self, chosen: Settled) -> GpuModel:
         graph = run_passes(self.graph, passes(chosen.precision))
-        dtype = "fp32" if chosen.table == "f32" else "bf16"
+        dtype = self.floats.dtype("fp32" if chosen.table == "f32" else "bf16")
         as_floats = KvFormat[chosen.table.upper()]
         batch, logits = chosen.max_batch, find(graph.outputs, LOGITS)
         rows, vocab = (batch + SCORED_ROWS, logits.width) if logits else (0, self.source.vocab_size)
@@ -94,18 +96,21 @@ def device_engine(
     if not checkpoint.has_tokenizer:
         raise no_tokenizer(folder)
     source = Source.from_checkpoint(checkpoint, build.max_context)
+    floats, build = floats_of(build, source, precisions is not None)
     options = _options(build, source, precisions)
     if is_encoder := isinstance(checkpoint.config, EncoderConfig):
         check_encoder(build, options.precision)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
     chosen = settled(source, options)
-    traced = _Traced(source, trace_model(source.module, source.weights, operators()))
+    traced = _Traced(source, trace_model(source.module, source.weights, operators()), floats)
     chosen.precision.check_patterns(node.origin[0] for node in traced.graph.nodes if node.op == "linear")
     model = traced.model(chosen)
     check_runs(model.graph, model.kv)
     check_multiplies(gpu.name, gpu.capability, precisions_used(model.graph, model.dtype, model.fp8_rows, model.kv))
     needs = _needs(model, gpu)
-    notes = (*notes_of(source, chosen), *_unpriced(source, chosen))
+    notes = (
+        notes_of(source, chosen) if floats.exact else (*notes_of(source, chosen), *_unpriced(source, chosen, floats))
+    )
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
     identity = checkpoint_identity(checkpoint, cache, progress)
@@ -113,7 +118,7 @@ def device_engine(
     for carried, content in source.files().items():
         (files.folder / carried).write_bytes(content)
     return GpuEngine(
-        folder=files.folder, manifest=_manifest(name, source, chosen, model, needs, identity, notes),
+        folder=files.folder, manifest=_manifest(name, traced, chosen, model, needs, identity, notes),
         held=Hold(os.open(files.folder, os.O_RDONLY)), model=model, gpu=gpu, needs=needs, files=files,
         smaller=lambda: _smaller(traced, chosen, gpu),
         tuner=_tuner(gpu, build.tune, cache) if build.tune and not is_encoder else None,
@@ -152,10 +157,10 @@ def _tuner(gpu: Gpu, seconds: float, cache: Path | None) -> "Callable[[CudaExecu
     return tuned
 
 
-def _unpriced(source: Source, chosen: Settled) -> tuple[str, ...]:
-    if chosen.precision.meaning == source.own_precision.meaning:
+def _unpriced(source: Source, chosen: Settled, floats: Floats) -> tuple[str, ...]:
+    asked = floats.described(chosen.precision.described(None))["default"]
+    if chosen.precision.meaning == source.own_precision.meaning and asked != floats.name:
         return ()
-    asked = chosen.precision.described(None)["default"]
     return (f"what {asked} costs in answers is not measured on a GPU: millrace build measures it on a CPU",)
 
 
@@ -181,7 +186,8 @@ def _smaller(traced: _Traced, chosen: Settled, gpu: Gpu) -> Iterable[tuple[str, 
             other = replace(chosen, precision=precision_map(precision, groups), table="bf16")
             kept = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format
             asked.append((f"--precision {precision}", replace(other, kv_format=kept)))
-    return ((words, _needs(traced.model(other), gpu)) for words, other in asked)
+    floats = traced.floats if traced.floats.name == "fp16" else Floats()
+    return ((words, _needs(replace(traced, floats=floats).model(other), gpu)) for words, other in asked)
 
 
 def _bits(precision: Precision) -> int:
@@ -194,13 +200,14 @@ def _entry(port: Port) -> SlotEntry:
 
 
 def _manifest(
-    name: str, source: Source, chosen: Settled, model: GpuModel, needs: Needs, identity: str, notes: tuple[str, ...]
+    name: str, traced: _Traced, chosen: Settled, model: GpuModel, needs: Needs, identity: str, notes: tuple[str, ...]
 ) -> Manifest:
     """Of this start: what a client may ask of a model, and what lies on the device in place of a program's."""
     limits = model.limits
     most = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     symbols, head = [s.name for s in model.graph.symbols], head_of(model.graph)
-    precisions = chosen.precision.described(head.origin[0] if head else None)
+    precisions = traced.floats.described(chosen.precision.described(head.origin[0] if head else None))
+    source = traced.source
     section = CpuSection(
         n_calls=0, weights_bytes=needs.weights_bytes, activation_bytes=needs.step_bytes + needs.graphs_bytes,
         activation_lower_bound=0, caches=[],

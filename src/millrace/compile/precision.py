@@ -235,10 +235,11 @@ def _matches(origin: str, pattern: str) -> bool:
     return fnmatchcase(origin, pattern) or fnmatchcase(origin, f"*.{pattern}")
 
 
-_FLOAT16 = "float16 is not computed here: fp32 runs a float16 checkpoint exactly, bf16 in half the memory"
+_FLOAT16 = "float16 is for a GPU: a CPU runs a float16 checkpoint in fp32 exactly, in bf16 in half the memory"
 _MEANT = {
     "fp16": _FLOAT16, "float16": _FLOAT16, "f16": _FLOAT16, "half": _FLOAT16,
     "float32": "use fp32", "f32": "use fp32", "float": "use fp32", "bfloat16": "use bf16",
+    "tf32": "tf32 is for a GPU: use fp32",
     "int8": "use w8a8 (8-bit weights and activations) or w8a16 (8-bit weights alone)",
     "int4": "use w4a8 (4-bit weights, 8-bit activations) or w4a16 (4-bit weights alone)",
     "fp8": "use fp8a16 (E4M3 weights; activations stay bfloat16 here)",

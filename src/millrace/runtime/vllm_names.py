@@ -12,7 +12,9 @@ SAME = {
     "max_model_len": "max_context", "max_num_seqs": "max_batch", "n_ctx": "max_context", "n_threads": "threads",
     "enable_prefix_caching": "prefix_cache",
 }  # fmt: skip
-_DTYPES = {"auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+_DTYPES = {
+    "auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
 _KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "fp8_e4m3": "fp8"}
 # Name -> the values that ask for what happens anyway, and what to use where another one was meant.
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -189,8 +191,7 @@ def _precision(dtype: object) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name in _DTYPES:
         return _DTYPES[name]
-    mend = "float16 is not computed here: bfloat16 is as small, float32 exact" if name in ("float16", "half") else ""
-    raise ConfigError(f"dtype is {dtype!r}", "auto, float32 or bfloat16", mend or "precision= has the integer formats")
+    raise ConfigError(f"dtype is {dtype!r}", "auto, float32, bfloat16 or float16", "precision= has the integer formats")
 
 
 def _check_neutral(name: str, value: object, table: Mapping[str, tuple[tuple[object, ...], str]]) -> None:

@@ -7,7 +7,7 @@ import torch
 from millrace.engine.cuda.memory import ATTENTION
 from millrace.engine.cuda.operators import OPERATORS
 from millrace.engine.cuda.placement import PRODUCTS
-from millrace.engine.cuda.precisions import multiplied_by
+from millrace.engine.cuda.precisions import WIDE, multiplied_by
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.errors import EngineError, MachineError
 from millrace.graph.types import Graph
@@ -23,7 +23,7 @@ def precisions_used(
     graph: Graph, dtype: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None
 ) -> tuple[str, ...]:
     """What a GPU must multiply to run it, as machine/devices.py calls it; float32 they all do."""
-    found = {} if dtype == "fp32" else {dtype: True}
+    found = {} if dtype in WIDE else {dtype: True}
     for node in graph.nodes:
         precision = precision_of(node) if node.op in PRODUCTS else None
         if precision is None or not precision.coded:

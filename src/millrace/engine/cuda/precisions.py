@@ -9,12 +9,14 @@ from millrace.kernels.declare import WeightFormat
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import check_architecture
 
+WIDE = ("fp32", "tf32")  # engine's floats of 32 bits: all GPUs that have kernels here multiply them
+
 
 def multiplied_by(precision: Precision, dtype: str, *, meets_fp8: bool = False) -> tuple[str, ...]:
     """As machine/devices.py calls it; float32 all multiply. dtype: of an engine's floats; meets_fp8: rows of E4M3"""
     if not precision.coded:
-        return () if dtype == "fp32" else (dtype,)
-    rows = "int8" if precision.takes_bytes else "bf16" if dtype == "fp32" else dtype
+        return () if dtype in WIDE else (dtype,)
+    rows = "int8" if precision.takes_bytes else "bf16" if dtype in WIDE else dtype
     return (rows, "fp8") if precision.weights == WeightFormat.FP8 or meets_fp8 else (rows,)
 
 
@@ -34,6 +36,8 @@ class Ability:
 
 def abilities(gpu: Known) -> Iterator[Ability]:
     """Of all precisions of layers, and of keys and values that are no floats."""
+    for name in ("tf32", "fp16"):  # that a CPU has not
+        yield _ability(gpu, f"--precision {name}", multiplied_by(Precision.FP32, name))
     for precision in Precision:
         dtype = "fp32" if precision == Precision.FP32 else "bf16"
         needed = dict.fromkeys((*multiplied_by(Precision(dtype), dtype), *multiplied_by(precision, dtype)))

@@ -1,6 +1,8 @@
 """Through a graph on a device, node after node: what language models and encoders have in common there."""
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
@@ -22,7 +24,10 @@ from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.operators import number
 from millrace.kernels.storage import storage_of
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
+_PRODUCTS = threading.Lock()  # PyTorch multiplies float32 one way at a time, whichever thread asks
 
 
 class Walk:
@@ -38,7 +43,7 @@ class Walk:
         self, graph: Graph, *, dtype: str, device: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None
     ) -> None:
         self.dtype, self.device = DTYPES[dtype], torch.device(device)
-        self._fp8_rows, self.tiles = frozenset(fp8_rows), RULES
+        self._fp8_rows, self._tf32, self.tiles = frozenset(fp8_rows), dtype == "tf32", RULES
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
             check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
@@ -52,6 +57,20 @@ class Walk:
 
     def _computed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The graph's outputs by their names, for inputs by theirs."""
+        with self._multiplying():
+            return self._walked(inputs)
+
+    @contextmanager
+    def _multiplying(self) -> Iterator[None]:
+        """Products of float32 as this engine means them: exact, or in TF32."""
+        if self.dtype != torch.float32:
+            yield
+            return
+        with _PRODUCTS:
+            torch.backends.cuda.matmul.allow_tf32 = self._tf32
+            yield
+
+    def _walked(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._values = {p.value: inputs[p.name] for p in self._graph.inputs}
         for node, gone in zip(self._graph.nodes, self._read_last, strict=True):
             if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
