@@ -19,10 +19,10 @@ from tests.machine.test_devices import OURS, TENSOR_CORES
 
 # What meets in the products of each precision: weights become what their rows are, and int8 rows meet integers.
 NEEDED = {
-    "precision tf32": set(), "precision fp16": {"fp16"}, "precision fp32": set(), "precision bf16": {"bf16"},
-    "precision w8a8": {"bf16", "int8"}, "precision w8a16": {"bf16"}, "precision w4a8": {"bf16", "int8"},
-    "precision w4a16": {"bf16"}, "precision fp8a16": {"bf16", "fp8"}, "kv-cache-dtype int8": set(),
-    "kv-cache-dtype fp8": {"fp8"},
+    "precision tf32": set(), "precision fp16": {"fp16"}, "precision fp8": {"bf16", "fp8"}, "precision fp32": set(),
+    "precision bf16": {"bf16"}, "precision w8a8": {"bf16", "int8"}, "precision w8a16": {"bf16"},
+    "precision w4a8": {"bf16", "int8"}, "precision w4a16": {"bf16"}, "precision fp8a16": {"bf16", "fp8"},
+    "kv-cache-dtype int8": set(), "kv-cache-dtype fp8": {"fp8"},
 }  # fmt: skip
 WITHOUT_KERNELS = {"Volta", "Turing"}
 

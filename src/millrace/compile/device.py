@@ -16,7 +16,7 @@ from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled
 from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
 from millrace.compile.digests import checkpoint_identity
-from millrace.compile.gpu_floats import Floats, floats_of
+from millrace.compile.gpu_precision import GpuPrecision, gpu_precision
 from millrace.compile.pipeline import gpu as passes
 from millrace.compile.pipeline import run_passes
 from millrace.compile.precision import precision_map
@@ -59,11 +59,11 @@ class _Traced:
 
     source: Source
     graph: Graph
-    floats: Floats
+    alone: GpuPrecision
 
     def model(self, chosen: Settled) -> GpuModel:
         graph = run_passes(self.graph, passes(chosen.precision))
-        dtype = self.floats.dtype("fp32" if chosen.table == "f32" else "bf16")
+        dtype = self.alone.named("fp32" if chosen.table == "f32" else "bf16")
         as_floats = KvFormat[chosen.table.upper()]
         batch, logits = chosen.max_batch, find(graph.outputs, LOGITS)
         rows, vocab = (batch + SCORED_ROWS, logits.width) if logits else (0, self.source.vocab_size)
@@ -79,7 +79,15 @@ class _Traced:
         )  # fmt: skip
 
     def _fp8_rows(self, chosen: Settled) -> Iterator[str]:
-        """Linear layers that the checkpoint means to multiply with E4M3."""
+        """Linear layers that are meant to be multiplied with E4M3: by the checkpoint, or all by who asks for fp8."""
+        if self.alone.name == "fp8":
+            head = head_of(self.graph)
+            for node in self.graph.nodes:
+                if (
+                    node.op == "linear"
+                    and chosen.precision.of(node.origin[0], is_head=node is head) == Precision.FP8A16
+                ):
+                    yield node.origin[0]
         for name, matrix in self.source.stored.items():
             precision = chosen.precision.of(name)
             if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.precision.kept(matrix.held, precision):
@@ -96,21 +104,19 @@ def device_engine(
     if not checkpoint.has_tokenizer:
         raise no_tokenizer(folder)
     source = Source.from_checkpoint(checkpoint, build.max_context)
-    floats, build = floats_of(build, source, precisions is not None)
+    alone, build = gpu_precision(build, source, precisions is not None)
     options = _options(build, source, precisions)
     if is_encoder := isinstance(checkpoint.config, EncoderConfig):
         check_encoder(build, options.precision)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
     chosen = settled(source, options)
-    traced = _Traced(source, trace_model(source.module, source.weights, operators()), floats)
+    traced = _Traced(source, trace_model(source.module, source.weights, operators()), alone)
     chosen.precision.check_patterns(node.origin[0] for node in traced.graph.nodes if node.op == "linear")
     model = traced.model(chosen)
     check_runs(model.graph, model.kv)
     check_multiplies(gpu.name, gpu.capability, precisions_used(model.graph, model.dtype, model.fp8_rows, model.kv))
     needs = _needs(model, gpu)
-    notes = (
-        notes_of(source, chosen) if floats.exact else (*notes_of(source, chosen), *_unpriced(source, chosen, floats))
-    )
+    notes = notes_of(source, chosen) if alone.is_own else (*notes_of(source, chosen), *_unpriced(source, chosen, alone))
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
     identity = checkpoint_identity(checkpoint, cache, progress)
@@ -157,9 +163,9 @@ def _tuner(gpu: Gpu, seconds: float, cache: Path | None) -> "Callable[[CudaExecu
     return tuned
 
 
-def _unpriced(source: Source, chosen: Settled, floats: Floats) -> tuple[str, ...]:
-    asked = floats.described(chosen.precision.described(None))["default"]
-    if chosen.precision.meaning == source.own_precision.meaning and asked != floats.name:
+def _unpriced(source: Source, chosen: Settled, alone: GpuPrecision) -> tuple[str, ...]:
+    asked = alone.described(chosen.precision.described(None))["default"]
+    if chosen.precision.meaning == source.own_precision.meaning and asked != alone.name:
         return ()
     return (f"what {asked} costs in answers is not measured on a GPU: millrace build measures it on a CPU",)
 
@@ -186,8 +192,8 @@ def _smaller(traced: _Traced, chosen: Settled, gpu: Gpu) -> Iterable[tuple[str, 
             other = replace(chosen, precision=precision_map(precision, groups), table="bf16")
             kept = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format
             asked.append((f"--precision {precision}", replace(other, kv_format=kept)))
-    floats = traced.floats if traced.floats.name == "fp16" else Floats()
-    return ((words, _needs(replace(traced, floats=floats).model(other), gpu)) for words, other in asked)
+    other_traced = replace(traced, alone=traced.alone if traced.alone.name == "fp16" else GpuPrecision())
+    return ((words, _needs(other_traced.model(other), gpu)) for words, other in asked)
 
 
 def _bits(precision: Precision) -> int:
@@ -206,7 +212,7 @@ def _manifest(
     limits = model.limits
     most = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     symbols, head = [s.name for s in model.graph.symbols], head_of(model.graph)
-    precisions = traced.floats.described(chosen.precision.described(head.origin[0] if head else None))
+    precisions = traced.alone.described(chosen.precision.described(head.origin[0] if head else None))
     source = traced.source
     section = CpuSection(
         n_calls=0, weights_bytes=needs.weights_bytes, activation_bytes=needs.step_bytes + needs.graphs_bytes,

@@ -7,7 +7,7 @@ from typing import NoReturn
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, settled
 from millrace.compile.builder import asked_precision
-from millrace.compile.gpu_floats import floats_of
+from millrace.compile.gpu_precision import gpu_precision
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.engine.cuda.found import known_gpu
@@ -40,11 +40,12 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     """What a GPU would multiply, of these precisions and of what the checkpoint says where nothing is asked."""
     source = Source.from_checkpoint(Checkpoint.open(folder), build.max_context)
     kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
-    floats, build = floats_of(build, source, precisions is not None)
+    alone, build = gpu_precision(build, source, precisions is not None)
     asked = asked_precision(build, source.own_precision, precisions)
     chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
-    dtype = floats.dtype("fp32" if chosen.table == "f32" else "bf16")
+    dtype = alone.named("fp32" if chosen.table == "f32" else "bf16")
     of = chosen.precision
     used = (of.default, of.of(HEAD, is_head=True), *(p for _, p in of.patterns))
-    needed = [name for precision in used for name in multiplied_by(precision, dtype)]
+    meets_fp8 = alone.name == "fp8"
+    needed = [name for precision in used for name in multiplied_by(precision, dtype, meets_fp8=meets_fp8)]
     return [*needed, "fp8"] if chosen.kv_format == KvFormat.FP8 else needed

@@ -17,8 +17,8 @@ class BuildSettings(Settings):
 
     precision: str | None = setting(
         None,
-        "fp32, bf16, w8a8, w8a16, w4a8, w4a16 or fp8a16, on a GPU also tf32 and fp16; auto: the cheapest that keeps "
-        "within --max-kl, which is measured; default: the checkpoint's own (on a CPU float16 runs as fp32)",
+        "fp32, bf16, w8a8, w8a16, w4a8, w4a16 or fp8a16, on a GPU also tf32, fp16 and fp8; auto: the cheapest that "
+        "keeps within --max-kl, which is measured; default: the checkpoint's own (on a CPU float16 runs as fp32)",
     )
     max_kl: float | None = setting(
         None,

@@ -36,8 +36,9 @@ class Ability:
 
 def abilities(gpu: Known) -> Iterator[Ability]:
     """Of all precisions of layers, and of keys and values that are no floats."""
-    for name in ("tf32", "fp16"):  # that a CPU has not
+    for name in ("tf32", "fp16"):  # which a CPU has not, nor fp8
         yield _ability(gpu, f"--precision {name}", multiplied_by(Precision.FP32, name))
+    yield _ability(gpu, "--precision fp8", multiplied_by(Precision.FP8A16, "bf16", meets_fp8=True))
     for precision in Precision:
         dtype = "fp32" if precision == Precision.FP32 else "bf16"
         needed = dict.fromkeys((*multiplied_by(Precision(dtype), dtype), *multiplied_by(precision, dtype)))

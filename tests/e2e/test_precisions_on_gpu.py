@@ -1,4 +1,4 @@
-"""float16 and TF32, which are a GPU's alone: asked for, or a checkpoint's own. Tensors of this CPU stand for its."""
+"""What only a GPU has: float16, TF32 and E4M3 on both sides of a product. Tensors of this CPU stand for its."""
 
 import threading
 from pathlib import Path
@@ -44,7 +44,7 @@ def engine_of(model: str | Path, **build: object) -> tuple[GpuEngine, list[str]]
     [
         (None, "fp16", "fp16", ""), ("fp16", "fp16", "fp16", ""), ("bf16", "bf16", "bf16", "what bf16 costs"),
         ("fp32", "fp32", "fp32", ""), ("tf32", "tf32", "tf32", "what tf32 costs"),
-        ("w8a16", "bf16", "w8a16", "what w8a16 costs"),
+        ("w8a16", "bf16", "w8a16", "what w8a16 costs"), ("fp8", "bf16", "fp8", "what fp8 costs"),
     ],
 )  # fmt: skip
 def test_what_a_float16_checkpoint_runs_in(
@@ -72,6 +72,21 @@ def test_float16_answers_as_float32_does(halves: Path) -> None:
     assert found[None] == found["fp32"]
 
 
+def test_fp8_is_e4m3_on_both_sides(halves: Path) -> None:
+    """Of all layers but the head, which has integers of 8 bits, and rows that stay floats."""
+    with LLM(halves, device="cuda", precision="fp8", max_batch=2, max_context=64) as llm:
+        executor = llm._opened.executor  # type: ignore[union-attr]
+        assert isinstance(executor, CudaExecutor)
+        for node, matrices in executor._loaded.coded.items():
+            is_head = "lm_head" in node.origin
+            assert executor._takes_e4m3(node) != is_head
+            assert all((m.codes.dtype == torch.float8_e4m3fn) != is_head for m in matrices)
+        assert llm.generate([[5, 17, 300]], LIKELIEST)[0].finished
+    engine, _ = engine_of(halves, precision="fp8")
+    assert engine.manifest.precision == {"default": "fp8", "lm_head": "w8a16"}
+    assert not engine_of(halves, precision="fp8a16")[0].model.fp8_rows
+
+
 def test_vllms_names(halves: Path) -> None:
     for dtype in ("float16", "half", torch.float16):
         with LLM(halves, device="cuda", dtype=dtype, max_batch=1, max_context=64) as llm:
@@ -81,7 +96,11 @@ def test_vllms_names(halves: Path) -> None:
 
 
 def test_a_cpu_says_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
-    for precision, words in (("fp16", "float16 is for a GPU"), ("tf32", "tf32 is for a GPU: use fp32")):
+    for precision, words in (
+        ("fp16", "float16 is for a GPU"),
+        ("tf32", "tf32 is for a GPU: use fp32"),
+        ("fp8", "it is for a GPU"),
+    ):
         assert run(["generate", "tiny", "Once", "--precision", precision]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
 

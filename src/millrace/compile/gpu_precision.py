@@ -1,0 +1,51 @@
+"""Precisions that a GPU has and our CPU kernels do not: float16, TF32, and E4M3 on both sides of a product.
+
+TF32 is float32 whose factors are rounded to 10 bits behind the leading one; sums stay float32 (NVIDIA A100 whitepaper).
+In `fp8` weights have a scale for each output and activations one for each token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
+from millrace.kernels.precision import Precision
+
+# By the name in --precision: the precision of layers that a CPU has in its place.
+IN_PLACE_OF: Mapping[str, Precision] = {
+    "fp16": Precision.BF16, "tf32": Precision.FP32, "fp8": Precision.FP8A16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPrecision:
+    """name: of IN_PLACE_OF, for all that would be of the precision there; "": all as it is. is_own: the checkpoint's"""
+
+    name: str = ""
+    is_own: bool = False
+
+    def named(self, precision: str) -> str:
+        """What stands in its place. Of an engine's floats it is those."""
+        return self.name if IN_PLACE_OF.get(self.name) == precision else precision
+
+    def described(self, precisions: Mapping[str, str]) -> dict[str, str]:
+        """As manifests say it."""
+        return {pattern: self.named(precision) for pattern, precision in precisions.items()}
+
+
+def gpu_precision(build: BuildSettings, source: Source, mapped: bool) -> tuple[GpuPrecision, BuildSettings]:
+    """And the settings as a CPU knows them. A checkpoint in float16 keeps that unless a precision is asked for.
+
+    mapped: by a map of layers
+    """
+    own = "fp16" if _in_float16(source) else ""
+    name = "" if mapped else own if build.precision is None else build.precision
+    if name not in IN_PLACE_OF:
+        return GpuPrecision(), build
+    return GpuPrecision(name, is_own=name == own), replace(build, precision=IN_PLACE_OF[name].value)
+
+
+def _in_float16(source: Source) -> bool:
+    if source.stored:
+        return all(matrix.dtype == "float16" and matrix.held is None for matrix in source.stored.values())
+    return source.dtype == "float16"
