@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.shapes import SHAPES, random_source, source_of
+from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.config import ModelConfig
+from millrace.compile.random_source import source_of
 from millrace.kernels.convert.ref import to_bf16
 
 CONTEXT = 2048

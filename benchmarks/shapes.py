@@ -1,15 +1,10 @@
 """Real models' shapes with random weights: speed depends on shapes and formats, not on what the weights say."""
 
-import zlib
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from millrace.checkpoint.config import ModelConfig, RopeConfig
+from millrace.compile.random_source import source_of
 from millrace.compile.source import Source
-from millrace.model.families import build_model
-from millrace.model.module import Weights
 
 _BASE = ModelConfig(
     architecture="LlamaForCausalLM", family="llama", hidden_size=2048, intermediate_size=5632, n_layers=22, n_heads=32,
@@ -34,23 +29,3 @@ SHAPES = {
 def random_source(shape: str, context: int) -> Source:
     """As `source_of`, of one of `SHAPES`."""
     return source_of(replace(SHAPES[shape], max_context=context))
-
-
-def source_of(config: ModelConfig) -> Source:
-    """Normal weights with a standard deviation of 0.02, norms at 1; each tensor from a seed of its own."""
-    model = build_model(config)
-    sizes = {n: tuple(d for d in p.shape if isinstance(d, int)) for n, p in model.parameters() if "rotary" not in n}
-
-    def load(name: str) -> NDArray[np.float32]:
-        if name.endswith("norm.weight"):
-            return np.ones(sizes[name], np.float32)
-        rng = np.random.default_rng(zlib.crc32(name.encode()))
-        return rng.standard_normal(sizes[name], np.float32) * np.float32(0.02)
-
-    return Source(
-        module=model,
-        weights=Weights(sizes, load),
-        max_context=config.max_context,
-        architecture=config.architecture,
-        dtype=config.dtype,
-    )

@@ -16,14 +16,12 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.loaded import Loaded
 from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.engine.reference import ReferenceExecutor
-from millrace.graph.types import Graph
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 
@@ -32,15 +30,6 @@ TOLERANCE = {"bf16": 0.03, "w8a16": 0.03, "w4a16": 0.03, "w8a8": 0.06, "fp8": 0.
 MOST_KL = 1e-3  # in BF16, of a real model, in nats a token
 PAGES_EACH = 4  # of a sequence's context
 TEXTS, LENGTH = 4, 96  # random tokens of each text that is compared
-
-
-class Checked(CudaExecutor):
-    """Of random weights, or those of a checkpoint."""
-
-    from_checkpoint = False
-
-    def _load(self, graph: Graph) -> Loaded:
-        return super()._load(graph) if self.from_checkpoint else random_loaded(graph, self.dtype, self.device)
 
 
 def limits_of(vocab: int, context: int = 256) -> ExecutorLimits:
@@ -67,8 +56,8 @@ def _apart(name: str, precision: str, kv: KvFormat | None, device: str, lengths:
     config = replace(TINY if name == "tiny" else replace(LLAMA_8B, n_layers=2), max_context=256)
     graph = graph_of(config, precision)
     names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
-    executor = Checked(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names, buckets=(1, 4),
-                       device=device)  # fmt: skip
+    executor = CudaExecutor(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names, buckets=(1, 4),
+                            device=device, load=random_loaded)  # fmt: skip
     n = len(lengths)
     steps = [dummy_step(lengths, 0, PAGES_EACH * n, vocab=config.vocab_size), _decode(lengths, config.vocab_size)]
     kernels, worst = executor._kernels, 0.0
@@ -103,8 +92,7 @@ def agrees(path: Path, device: str) -> dict[str, Any]:
     vocab = exact.outputs[0].value.width
     limits = limits_of(vocab)
     reference = ReferenceExecutor(exact, limits, kv=KvFormat.F32, bf16_table=False)
-    checked = type("FromCheckpoint", (Checked,), {"from_checkpoint": True})
-    executor = checked(run_passes(traced, gpu(precision_map("bf16"))), limits, dtype="bf16", device=device)
+    executor = CudaExecutor(run_passes(traced, gpu(precision_map("bf16"))), limits, dtype="bf16", device=device)
     rows = _all_rows(dummy_step([LENGTH] * TEXTS, 0, PAGES_EACH * TEXTS, vocab=vocab))
     want, got = _logp(np.asarray(reference.logits(rows))), _logp(executor.logits(rows).cpu().numpy())
     kl = float((np.exp(want) * (want - got)).sum(1).mean())

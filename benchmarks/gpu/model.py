@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.roofline import Rates
-from benchmarks.shapes import SHAPES, source_of
+from benchmarks.shapes import SHAPES
 from millrace.checkpoint.config import ModelConfig, RopeConfig
 from millrace.compile.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
+from millrace.compile.random_source import source_of
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.loaded import Loaded
 from millrace.engine.cuda.placement import PRODUCTS, coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
@@ -75,15 +75,12 @@ class RandomExecutor(CudaExecutor):
         kv = KvFormat.FP8 if precision == "fp8" else None
         super().__init__(
             graph, limits, dtype="bf16", kv=kv, fp8_rows=names, buckets=usual_buckets(limits.max_sequences),
-            device=device,
+            device=device, load=random_loaded,
         )  # fmt: skip
         self.bound_s, self._rates, self._weight = 0.0, rates, weight_of(graph)
         self._rate = rates.fp8 if precision == "fp8" else rates.bf16
         pages = next(iter(self._pages.values()))
         self._kv_bytes = sum(x[0].nbytes for p in self._pages.values() for x in (p.keys, p.values)) / pages.tokens
-
-    def _load(self, graph: Graph) -> Loaded:
-        return random_loaded(graph, self.dtype, self.device)
 
     def launch(self, step: StepInputs) -> None:
         super().launch(step)

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.checkpoint import write_fp8_checkpoint
 from millrace.bench.server_process import ServerProcess
+from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.compile.device import device_engine
 from millrace.compile.settings import BuildSettings
@@ -24,7 +25,7 @@ def started(config: ModelConfig, device: str, start_s: float) -> dict[str, Any]:
         write_fp8_checkpoint(config, folder)
         weights_bytes = (folder / "model.safetensors").stat().st_size
         if device == CPU:
-            engine = device_engine("dry", folder, BuildSettings(max_batch=4), DRY, None)
+            engine = device_engine("dry", Checkpoint.open(folder), BuildSettings(max_batch=4), DRY, None)
             engine.on_gpu(engine.pages_per_sequence).close()
             engine.close()
             return {"checkpoint_bytes": weights_bytes}

@@ -15,6 +15,7 @@ from millrace.compile import find
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.cuda.found import Place
 from millrace.engine.cuda.network import CudaNetwork
 from millrace.engine.texts import text_inputs
 from millrace.env import read_env
@@ -39,7 +40,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(folder: Path, **build: Any) -> GpuEngine:
-    _, engine = find_engine(str(folder), BuildSettings(**build), read_env(), device="cuda")
+    _, engine = find_engine(str(folder), BuildSettings(**build), read_env(), place=Place("cuda"))
     assert isinstance(engine, GpuEngine)
     return engine
 

@@ -22,10 +22,10 @@ from millrace.cli.terminal import Terminal
 from millrace.compile import find
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda import executor, walk
+from millrace.engine.cuda import executor, loaded
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import Gpu, find_gpu
+from millrace.engine.cuda.found import Gpu, Place, find_gpu
 from millrace.engine.cuda.memory import SHARE
 from millrace.engine.cuda.transfer import there
 from millrace.engine.executor import StepInputs, StepOutputs
@@ -48,7 +48,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpu(model: str = STORIES, **build: Any) -> Opened:
-    name, engine = find_engine(model, BuildSettings(**SMALL, **build), read_env(), device="cuda")
+    name, engine = find_engine(model, BuildSettings(**SMALL, **build), read_env(), place=Place("cuda"))
     return open_engine(name, engine, RunSettings(device="cuda"))
 
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 ) -> None:  # fmt: skip
     free = gpu[0] if gpu else 80 << 30
     monkeypatch.setattr(find, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A100", (8, 0), free, 108))
-    monkeypatch.setattr(walk, "load", never)
+    monkeypatch.setattr(loaded, "load", never)
     with pytest.raises(kind) as refused:
         LLM("tiny", device="cuda", **asked)
     assert all(w in str(refused.value) for w in words), str(refused.value)
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the error names is asked for again, and then runs."""
     monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
-    _, engine = find_engine("tiny", BuildSettings(), read_env(), device="cuda")
+    _, engine = find_engine("tiny", BuildSettings(), read_env(), place=Place("cuda"))
     assert isinstance(engine, GpuEngine)
     needs = engine.needs
     engine.close()
@@ -170,7 +170,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
+    monkeypatch.setattr(loaded, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
     with pytest.raises(MachineError, match="failed while the model was loaded: CUDA out of memory") as refused:
         LLM("tiny", device="cuda", **SMALL)
     assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend

@@ -13,6 +13,7 @@ from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.found import Place
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError
 from tests.e2e.test_on_gpu import HERE
@@ -33,7 +34,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(model: str | Path, **build: object) -> tuple[GpuEngine, list[str]]:
     told: list[str] = []
-    _, engine = find_engine(str(model), BuildSettings(**build), read_env(), device="cuda", say=told.append)  # type: ignore[arg-type]
+    _, engine = find_engine(str(model), BuildSettings(**build), read_env(), place=Place("cuda"), say=told.append)  # type: ignore[arg-type]
     assert isinstance(engine, GpuEngine)
     engine.close()
     return engine, told

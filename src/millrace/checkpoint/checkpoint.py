@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.compressed.scheme import KEY as COMPRESSION
-from millrace.checkpoint.compressed.scheme import is_compressed, read_compression
+from millrace.checkpoint.compressed.scheme import Compression, is_compressed, read_compression
 from millrace.checkpoint.compressed.tensors import CompressedTensors
 from millrace.checkpoint.config import ModelConfig, read_config
 from millrace.checkpoint.config_reader import family_of
@@ -59,6 +59,12 @@ class Checkpoint:
     def open(path: Path) -> "Checkpoint":
         """A Hugging Face folder, or a GGUF file. raises CheckpointError for what is missing, damaged, not supported"""
         return _open_gguf(path) if is_gguf(path) else _open_folder(path)
+
+    @staticmethod
+    def without_weights(folder: Path) -> "Checkpoint":
+        """A Hugging Face folder's configuration and tokenizer. Weights need not be there. raises as `open`"""
+        said = _read_folder(folder)
+        return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, said.notes)
 
     @property
     def decoder(self) -> ModelConfig:
@@ -167,6 +173,34 @@ def _open_gguf(path: Path) -> GgufCheckpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    said = _read_folder(folder)
+    config, notes = said.config, said.notes
+    tensors = CompressedTensors.of(folder, said.compression) if said.compression else Tensors.open(folder)
+    stored = _stored_dtype(tensors)
+    notes += tuple(tensors.notes)
+    if not said.has_dtype:
+        config = replace(config, dtype=stored)
+    elif stored != config.dtype:
+        notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
+    kind = CompressedCheckpoint if said.compression else Checkpoint
+    return kind(folder, config, tensors, said.generation, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a folder says beside its weights. has_dtype: whether it names the type of these"""
+
+    config: ModelConfig | EncoderConfig
+    generation: GenerationDefaults
+    compression: Compression | None
+    has_dtype: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.config.notes, *self.generation.notes)
+
+
+def _read_folder(folder: Path) -> _Said:
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
     if not (folder / CONFIG).is_file():
@@ -186,15 +220,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         del raw[COMPRESSION]
     config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
-    tensors = CompressedTensors.of(folder, compression) if compression else Tensors.open(folder)
-    stored = _stored_dtype(tensors)
-    notes = (*config.notes, *generation.notes, *tensors.notes)
-    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-        config = replace(config, dtype=stored)
-    elif stored != config.dtype:
-        notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
-    kind = CompressedCheckpoint if compression else Checkpoint
-    return kind(folder, config, tensors, generation, notes)
+    return _Said(config, generation, compression, any(raw.get(key) is not None for key in ("dtype", "torch_dtype")))
 
 
 def _stored_dtype(tensors: Tensors) -> str:

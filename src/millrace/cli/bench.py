@@ -1,6 +1,7 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
 import asyncio
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from millrace.cli.bench_flags import (
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
-from millrace.engine.cuda.found import CPU
+from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
+from millrace.runtime.open import RunSettings
+from millrace.settings import Settings, flag_of
 
 EPILOG = """\b
 Examples:
@@ -38,6 +41,7 @@ Examples:
   millrace bench URL --model M --request-rate 4 --isl 1000 --osl 200 --goodput ttft:500 itl:50
   millrace bench URL --model M --input-file trace.jsonl --replay-speed 2 -o results/
   millrace bench --engine tiny --isl 128 --osl 128 --request-count 64
+  millrace bench --engine ./llama-3.1-8b --device cuda --random-weights --precision fp8 --max-batch 512
   millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
   millrace bench sweep --help        raise the load until a limit breaks
   millrace bench compare --help      two servers or results: which is faster, and how surely
@@ -69,7 +73,7 @@ class Bench(TheirFlags):
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
 @click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
-@click.option("--device", metavar="NAME", help="Where --engine runs: cpu, cuda, or cuda:1; default: cpu.")
+@settings_options(BuildSettings, RunSettings)
 @certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
 @png_option
@@ -96,9 +100,9 @@ def command(
     targets = [target for target in (url, url_given, engine) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
-    device: str | None = given.pop("device")
-    if device is not None and engine is None:
-        raise ConfigError("--device is given for a server", "--engine MODEL, which runs here", "leave it out")
+    build, runs = made(BuildSettings, given), made(RunSettings, given)
+    if engine is None:
+        _check_no_engine(build, runs)
     limits = parse_limits(goodput)
     check_pictures(output, as_png := given.pop("as_png"))
     if engine is None:
@@ -117,7 +121,7 @@ def command(
 
         plan = planned_in_process(engine, given)
         ready_folder(output, NAMES)
-        certificate, run = None, in_process(engine, plan, env, as_json, device or CPU)
+        certificate, run = None, in_process(engine, plan, build, runs, env, quiet=as_json)
     done = Finished.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
     told = report(done)
     told_and_written(
@@ -125,6 +129,16 @@ def command(
     )
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
+
+
+def _check_no_engine(*given: Settings) -> None:
+    """raises ConfigError for what is said of an engine in this process, where there is none"""
+    for settings in given:
+        usual = type(settings)()
+        for field in fields(settings):
+            if getattr(settings, field.name) != getattr(usual, field.name):
+                what = f"{flag_of(field.name)} is given for a server"
+                raise ConfigError(what, "--engine MODEL, which runs here", "leave it out")
 
 
 async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:

@@ -44,9 +44,9 @@ async def _asked(model: Opened, plan: Plan, begins: Callable[[Run], None]) -> Ru
         return await driven_by(client, plan, plan.sessions(Words()), begins)
 
 
-def in_process(engine: str, plan: Plan, env: Env, quiet: bool, device: str) -> Run:
+def in_process(engine: str, plan: Plan, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool) -> Run:
     """The protocol of published tables: no HTTP, no template, random tokens, exact lengths."""
-    with opened(engine, BuildSettings(), RunSettings(device=device), env, quiet=quiet) as model:
+    with opened(engine, build, run, env, quiet=quiet) as model:
 
         async def work(begins: Begins) -> Run:
             return await _asked(model, plan, begins)

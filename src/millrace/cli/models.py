@@ -8,7 +8,7 @@ from millrace.cli.signals import ended_in_order
 from millrace.compile.cache import EngineCache
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import CPU
+from millrace.engine.cuda.found import ON_CPU, Place
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
@@ -17,12 +17,12 @@ from millrace.tune.pricing import pricing
 
 
 def engine_of(
-    model: str, build: BuildSettings, env: Env, *, quiet: bool = False, device: str = CPU
+    model: str, build: BuildSettings, env: Env, *, quiet: bool = False, place: Place = ON_CPU
 ) -> tuple[str, Engine]:  # fmt: skip
     """Name and engine of MODEL, downloaded and built where needed. quiet: without progress"""
     with ended_in_order(), progress(quiet) as report:
         return find_engine(
-            model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing, device=device
+            model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing, place=place
         )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def opened(
     sequences: how many there will be at a time, where that is known. raises EngineError where MODEL is none
     """
     with _cache_mended(env):
-        name, engine = engine_of(model, build, env, quiet=quiet, device=run.device)
+        name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
         model_opened = open_engine(name, engine, run, sequences)
     with closing(model_opened):
         yield model_opened
@@ -47,7 +47,7 @@ def opened_to_serve(
 ) -> Iterator[Opened | OpenedEncoder]:
     """MODEL, a language model or an encoder, ready to run; closed at the end."""
     with _cache_mended(env):
-        name, engine = engine_of(model, build, env, quiet=quiet, device=run.device)
+        name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
         model_opened = open_any(name, engine, run)
     with closing(model_opened):
         yield model_opened

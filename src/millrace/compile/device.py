@@ -21,6 +21,7 @@ from millrace.compile.pipeline import gpu as passes
 from millrace.compile.pipeline import run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.pricing import AUTO
+from millrace.compile.random_source import random_source
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.compile.source import Source
 from millrace.compile.timings import TimingCache
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
 
 GPU_BATCH, GPU_STEP_TOKENS = 64, 2048  # sequences, and tokens of a step, where nobody says otherwise
 ENCODER_BATCH, ENCODER_STEP_TOKENS = 512, 16384  # of an encoder, whose texts cost no room beyond a step
+DRAWN = "the weights are random: what they answer means nothing"
 # What is about kernels of a CPU, or measured with them.
 _OF_CPUS = ("bf16_sums", "tune_rows", "calibration", "max_kl")
 
@@ -60,6 +62,7 @@ class _Traced:
     source: Source
     graph: Graph
     alone: GpuPrecision
+    is_random: bool
 
     def model(self, chosen: Settled) -> GpuModel:
         graph = run_passes(self.graph, passes(chosen.precision))
@@ -75,19 +78,15 @@ class _Traced:
         return GpuModel(
             graph=graph, limits=limits, dtype=dtype, fp8_rows=frozenset(self._fp8_rows(chosen)),
             kv=None if chosen.kv_format == as_floats else chosen.kv_format,
-            buckets=usual_buckets(batch) if logits else (),
+            buckets=usual_buckets(batch) if logits else (), random=self.is_random,
         )  # fmt: skip
 
     def _fp8_rows(self, chosen: Settled) -> Iterator[str]:
         """Linear layers that are meant to be multiplied with E4M3: by the checkpoint, or all by who asks for fp8."""
         if self.alone.name == "fp8":
-            head = head_of(self.graph)
-            for node in self.graph.nodes:
-                if (
-                    node.op == "linear"
-                    and chosen.precision.of(node.origin[0], is_head=node is head) == Precision.FP8A16
-                ):
-                    yield node.origin[0]
+            head, of = head_of(self.graph), chosen.precision.of
+            layers = [n for n in self.graph.nodes if n.op == "linear"]
+            yield from (n.origin[0] for n in layers if of(n.origin[0], is_head=n is head) == Precision.FP8A16)
         for name, matrix in self.source.stored.items():
             precision = chosen.precision.of(name)
             if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.precision.kept(matrix.held, precision):
@@ -95,28 +94,31 @@ class _Traced:
 
 
 def device_engine(
-    name: str, folder: Path, build: BuildSettings, gpu: Gpu, cache: Path | None,
+    name: str, checkpoint: Checkpoint, build: BuildSettings, gpu: Gpu, cache: Path | None,
     precisions: Mapping[str, str] | None = None, progress: Progress | None = None, say: Say | None = None,
 ) -> GpuEngine:  # fmt: skip
-    """raises CheckpointError, ConfigError for what is not asked of a GPU or what this one lacks, EngineError"""
+    """checkpoint: of one without weights they are drawn on the device
+
+    raises CheckpointError, ConfigError for what is not asked of a GPU or what this one lacks, EngineError
+    """
     _check(build)
-    checkpoint = Checkpoint.open(folder)
     if not checkpoint.has_tokenizer:
-        raise no_tokenizer(folder)
-    source = Source.from_checkpoint(checkpoint, build.max_context)
+        raise no_tokenizer(checkpoint.folder)
+    is_random = not checkpoint.tensors
+    source = (random_source if is_random else Source.from_checkpoint)(checkpoint, build.max_context)
     alone, build = gpu_precision(build, source, precisions is not None)
     options = _options(build, source, precisions)
     if is_encoder := isinstance(checkpoint.config, EncoderConfig):
         check_encoder(build, options.precision)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
     chosen = settled(source, options)
-    traced = _Traced(source, trace_model(source.module, source.weights, operators()), alone)
+    traced = _Traced(source, trace_model(source.module, source.weights, operators()), alone, is_random)
     chosen.precision.check_patterns(node.origin[0] for node in traced.graph.nodes if node.op == "linear")
     model = traced.model(chosen)
     check_runs(model.graph, model.kv)
     check_multiplies(gpu.name, gpu.capability, precisions_used(model.graph, model.dtype, model.fp8_rows, model.kv))
     needs = _needs(model, gpu)
-    notes = notes_of(source, chosen) if alone.is_own else (*notes_of(source, chosen), *_unpriced(source, chosen, alone))
+    notes = (*notes_of(source, chosen), *((DRAWN,) if is_random else _unpriced(source, chosen, alone)))
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
     identity = checkpoint_identity(checkpoint, cache, progress)
@@ -165,7 +167,7 @@ def _tuner(gpu: Gpu, seconds: float, cache: Path | None) -> "Callable[[CudaExecu
 
 def _unpriced(source: Source, chosen: Settled, alone: GpuPrecision) -> tuple[str, ...]:
     asked = alone.described(chosen.precision.described(None))["default"]
-    if chosen.precision.meaning == source.own_precision.meaning and asked != alone.name:
+    if alone.is_own or (chosen.precision.meaning == source.own_precision.meaning and asked != alone.name):
         return ()
     return (f"what {asked} costs in answers is not measured on a GPU: millrace build measures it on a CPU",)
 

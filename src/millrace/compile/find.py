@@ -11,7 +11,7 @@ from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.cache import CacheEntry, EngineCache
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.settings import BuildSettings, Progress, Say
-from millrace.engine.cuda.found import CPU, find_gpu
+from millrace.engine.cuda.found import CPU, ON_CPU, Place, find_gpu
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST, read_manifest
 from millrace.env import Env
@@ -66,24 +66,25 @@ def _cached(model: str, env: Env) -> tuple[str, Path]:
 
 def find_engine(
     model: str, build: BuildSettings, env: Env, *, progress: Progress | None = None, say: Say | None = None,
-    precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None, device: str = CPU,
+    precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None, place: Place = ON_CPU,
 ) -> tuple[str, Engine]:  # fmt: skip
     """MODEL's engine: the folder itself if it is one, else from the cache, else built now. For a GPU made anew.
 
     precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
     """
-    gpu = None if device == CPU else find_gpu(device)
+    gpu = None if place.device == CPU else find_gpu(place.device)
     name, folder = model_folder(model, env, progress)
     if gpu is not None:
         if (folder / MANIFEST).is_file():
             raise EngineError(
-                f"{folder} is an engine for CPUs, and --device is {device}",
+                f"{folder} is an engine for CPUs, and --device is {place.device}",
                 "a checkpoint, whose weights go to a GPU as they are",
                 "name the checkpoint that it was built from, with the same --precision",
             )  # fmt: skip
         from millrace.compile.device import device_engine
 
-        return name, device_engine(name, folder, build, gpu, env.cache, precisions, progress, say)
+        checkpoint = Checkpoint.without_weights(folder) if place.random_weights else Checkpoint.open(folder)
+        return name, device_engine(name, checkpoint, build, gpu, env.cache, precisions, progress, say)
     if (folder / MANIFEST).is_file():
         engine = Engine.open(folder)
         _refuse_build_settings(build, folder)

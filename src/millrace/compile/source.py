@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD, build_model, parameter_of
 from millrace.model.module import Module, Weights
 
+C = TypeVar("C", bound=ModelConfig | EncoderConfig)
 EMBEDDING = "model.embed_tokens.weight"
 LONGEST = 1 << 24  # tokens: what a program's parameters hold
 DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
@@ -47,13 +49,7 @@ class Source:
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, max_context: int | None = None) -> "Source":
         """raises ConfigError for a context that the model was not made for"""
-        config = checkpoint.config
-        usual, most = contexts(config)
-        context = max_context or usual
-        if not 1 <= context <= most:
-            why = "the longest that an engine takes" if most == LONGEST else "for which the model was made"
-            raise ConfigError(f"a context of {context} tokens", f"1 to {most}, {why}", "lower --max-context")
-        config = replace(config, max_context=context)
+        config = with_context(checkpoint.config, max_context)
         tensors, own = checkpoint.tensors, checkpoint.own_precisions
         names = _parameters(tensors, config)
         weights = Weights(
@@ -62,7 +58,7 @@ class Source:
             formats={name: held for name, tensor in names.items() if (held := tensors.format(tensor))},
         )  # fmt: skip
         return cls(
-            module=build_model(config), weights=weights, max_context=context, vocab_size=config.vocab_size,
+            module=build_model(config), weights=weights, max_context=config.max_context, vocab_size=config.vocab_size,
             architecture=config.architecture, dtype=config.dtype, identity=checkpoint.identity,
             eos_token_ids=checkpoint.eos_token_ids, bos_token_id=checkpoint.bos_token_id,
             notes=checkpoint.notes, files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
@@ -99,6 +95,16 @@ class Source:
                 size *= d
             total += size
         return total
+
+
+def with_context(config: C, max_context: int | None) -> C:
+    """max_context: as asked; None: the usual. raises ConfigError for one that the model was not made for"""
+    usual, most = contexts(config)
+    context = max_context or usual
+    if not 1 <= context <= most:
+        why = "the longest that an engine takes" if most == LONGEST else "for which the model was made"
+        raise ConfigError(f"a context of {context} tokens", f"1 to {most}, {why}", "lower --max-context")
+    return replace(config, max_context=context)
 
 
 def contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:

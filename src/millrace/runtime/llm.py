@@ -150,7 +150,7 @@ class LLM:
         with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(
-                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing, device=run.device
+                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing, place=run.place
             )
             self._opened, self._loop = _open(name, engine, run, vllm_names.asks_for_embeddings(settings))
         self._threading = threading.Lock()

@@ -12,7 +12,7 @@ from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults
 from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.engine.cuda.found import CPU, check_name
+from millrace.engine.cuda.found import CPU, Place, check_name
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor
 from millrace.engine.native import NativeExecutor, NativeNetwork
@@ -53,6 +53,10 @@ class RunSettings(Settings):
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
     device: str = setting(CPU, "where it runs: cpu, or an NVIDIA GPU: cuda, or cuda:1 for the second", metavar="NAME")
+    random_weights: bool = setting(
+        False, "on a GPU: draw weights there instead of reading some, to measure a model of which only config.json and "
+        "the tokenizer are here; its answers mean nothing",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,9 +65,15 @@ class RunSettings(Settings):
         if self.device != CPU and (given := [name for name, value in of_cpus.items() if value is not None]):
             what = f"{flag_of(given[0])} is given, and --device is {self.device}"
             raise ConfigError(what, "nothing: that is for a CPU", "leave one of them out")
+        if self.random_weights and self.device == CPU:
+            raise ConfigError("--random-weights is given for a CPU", "--device cuda", "add it, or leave this out")
         if self.kv_tier_size is not None and self.kv_tier is None:
             what = "--kv-tier-size is given, and --kv-tier is not: there is no second tier of KV pages"
             raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, self.random_weights)
 
 
 @dataclass(frozen=True, slots=True)

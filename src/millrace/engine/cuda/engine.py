@@ -20,6 +20,7 @@ from millrace.graph.types import Graph
 if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
     from millrace.engine.cuda.executor import CudaExecutor
     from millrace.engine.cuda.network import CudaNetwork
+    from millrace.engine.cuda.walk import Load
     from millrace.kernels.matmul.gpu_tiles import Tiles
 
 
@@ -35,7 +36,7 @@ class Files:
 class GpuModel:
     """What CudaExecutor or CudaNetwork takes: a graph after the passes of `pipeline.gpu`, with constants not read yet.
 
-    limits: but for how many pages there are; kv, buckets: of a language model
+    limits: but for how many pages there are; kv, buckets: of a language model; random: weights are drawn on the device
     """
 
     graph: Graph
@@ -44,6 +45,14 @@ class GpuModel:
     kv: KvFormat | None
     fp8_rows: frozenset[str]
     buckets: tuple[int, ...]
+    random: bool
+
+    @property
+    def load(self) -> "Load":
+        from millrace.engine.cuda.loaded import load
+        from millrace.engine.cuda.random_weights import random_loaded
+
+        return random_loaded if self.random else load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +88,7 @@ class GpuEngine(Engine):
         with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"):
             executor = CudaExecutor(
                 model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
-                fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device,
+                fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device, load=model.load,
             )  # fmt: skip
             if self.gpu.device != CPU:
                 if self.tuner:
@@ -95,7 +104,9 @@ class GpuEngine(Engine):
         model = self.model
         most = {"T": model.limits.max_step_tokens, "S": model.limits.max_sequences}
         with self._failing(self.needs.fixed_bytes, "lower --max-batch"):
-            network = CudaNetwork(model.graph, most, dtype=model.dtype, fp8_rows=model.fp8_rows, device=self.gpu.device)
+            network = CudaNetwork(
+                model.graph, most, dtype=model.dtype, fp8_rows=model.fp8_rows, device=self.gpu.device, load=model.load
+            )
             if self.gpu.device != CPU:
                 network.warm(model.limits.max_context)
         return network

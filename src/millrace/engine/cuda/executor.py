@@ -14,12 +14,13 @@ from torch import Tensor
 
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
 from millrace.engine.cuda.gpu import CODES, check_runs
+from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.memory import ATTENTION
 from millrace.engine.cuda.operators import layer_of
 from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
-from millrace.engine.cuda.walk import Walk
+from millrace.engine.cuda.walk import Load, Walk
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
@@ -29,7 +30,7 @@ from millrace.kernels.operators import number, size
 
 
 class CudaExecutor(Walk, Executor):
-    """graph, dtype, fp8_rows, device: as of Walk
+    """graph, dtype, fp8_rows, device, load: as of Walk
 
     kv: how keys and values are kept, INT8 or FP8; None: in dtype
     buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
@@ -41,10 +42,10 @@ class CudaExecutor(Walk, Executor):
 
     def __init__(
         self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
-        fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda",
+        fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda", load: Load = load,
     ) -> None:  # fmt: skip
         check_runs(graph, kv)
-        Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv)
+        Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv, load=load)
         self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
         self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}

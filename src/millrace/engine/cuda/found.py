@@ -22,6 +22,17 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model runs, by the name of its device; random_weights: with weights that are drawn there, none is read"""
+
+    device: str = CPU
+    random_weights: bool = False
+
+
+ON_CPU = Place()
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """A GPU that is here, or one of the catalogue. about: its name and what it is; here: None of the catalogue's"""
 

@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.engine.cuda.gpu import check_runs
+from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS
 from millrace.engine.cuda.step import blocks
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
-from millrace.engine.cuda.walk import Walk
+from millrace.engine.cuda.walk import Load, Walk
 from millrace.engine.slots import Slot, sizes_of
 from millrace.engine.texts import text_inputs
 from millrace.errors import RequestError
@@ -21,16 +22,17 @@ from millrace.kernels.operators import number, size
 
 
 class CudaNetwork(Walk):
-    """graph, dtype, fp8_rows, device: as of Walk; most: tokens (T) and texts (S) of a run
+    """graph, dtype, fp8_rows, device, load: as of Walk; most: tokens (T) and texts (S) of a run
 
     raises as Walk; EngineError for an operator that has no kernel here
     """
 
     def __init__(
-        self, graph: Graph, most: Mapping[str, int], *, dtype: str, device: str, fp8_rows: Collection[str] = ()
-    ) -> None:
+        self, graph: Graph, most: Mapping[str, int], *, dtype: str, device: str, fp8_rows: Collection[str] = (),
+        load: Load = load,
+    ) -> None:  # fmt: skip
         check_runs(graph, None)
-        super().__init__(graph, dtype=dtype, device=device, fp8_rows=fp8_rows)
+        super().__init__(graph, dtype=dtype, device=device, fp8_rows=fp8_rows, load=load)
         self._inputs = tuple(Slot(p.name, p.value.shape, p.value.dtype, None) for p in graph.inputs)
         self._most = {Symbol(name): n for name, n in most.items()}
         self._lengths: NDArray[np.int32]

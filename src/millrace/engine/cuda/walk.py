@@ -27,6 +27,7 @@ from millrace.kernels.storage import storage_of
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
+Load = Callable[[Graph, torch.dtype, torch.device], Loaded]
 _PRODUCTS = threading.Lock()  # PyTorch multiplies float32 one way at a time, whichever thread asks
 
 
@@ -35,25 +36,23 @@ class Walk:
 
     dtype: of DTYPES: of activations and of weights that are not coded
     fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
-    kv: as of CudaExecutor
+    kv: as of CudaExecutor; load: its constants onto the device
     raises, before a weight is read: MachineError without a GPU, ConfigError for one that lacks a precision
     """
 
     def __init__(
-        self, graph: Graph, *, dtype: str, device: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None
-    ) -> None:
+        self, graph: Graph, *, dtype: str, device: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None,
+        load: Load = load,
+    ) -> None:  # fmt: skip
         self.dtype, self.device = DTYPES[dtype], torch.device(device)
         self._fp8_rows, self._tf32, self.tiles = frozenset(fp8_rows), dtype == "tf32", RULES
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
             check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
-        self._graph, self._loaded, self._read_last = graph, self._load(graph), read_last(graph)
+        self._graph, self._loaded, self._read_last = graph, load(graph, self.dtype, self.device), read_last(graph)
         self._glue = glue_of(graph, self._takes_e4m3)
         self._values: dict[Value, Matrix] = {}
-
-    def _load(self, graph: Graph) -> Loaded:
-        return load(graph, self.dtype, self.device)
 
     def _computed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The graph's outputs by their names, for inputs by theirs."""

@@ -245,7 +245,7 @@ def _opened(given: InstanceGiven) -> Opened | OpenedEncoder:
     parameters = {key: p.string_value for key, p in given.config.parameters.items() if key != "model"}
     build, run = _settings(given.config.name, parameters)
     place = named or str(_place(given.folder / str(given.version)))
-    name, engine = find_engine(place, build, read_env(), pricing=pricing, device=run.device)
+    name, engine = find_engine(place, build, read_env(), pricing=pricing, place=run.place)
     return open_any(name, engine, run)
 
 

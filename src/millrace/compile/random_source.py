@@ -1,0 +1,42 @@
+"""A model of some shape whose weights nobody trained: for measurements, which depend on shapes and formats."""
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.encoder import EncoderConfig
+from millrace.compile.source import Source, with_context
+from millrace.model.families import build_model
+from millrace.model.module import Weights
+
+SPREAD = 0.02  # of what is drawn: a standard deviation
+
+
+def source_of(config: ModelConfig | EncoderConfig) -> Source:
+    """Normal weights, norms at 1; each tensor from a seed of its own, when it is asked for."""
+    model = build_model(config)
+    sizes = {n: tuple(d for d in p.shape if isinstance(d, int)) for n, p in model.parameters() if "rotary" not in n}
+
+    def load(name: str) -> NDArray[np.float32]:
+        if name.lower().endswith("norm.weight"):
+            return np.ones(sizes[name], np.float32)
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        return rng.standard_normal(sizes[name], np.float32) * np.float32(SPREAD)
+
+    return Source(
+        module=model, weights=Weights(sizes, load), max_context=config.max_context, vocab_size=config.vocab_size,
+        architecture=config.architecture, dtype=config.dtype,
+    )  # fmt: skip
+
+
+def random_source(checkpoint: Checkpoint, max_context: int | None) -> Source:
+    """Of a folder without its weights. raises ConfigError for a context that the model was not made for"""
+    return replace(
+        source_of(with_context(checkpoint.config, max_context)), identity=checkpoint.identity,
+        eos_token_ids=checkpoint.eos_token_ids, bos_token_id=checkpoint.bos_token_id, notes=checkpoint.notes,
+        files=lambda: checkpoint.files,
+    )  # fmt: skip
