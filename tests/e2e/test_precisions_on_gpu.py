@@ -92,7 +92,7 @@ def test_vllms_names(halves: Path) -> None:
     for dtype in ("float16", "half", torch.float16):
         with LLM(halves, device="cuda", dtype=dtype, max_batch=1, max_context=64) as llm:
             assert llm._opened.engine.manifest.precision["default"] == "fp16"
-    with pytest.raises(ConfigError, match="float16 is for a GPU"):
+    with pytest.raises(ConfigError, match=r"dtype is 'half'.*\n.*\n.*float16 is for a GPU"):
         LLM(halves, dtype="half")
 
 

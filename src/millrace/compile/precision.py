@@ -235,7 +235,7 @@ def _matches(origin: str, pattern: str) -> bool:
     return fnmatchcase(origin, pattern) or fnmatchcase(origin, f"*.{pattern}")
 
 
-_FLOAT16 = "float16 is for a GPU: a CPU runs a float16 checkpoint in fp32 exactly, in bf16 in half the memory"
+_FLOAT16 = "float16 is for a GPU: here fp32 runs a float16 checkpoint exactly, bf16 in half the memory"
 _MEANT = {
     "fp16": _FLOAT16, "float16": _FLOAT16, "f16": _FLOAT16, "half": _FLOAT16,
     "float32": "use fp32", "f32": "use fp32", "float": "use fp32", "bfloat16": "use bf16",

@@ -166,7 +166,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "device" and value in (None, "auto"):
             continue
         elif name == "dtype":
-            _add(ours, given, name, "precision", _precision(value))
+            _add(ours, given, name, "precision", _precision(value, given.get("device") not in (None, "auto", "cpu")))
         elif name == "kv_cache_dtype" and value in _KV_DTYPES:
             ours[name] = _KV_DTYPES[value]
         else:
@@ -186,12 +186,14 @@ def _add(ours: dict[str, Any], given: Mapping[str, Any], name: str, own: str, va
     ours[own] = value
 
 
-def _precision(dtype: object) -> str | None:
+def _precision(dtype: object, on_gpu: bool) -> str | None:
     """Of vLLM's `dtype`: a name, or a torch.dtype, which prints as "torch.bfloat16"."""
     name = str(dtype).removeprefix("torch.")
-    if name in _DTYPES:
+    if name in _DTYPES and (on_gpu or _DTYPES[name] != "fp16"):
         return _DTYPES[name]
-    raise ConfigError(f"dtype is {dtype!r}", "auto, float32, bfloat16 or float16", "precision= has the integer formats")
+    mend = "float16 is for a GPU: here bfloat16 is as small, float32 exact" if name in ("float16", "half") else ""
+    raise ConfigError(f"dtype is {dtype!r}", f"auto, float32 or bfloat16{', or float16' if on_gpu else ''}",
+                      mend or "precision= has the integer formats")  # fmt: skip
 
 
 def _check_neutral(name: str, value: object, table: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
