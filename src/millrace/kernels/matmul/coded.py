@@ -57,6 +57,25 @@ class CodedRows:
 Matrix: TypeAlias = Tensor | CodedRows  # rows of floats, or coded
 
 
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """As what rows of floats go into products: E4M3, each row by its own scale, or INT8.
+
+    group: of INT8, 0 for whole rows; transform: whether its groups are multiplied by a Hadamard matrix before
+    """
+
+    e4m3: bool
+    group: int = 0
+    transform: bool = False
+
+    def rows(self, x: Tensor) -> CodedRows:
+        """x (R, K), in plain PyTorch."""
+        return e4m3_rows(x) if self.e4m3 else int8_rows(x, self.group, transform=self.transform)
+
+
+AS_E4M3 = Coding(e4m3=True)
+
+
 def weights(matrix: QuantisedMatrix, device: torch.device) -> CodedRows:
     """As a checkpoint or an engine has them, exactly."""
     codes, width, zero = matrix.codes, matrix.codes.shape[1], 0
