@@ -202,7 +202,8 @@ class CudaExecutor(Executor):
         x = self._values[node.inputs[0]]
         if isinstance(x, Tensor) and self._takes_e4m3(node):
             x = self.coded_rows(x, AS_E4M3)
-        return [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+        found = [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+        return [part for y in found for part in y.split(node.output.width, 1)]
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""
