@@ -25,7 +25,7 @@ from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, Coding
-from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
+from millrace.kernels.matmul.cuda import ASKED, BLOCK_K, coded_product
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
@@ -57,7 +57,8 @@ _PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, Any]:
     halves = _CODED[precision]["w"] == "*u8"
     return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
-            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K, "TILE": tile}  # fmt: skip
+            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K, "ASKED": ASKED,
+            "TILE": tile}  # fmt: skip
 
 
 # What rows become, by the end of a case's name.
@@ -143,6 +144,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
         "kernel": found.metadata.name, "about": about, "architecture": f"sm_{arch}", "registers": int(usage["REG"]),
         "shared_bytes": found.metadata.shared, "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
         "warps": found.metadata.num_warps, "overlaps": _overlaps(found.asm["ptx"]),
+        "asks_ahead": "prefetch.L2" in found.asm["ptx"],
     }  # fmt: skip
 
 

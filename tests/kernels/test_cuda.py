@@ -259,5 +259,6 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     early = {node.name for _, node in jitted() if overlaps(node)}
     for row in found:
         assert row["overlaps"] == (arch == 90 and row["kernel"] in early), row
+        assert row["asks_ahead"] == (row["overlaps"] and row["kernel"] not in ("code_rows", "gated")), row
         assert row["spilled_bytes"] <= spilled and row["registers"] <= 255, row
         assert row["shared_bytes"] <= 99 * 1024, row  # what a program may have on an L4
