@@ -42,7 +42,7 @@ _TYPES = {
     "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32",
     "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64", "top_p": "*fp64",
     "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
-    "row_elements": "i32",
+    "row_elements": "i32", "wrong": "i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -93,6 +93,7 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *((gated, f"{n:,} columns{to}", _row(n, to)) for n in (14336, 28672) for to in _ROWS),
     *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
     *((coded_product, precision, _product(precision, tiles(1)[0])) for precision in _CODED),
+    (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
     (sample.draw_rows, "any vocabulary", {"BLOCK": sample.BLOCK}),
     (coded_product, "w4a16 minimums", _product("w4a16", tiles(1)[0], minimums=True)),
     *(
@@ -115,6 +116,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     types = _TYPES | _CODED[about.split()[0]] if kernel is coded_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
+    if kernel is sample.best_rows:
+        types["tokens"] = "*i32"
     if constants.get("CODED"):
         types["y"] = "*fp8e4nv" if constants["TO"] == " to fp8" else "*i8"
     overlaps = "PDL" in names and (arch // 10, arch % 10) >= FROM
@@ -129,6 +132,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
         options["num_warps"] = warps(constants["BLOCK_M"])
     if "WARPS" in constants:
         options["num_warps"] = constants["WARPS"]
+    if kernel is sample.best_rows:
+        options["num_warps"] = sample.BEST_WARPS
     if kernel is sample.draw_rows:
         options["num_warps"] = sample.WARPS
     if kernel is coded_product:

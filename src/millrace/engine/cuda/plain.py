@@ -112,6 +112,11 @@ def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float) -> T
     return y
 
 
+def best(logits: Tensor, wrong: int) -> Tensor:
+    """logits (R, V) -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is not finite."""
+    return torch.where(logits.isfinite().all(1), logits.argmax(1), wrong).int()
+
+
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     """p (R, V) float64, each row's largest 1; of each row top_k int64, top_p, min_p and u float64 -> (R,) tokens.
 
