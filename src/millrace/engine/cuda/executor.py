@@ -17,7 +17,7 @@ from millrace.engine.cuda.gpu import CODES, check_runs
 from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.memory import ATTENTION
 from millrace.engine.cuda.operators import layer_of
-from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
+from millrace.engine.cuda.sampling import Rows, Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
@@ -77,11 +77,12 @@ class CudaExecutor(Walk, Executor):
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
-            if size is None or way is None:
+            if way is None:
                 found = sample(self.logits(step), step, self._kernels.draw)
             else:
                 self._copy_pages(step)
-                found = tokens_alone(self._replayed(step, size, way))
+                tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
+                found = tokens_alone(tokens)
             self._flights.append(OnItsWay.of(found))
         self._drawn = found.tokens
 
@@ -95,7 +96,8 @@ class CudaExecutor(Walk, Executor):
         with torch.inference_mode(), there(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
-            return self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            found = self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            return found.float()
 
     def _copy_pages(self, step: StepInputs) -> None:
         for source, target in () if step.copies is None else step.copies.tolist():
@@ -113,6 +115,13 @@ class CudaExecutor(Walk, Executor):
         return inputs, cache(lambda group, kv_heads: step_tables(
             step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
         ))  # fmt: skip
+
+    def _drawn_at_once(self, step: StepInputs, way: Way) -> Tensor:
+        rows = Rows.of(step.sampling, self.device)
+        return self._plainly(self._logits(*self._eager(step)), rows, way)
+
+    def _plainly(self, logits: Tensor, rows: Rows, way: Way) -> Tensor:
+        return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.best)
 
     def _known(self, tokens: Tensor, step: StepInputs) -> Tensor:
         """With those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
@@ -141,11 +150,12 @@ class CudaExecutor(Walk, Executor):
 
     def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
         logits = self._logits(bucket.inputs(), bucket.tables)
-        return logits if way is None else drawn_plainly(logits, bucket.rows, way, self._kernels.draw)
+        return logits if way is None else self._plainly(logits, bucket.rows, way)
 
     def _logits(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
+        """(R, V), as their product gives them"""
         self._tables = tables
-        return self._computed(inputs)["logits"].float()
+        return self._computed(inputs)["logits"]
 
     def close(self) -> None:
         Walk.close(self)

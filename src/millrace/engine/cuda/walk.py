@@ -3,14 +3,13 @@
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from millrace.engine.cuda import plain
-from millrace.engine.cuda.glue import glue_of, is_silu_mul
+from millrace.engine.cuda.glue import coding_of, glue_of, is_silu_mul
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.memory import read_last
@@ -18,7 +17,7 @@ from millrace.engine.cuda.operators import OPERATORS, evaluate
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
-from millrace.kernels.matmul.coded import CodedRows, Matrix, e4m3_rows, int8_rows
+from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix
 from millrace.kernels.matmul.gpu_tiles import RULES
 from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.operators import number
@@ -83,9 +82,10 @@ class Walk:
         """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
         producers = self._graph.producers()
         for node, matrices in self._loaded.coded.items():
-            meets: Callable[[Tensor], Matrix] = e4m3_rows if self._takes_e4m3(node) else Tensor.contiguous
+            coding = AS_E4M3 if self._takes_e4m3(node) else None
             if precision_of(node).takes_bytes:
-                meets = partial(int8_rows, group=storage_of(producers[node.inputs[0]]).group)
+                coding = coding_of(storage_of(producers[node.inputs[0]]))
+            meets: Callable[[Tensor], Matrix] = coding.rows if coding else Tensor.contiguous
             for matrix in matrices:
                 yield matrix, meets
 
@@ -102,8 +102,9 @@ class Walk:
     def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
         x = self._values[node.inputs[0]]
         if isinstance(x, Tensor) and self._takes_e4m3(node):
-            x = e4m3_rows(x)
-        return [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+            x = self.coded_rows(x, AS_E4M3)
+        found = [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+        return [part for y in found for part in y.split(node.output.width, 1)]
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""
@@ -112,20 +113,24 @@ class Walk:
     def matrix(self, value: Value) -> Matrix:
         return self._values[value]
 
+    def coded_rows(self, x: Tensor, coding: Coding) -> CodedRows:
+        y: CodedRows = self._kernels.coded_rows(x, coding)
+        return y
+
     def added(self, node: Node, y: Tensor) -> Tensor:
         residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
         if norm is None:
             return residual + y
-        w, coded = self.tensor(norm.inputs[1]), norm.output in self._glue.e4m3
+        w, coding = self.tensor(norm.inputs[1]), self._glue.coded.get(norm.output)
         total: Tensor
         total, self._values[norm.output] = self._kernels.add_norm(
-            y, residual, w, number(norm, "eps"), self.dtype, coded
+            y, residual, w, number(norm, "eps"), self.dtype, coding
         )
         return total
 
     def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
         if is_silu_mul(node):
-            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, node.output in self._glue.e4m3)
+            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, self._glue.coded.get(node.output))
             return y
         return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
 
