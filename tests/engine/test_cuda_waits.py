@@ -1,5 +1,9 @@
 """The executor on a GPU that computes nothing: every tensor is on its device, and no step waits for what is queued."""
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -101,3 +105,11 @@ def test_what_waits_is_seen(device: FakeCuda) -> None:
             wrong()
     with device.graph(None, None), pytest.raises(AssertionError, match="within a capture"):
         x.copy_(device.pinned(host, x.device), non_blocking=True)
+
+
+def test_no_step_has_a_kernel_compiled_anew() -> None:
+    """Beside its constants: by how long a step is, or where its tables lie. A compilation stops everybody's tokens."""
+    command = [sys.executable, "-m", "tests.support.compilations"]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == []

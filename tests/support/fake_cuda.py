@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -41,6 +43,7 @@ _INDEXED = "aten::index", "aten::index_put", "aten::index_put_"  # by numbers, n
 class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no types here
     """launched: our kernels by name; called: PyTorch's operators on tensors of the device; both in order
 
+    specialised: kernels that Triton does not interpret, and what it would compile them for beside their constants
     warming: copies may wait, but for those within a capture
     """
 
@@ -48,6 +51,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         super().__init__()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.launched, self.called = list[str](), list[str]()
+        self.specialised = set[tuple[str, str]]()
         self.captures, self.capturing, self.warming = 0, False, False
         self._pinned = dict[int, Tensor]()  # by `id`, and held: tensors compare element by element
 
@@ -105,6 +109,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
             assert not isinstance(x, Tensor) or x.device == DEVICE, f"{name} is given a tensor of {x.device}"
         assert all(type(n) is int and n > 0 for n in grid) and max(grid[1:], default=1) <= MOST_PROGRAMS, (name, grid)
         self.launched.append(name)
+        if isinstance(kernel, JITFunction):
+            self.specialised.add((name, _specialisation(kernel, args, given)))
 
     @contextmanager
     def graph(self, graph: object, pool: object) -> Iterator[None]:
@@ -115,7 +121,33 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         self.capturing = False
 
 
+class _Driver:
+    """What Triton asks before a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class _Pointer:
+    """As a launch sees a tensor: memory begins at a multiple of 16."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self._at = x.dtype, int(16 + x.storage_offset() * x.itemsize)
+
+    def data_ptr(self) -> int:
+        return self._at
+
+
+def _specialisation(kernel: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
+    """Of each argument that is no constant: its type, and what is known of it."""
+    driver.set_active(_Driver())
+    binder = kernel.device_caches[0][-1]
+    _, specialised, _ = binder(*(_Pointer(x) if isinstance(x, Tensor) else x for x in args), **_OPTIONS, **given)
+    return str([one for one in specialised if one[0] != "constexpr"])
+
+
 _EMPTY = torch.empty
+_OPTIONS = {"debug": False, "instrumentation_mode": ""}
 
 
 @contextmanager

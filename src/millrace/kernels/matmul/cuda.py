@@ -17,7 +17,7 @@ from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, row
 BLOCK_K = 128  # what goes through at a time, at most
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # that only says which rows there are
 def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group, group,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
