@@ -124,7 +124,9 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     known = {name: value for name, value in {**constants, "PDL": overlaps}.items() if name in names}
     signature = {n: "constexpr" if n in known else types.get(n, "*bf16") for n in names}
     # What a launch knows: memory begins at multiples of 16, and so do this shape's rows and groups.
-    multiples = [i for i, name in enumerate(names) if signature[name] == "i32" or "*" in signature[name]]
+    unknown = {p.num for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
+    kinds = [signature[name] for name in names]
+    multiples = [i for i, kind in enumerate(kinds) if i not in unknown and (kind == "i32" or "*" in kind)]
     attrs = {(i,): [["tt.divisibility", 16]] for i in multiples}
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=attrs)
     options: dict[str, Any] = {"enable_fp_fusion": True, "launch_pdl": overlaps}

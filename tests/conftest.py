@@ -33,6 +33,7 @@ KNOWN = {
     "promtool is not installed": "`make nightly`, part promtool",
     "OpenTelemetry's SDK is not installed": "`make nightly`, part opentelemetry",
     "rapidocr-onnxruntime is not installed": "`make nightly`, part ocr",
+    "before torch 2.13 a CPU's _scaled_mm takes one scale": "torch 2.13, which is the one for development",
     "no IPv6 here": "machines with IPv6",
     "no font here": "machines with a font, like fonts-dejavu-core",
     "AVX2 is x86-64's": "x86-64",

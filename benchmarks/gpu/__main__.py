@@ -5,47 +5,59 @@
     python -m benchmarks.gpu --dry-run        all rows on tensors of this CPU, a tiny shape: seconds, and no figures
 
 A row is one result file, written when it is done; rows that this commit has a file of are not run again, and none is
-begun that would not be through within --minutes: so the same command, again and again, does all of it, in some 25
-minutes together. Requests are a tenth to a quarter of the table's, as each file says. Shares are of what this device
-was seen to reach in the same run. A start needs some 11 GB of the disk for a checkpoint.
+begun that would not be through within --minutes of the process's start: so the same command, again and again, does all
+of it, in some 15 minutes together. What tells most comes first, and what a run before has begun in vain comes last.
+Where the first row does not agree, nothing else is measured. A device that has failed ends the process (exit code 1):
+its context does not come back. Requests are a tenth to a quarter of the table's, as each file says; shares are of what
+this device was seen to reach in the same run. A start needs some 11 GB of the disk for a checkpoint.
 """
 
 import argparse
 import json
+import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
+from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.checks import device_told
-from benchmarks.gpu.roofline import measured
-from benchmarks.gpu.rows import ROWS, Bench, Row, goals
-from benchmarks.record import RESULTS, commit, count, provenance, write_result
+from benchmarks.gpu.roofline import measured, wait_for
+from benchmarks.gpu.rows import ROWS, goals
+from benchmarks.record import RESULTS, commit, provenance, write_result
 from millrace.engine.cuda.gpu import check_gpu
 from millrace.errors import MillraceError
+from millrace.machine.process import age_s
 
 SHAPE = "llama-3.1-8b"
 
 
-def done(folder: Path, device: str) -> set[str]:
-    """Rows that this commit has a file of, on a device of that name."""
+BEGUN = "gpu-begun.txt"  # in the results' folder: a commit and a row a line
+
+
+def tried(folder: Path, device: str, of: str) -> tuple[set[str], set[str]]:
+    """Rows that a commit has a file of, on a device of that name; and those that it has begun in vain."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
-    own = [f for f in files if "row" in f and f["commit"] == commit() and f["device"]["name"] == device]
-    return {f["row"] for f in own if "refused" not in f}
+    own = [f for f in files if "row" in f and f["commit"] == of and f["device"]["name"] == device]
+    done = {f["row"] for f in own if "refused" not in f}
+    lines = (folder / BEGUN).read_text().splitlines() if (folder / BEGUN).exists() else []
+    begun = {row for commit_, _, row in (line.partition(" ") for line in lines) if commit_ == of}
+    return done, (begun | {f["row"] for f in own}) - done
 
 
-def run(bench: Bench, row: Row) -> dict[str, Any]:
+def run(bench: Bench, row: Row, of: str) -> dict[str, Any]:
     told = {
-        **provenance("benchmarks.gpu"), "shape": "tiny" if bench.dry_run else SHAPE, "row": row.name,
+        **provenance("benchmarks.gpu"), "commit": of, "shape": "tiny" if bench.dry_run else SHAPE, "row": row.name,
         "dry_run": bench.dry_run, "device": device_told(bench.device), "rates": bench.rates.told(),
     }  # fmt: skip
     try:
         found = row.run(bench, row)
-    except (MillraceError, RuntimeError) as error:  # the device lacks it, or fails: the next row may go well
-        return {**told, "refused": str(error).splitlines()[0]}
+    except (MillraceError, RuntimeError, TritonError) as error:  # it lacks something, or fails: the next may go well
+        bench.release()
+        return {**told, "refused": (str(error) or type(error).__name__).splitlines()[0]}
     return {**told, **found, "goals": [] if bench.dry_run else goals(row, found)}
 
 
@@ -56,10 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW", help=f"only these, of {', '.join(names)}")
-    parser.add_argument("--minutes", type=count, default=9, help="for this call (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=9, help="for this call (default: %(default)s)")
     parser.add_argument(
         "--model", type=Path, action="append", default=[], help="a checkpoint whose answers are checked"
     )
+    parser.add_argument("--commit", default=commit(), help="what is run (default: as git says it)")
     parser.add_argument("--out", type=Path, help="where results go (default: benchmarks/results; of a dry run nowhere)")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(arguments)
@@ -71,21 +84,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _rows(args: argparse.Namespace, folder: Path, device: str) -> None:
-    ends = time.monotonic() + 60 * args.minutes
     wanted = [row for row in ROWS if not args.rows or row.name in args.rows]
+    done, in_vain = tried(folder, device_told(device)["name"], args.commit)
     if not args.rows:
-        known = done(folder, device_told(device)["name"])
-        wanted = [row for row in wanted if row.name not in known]
+        wanted = sorted((row for row in wanted if row.name not in done), key=lambda row: row.name in in_vain)
     bench = Bench(device, measured(torch.device(device)), tuple(args.model), args.dry_run)
-    left = []
+    ends_s = 60 * args.minutes + (age_s() if args.dry_run else 0)  # of a dry run in a process that is old already
+    left = [row.name for row in wanted]
+    folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:
-        if time.monotonic() + row.about_s > ends:
-            left.append(row.name)
+        if age_s() + bench.seconds_of(row) > ends_s:
             continue
-        result = run(bench, row)
+        with (folder / BEGUN).open("a") as begun:
+            begun.write(f"{args.commit} {row.name}\n")
+        result = run(bench, row, args.commit)
         path = write_result(f"gpu-{row.name.replace('/', '-')}", result, folder)
-        print(_told(result), path.name, flush=True)
+        left.remove(row.name)
+        print(f"{age_s():.0f} s:", _told(result), path.name, flush=True)
+        if "refused" in result and not _works(device):
+            sys.exit("the device has failed; start again")
+        if row.first and not result.get("ok"):
+            print("nothing is measured of what does not agree")
+            return
     print(f"left: {', '.join(left)}; run it again" if left else "all rows are done")
+
+
+def _works(device: str) -> bool:
+    """Still: most errors of a device are told again by whatever comes next."""
+    try:
+        wait_for(torch.device(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _told(result: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from millrace.model.module import trace_model
 TOLERANCE = {"bf16": 0.03, "w8a16": 0.03, "w4a16": 0.03, "w8a8": 0.06, "fp8": 0.15}
 MOST_KL = 1e-3  # in BF16, of a real model, in nats a token
 PAGES_EACH = 4  # of a sequence's context
+LENGTHS = [128, 5, 130, 200]  # of prompts
 TEXTS, LENGTH = 4, 96  # random tokens of each text that is compared
 
 
@@ -41,15 +42,21 @@ def limits_of(vocab: int, context: int = 256) -> ExecutorLimits:
 
 def kernels_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
     """Every precision and kind of page, in prompts of odd lengths and in steps of buckets, over shapes that nothing
-    divides; then two layers of the real shape, in few rows and in many."""
+    divides; then two layers of the real shape in the precisions that `shape_agrees` leaves out."""
     found = []
     for precision in PRECISIONS:
         for kv in (None, KvFormat.INT8, KvFormat.FP8):
             found.append(_apart("tiny", precision, kv, device, [3, 40, 1, 70]))
     if not dry_run:
-        for precision in PRECISIONS:
-            found.append(_apart("two layers", precision, KvFormat.FP8, device, [128, 5, 130, 200]))
+        found += [_apart("two layers", precision, KvFormat.INT8, device, LENGTHS) for precision in ("w8a16", "w8a8")]
     return found
+
+
+def shape_agrees(device: str, dry_run: bool) -> list[dict[str, Any]]:
+    """What is measured, of few rows and of many."""
+    name = "tiny" if dry_run else "two layers"
+    measured = (("fp8", KvFormat.FP8), ("bf16", None), ("w4a16", None))
+    return [_apart(name, precision, kv, device, LENGTHS) for precision, kv in measured]
 
 
 def _apart(name: str, precision: str, kv: KvFormat | None, device: str, lengths: list[int]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The script for a GPU goes through all of its rows without one, and does each once."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
+from benchmarks.gpu import bench as bench_
 from benchmarks.gpu import rows as rows_
+from benchmarks.gpu.bench import MODEL_S, Bench, Row
 from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of, weight_of
+from benchmarks.gpu.profile import Kernel, table
 from benchmarks.gpu.roofline import Rates
-from benchmarks.gpu.rows import ROWS, Bench, goals
+from benchmarks.gpu.rows import ROWS, goals
+from benchmarks.record import commit
 from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.errors import MachineError
@@ -38,10 +43,18 @@ def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert found["checks"]["ok"] and len(found["checks"]["checks"]) == 15
     assert found["answers"]["models"][0]["kl"] <= 1e-3 and found["answers"]["ok"]
     assert all(f["ended"] and f["share_of_roofline"] > 0 for f in found.values() if "isl" in f)
+    profiled = found["profile-fp8"]["steps"]
+    assert [s["what"] for s in profiled] == [
+        "decode, 1 sequences",
+        "decode, 2 sequences",
+        "mixed, 2 sequences and 2 x 1 tokens",
+    ]
+    assert all(s["ms"] > 0 and s["busy_ms"] > 0 and s["kernels"][0]["us"] > 0 for s in profiled)
+    assert found["user-fp8"]["made"]["captures"] == 6 and found["user-fp8"]["made"]["memory"]["planned"] > 0
     printed = capsys.readouterr().out
     assert "6 of 30,000 requests" in printed and "tokens_per_s" not in printed, "a dry run has no figures"
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])
-    assert capsys.readouterr().out == "all rows are done\n" and len(list(tmp_path.iterdir())) == len(ROWS)
+    assert capsys.readouterr().out == "all rows are done\n" and len(list(tmp_path.glob("gpu-*.json"))) == len(ROWS)
 
 
 def test_no_row_is_begun_that_would_not_be_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +64,13 @@ def test_no_row_is_begun_that_would_not_be_through(tmp_path: Path, capsys: pytes
 
 
 def test_what_is_asked_of_a_device_is_bounded() -> None:
-    """Calls below 10 minutes, 25 in all; a tenth to a quarter of the table's requests."""
-    assert sum(row.about_s for row in ROWS) <= 25 * 60 and max(row.about_s for row in ROWS) < 9 * 60
+    """15 minutes in all, models included, of which each is made once; a tenth to a quarter of the table's requests."""
+    bench = Bench("cuda", Rates(1, 1, 1, 1))
+    models = [row.precision for row in ROWS if row.precision]
+    assert len([a for a, b in pairwise(["", *models]) if a != b]) == len(set(models)) == 3
+    assert sum(row.about_s for row in ROWS) + 3 * MODEL_S <= 15 * 60
+    assert bench.seconds_of(ROWS[2]) == ROWS[2].about_s + MODEL_S and bench.seconds_of(ROWS[0]) == ROWS[0].about_s
+    assert ROWS[0].first and not any(row.first for row in ROWS[1:])
     table = [row.with_ for row in ROWS if row.run is rows_.throughput]
     assert len(table) == 6 and all(0.1 <= w["requests"] / w["of"] <= 0.25 for w in table)
     assert all(w["milestone"] < w["theirs"] < w["goal"] for w in table)
@@ -72,10 +90,62 @@ def test_a_row_that_is_refused_is_told_and_run_again(tmp_path: Path, monkeypatch
         raise RuntimeError("CUDA error: out of memory\nand more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rows_, "random_executor", fails)
+        patched.setattr(bench_, "random_executor", fails)
         script.main(["--dry-run", "--out", str(tmp_path), "--rows", "user-bf16"])
     assert told(tmp_path)["user-bf16"]["refused"] == "CUDA error: out of memory"
-    assert not script.done(tmp_path, "tensors of a CPU")
+    done, in_vain = script.tried(tmp_path, "tensors of a CPU", commit())
+    assert not done and in_vain == {"user-bf16"}
+
+
+def test_what_was_begun_in_vain_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that ends the process, whatever it is: the next run goes on behind it."""
+
+    def ends(*_: object) -> None:
+        raise KeyError("of a library")
+
+    monkeypatch.setattr(script, "ROWS", tuple(r for r in ROWS if r.name in ("user-fp8", "ttft-1024")))
+    with monkeypatch.context() as patched:
+        patched.setattr(rows_, "prompts_of", ends)
+        with pytest.raises(KeyError):
+            script.main(["--dry-run", "--out", str(tmp_path), "--commit", "c0ffee"])
+    assert not told(tmp_path)
+    script.main(["--dry-run", "--out", str(tmp_path), "--commit", "c0ffee"])
+    times = {row: f["time"] for row, f in told(tmp_path).items()}
+    assert times.keys() == {"user-fp8", "ttft-1024"} and times["ttft-1024"] <= times["user-fp8"]
+    assert all(f["commit"] == "c0ffee" for f in told(tmp_path).values())
+
+
+def test_nothing_is_measured_of_what_does_not_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_, "shape_agrees", lambda *_: [{"ok": False}])
+    script.main(["--dry-run", "--out", str(tmp_path)])
+    assert told(tmp_path).keys() == {"first"} and "DOES NOT AGREE" in capsys.readouterr().out
+
+
+def test_a_device_that_has_failed_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of it afterwards fails alike, and would be told of every row."""
+
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more")
+
+    monkeypatch.setattr(rows_, "prompts_of", fails)
+    monkeypatch.setattr(script, "wait_for", fails)
+    with pytest.raises(SystemExit, match="the device has failed"):
+        script.main(["--dry-run", "--out", str(tmp_path), "--rows", "user-fp8", "ttft-1024"])
+    found = told(tmp_path)
+    assert found.keys() == {"user-fp8"} and "illegal memory access" in found["user-fp8"]["refused"]
+
+
+def test_a_table_of_kernels_counts_what_overlaps_once() -> None:
+    """Two steps by hand: a, then b that begins before a ends, then nothing for 5 us, then a again."""
+    two = [Kernel("a", 0, 10), Kernel("b", 8, 12), Kernel("a", 17, 20)]
+    found = table([*two, *(Kernel(k.name, k.begin + 100, k.end + 100) for k in two)], 2)
+    assert found["busy_ms"] == pytest.approx(15e-3) and found["kernels_a_step"] == 3
+    assert found["gaps_ms"] == pytest.approx((5 + 80 + 5) / 2 * 1e-3)
+    assert [(k["name"], k["a_step"], k["us"]) for k in found["kernels"]] == [("a", 2, 13), ("b", 1, 4)]
+    assert [(g["between"], g["us"]) for g in found["gaps"]] == [("a | a", 40), ("b | a", 5)]
+    assert table([], 1)["busy_ms"] == 0
 
 
 def test_the_bound_counts_what_a_step_must_read_and_multiply() -> None:
@@ -84,9 +154,9 @@ def test_the_bound_counts_what_a_step_must_read_and_multiply() -> None:
     assert weight.bytes == pytest.approx(PER_TOKEN, rel=1e-3) == weight.operations / 2
     assert weight.head_bytes == 2 * 128256 * 4096 == weight.head_operations
     bench = Bench("cpu", Rates(read=1e9, copied=1e9, bf16=1e12, fp8=2e12), dry_run=True)
-    executor, _ = bench.executor("fp8")
+    executor = bench.executor("fp8")
     w, kv = weight_of(executor._graph), 2 * TINY.n_layers * TINY.n_kv_heads * TINY.head_dim
-    rows_.one_user(bench, rows_.Row("user", 1, rows_.one_user, {"precision": "fp8"}))
+    rows_.one_user(bench, Row("user", 1, rows_.one_user, "fp8"))
     contexts = [16, *range(17, 28)]  # a prompt of 16, then 11 tokens more
     want = 12 * (w.bytes + w.head_bytes) / 1e9 + sum(contexts) * kv / 1e9
     assert executor.bound_s == pytest.approx(want, rel=1e-6)

@@ -247,12 +247,12 @@ class Breaking(CudaExecutor):
         super().launch(step)
         if self.fails_in == "launch" and self.n_steps >= self.fails_at:
             self._flights.pop()
-            raise RuntimeError("CUDA error: unspecified launch failure")
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
 
     def wait(self) -> StepOutputs:
         found = super().wait()
         if self.fails_in == "wait" and self.n_steps >= self.fails_at:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         return found
 
 

@@ -96,7 +96,7 @@ def largest(limits: ExecutorLimits) -> list[StepInputs]:
 
 def most_allocated(executor: CudaExecutor, steps: list[StepInputs]) -> int:
     """The most bytes at a time that steps take beside what is there, by PyTorch's own book."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         for step in steps:
             executor.run(step)
     now = most = 0

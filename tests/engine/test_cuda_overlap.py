@@ -1,16 +1,19 @@
 """Steps of a GPU that overlap: what one draws is the next one's input without the host, here on tensors of this CPU."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.executor import NOT_FINITE, Executor, StepInputs, plain_rows
+from millrace.engine.cuda.transfer import there
+from millrace.engine.executor import NOT_FINITE, ExecutionError, Executor, StepInputs, plain_rows
 from millrace.runtime.generate import Collector, CompletionOutput, new_output
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
@@ -94,3 +97,30 @@ def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...
     executor.launch(blind)
     assert executor.wait().tokens[0] < NOT_FINITE and executor.wait().tokens[0] == want[0]
     first.sampling["mask"] = 0
+
+
+def test_a_step_that_runs_out_of_memory_is_alone(plainly: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails in its middle, beside one that is under way: that one's tokens come, and so do those of the next."""
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", device="cpu")
+    step = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
+    step.sampling["token"] = [1, 4]
+    want = executor.run(step).tokens.tolist()
+    executor.launch(step)
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "gated", fails)
+        with pytest.raises(RuntimeError, match="CUDA"):
+            executor.launch(step)
+    assert executor.wait().tokens.tolist() == want and executor.run(step).tokens.tolist() == want
+
+
+def test_a_kernel_that_a_gpu_cannot_run_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's errors are nobody's whom the loop expects."""
+    errors = pytest.importorskip("triton.runtime.errors", reason="triton is not installed")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    why = "cannot run on this GPU: out of resource: shared memory"
+    with pytest.raises(ExecutionError, match=why), there(torch.device("cuda")):
+        raise errors.OutOfResources(1 << 20, 1 << 18, "shared memory")

@@ -31,6 +31,7 @@ triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reas
 from millrace.kernels.matmul import cuda as products  # noqa: E402 (Triton's)
 from millrace.kernels.matmul.cuda import block_k, scaled_mm_takes  # noqa: E402 (Triton's)
 
+ONE_SCALE = "before torch 2.13 a CPU's _scaled_mm takes one scale"
 PAGE = 64
 # tokens before the step, tokens of it: a decode row, a chunk over a page's end, a prompt, one at a page's first place
 STEPS = [(70, 1), (50, 30), (0, 5), (128, 1)]
@@ -206,6 +207,8 @@ def test_scales_in_two_levels_are_exact() -> None:
 
 def test_many_rows_of_e4m3_go_through_scaled_mm() -> None:
     """PyTorch's on a CPU is the same product; of bfloat16 it differs by its rounding from the kernel's."""
+    if not torch.__version__ >= "2.13":
+        pytest.skip(ONE_SCALE)
     rng = np.random.default_rng(1)
     w = weights(coded_weights("e4m3", 48, 160, 0, rng))
     x, exact = coded_rows("e4m3", 64, 160, 0, rng)

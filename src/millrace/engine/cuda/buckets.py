@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS
 from millrace.engine.cuda.sampling import FIELDS, Rows, as_lines
 from millrace.engine.cuda.step import blocks, splits
 from millrace.engine.cuda.transfer import pinned
-from millrace.engine.executor import StepInputs
+from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables
 
 Tables = Callable[[int, int], StepTables]  # of query heads for each KV head, and of KV heads
@@ -51,26 +52,28 @@ class Bucket:
     page_tokens: int
     device: torch.device
     multiprocessors: int
-    _host: Tensor = field(init=False)
+    _host: IntArray = field(init=False)
+    _host_parts: list[IntArray] = field(init=False)
     _held: Tensor = field(init=False)
     _starts: Tensor = field(init=False)
     rows: Rows = field(init=False)
     _lines: Tensor = field(init=False)
-    _host_lines: Tensor = field(init=False)
+    _host_lines: NDArray[np.float64] = field(init=False)
     _tables: dict[tuple[int, int], StepTables] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._host_lines = torch.zeros((len(FIELDS), self.size), dtype=torch.float64)
-        self._lines = self._host_lines.clone().to(self.device)
+        self._host_lines = np.zeros((len(FIELDS), self.size))
+        self._lines = torch.zeros(self._host_lines.shape, dtype=torch.float64, device=self.device)
         self.rows = Rows(self._lines)
         n = 5 * self.size + 1 + self.size * self.most_pages
-        self._host = torch.zeros(n, dtype=torch.int32)
+        self._host = np.zeros(n, np.int32)
+        self._host_parts = np.split(self._host, np.cumsum(self._sizes())[:-1])
         self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
         self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
 
     def fill(self, step: StepInputs) -> None:
         """step: for which `bucket_of` gives this size."""
-        tokens, positions, slots, rows, table_starts, tables = (x.numpy() for x in self._parts(self._host))
+        tokens, positions, slots, rows, table_starts, tables = self._host_parts
         n, used, at = len(step.tokens), len(step.pages), step.positions
         for part, values in ((tokens, step.tokens), (positions, at), (rows, step.sampling["token"])):
             part[: len(values)], part[len(values) :] = values, 0
@@ -80,21 +83,21 @@ class Bucket:
         table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
         tables[:used], tables[used : used + padding] = step.pages, self.scratch
         end = len(self._host) - len(tables) + used + padding
-        lines = self._host_lines.numpy()
+        lines = self._host_lines
         as_lines(step.sampling, lines[:, : len(step.sampling)])
         lines[:, len(step.sampling) :] = 0
-        self._lines.copy_(pinned(self._host_lines, self.device), non_blocking=True)
-        self._held[:end].copy_(pinned(self._host[:end], self.device), non_blocking=True)
+        self._lines.copy_(pinned(torch.from_numpy(lines), self.device), non_blocking=True)
+        self._held[:end].copy_(pinned(torch.from_numpy(self._host[:end]), self.device), non_blocking=True)
 
     def inputs(self) -> dict[str, Tensor]:
         """By the names of the graph's."""
-        tokens, positions, _, rows, _, _ = self._parts(self._held)
+        tokens, positions, _, rows, _, _ = self._held.split(self._sizes())
         return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": torch.ones_like(tokens)}
 
     def tables(self, group: int, kv_heads: int) -> StepTables:
         """Its splits are those of its longest contexts: what a graph captured cannot choose again."""
         if (group, kv_heads) not in self._tables:
-            _, positions, slots, _, table_starts, tables = self._parts(self._held)
+            _, positions, slots, _, table_starts, tables = self._held.split(self._sizes())
             rows = FEW_ROWS if group <= FEW_ROWS else MANY_ROWS
             programs = blocks(np.full(self.size, group, np.int32), rows)
             n_splits = splits(len(programs) * kv_heads, self.most_pages, self.multiprocessors)
@@ -104,10 +107,9 @@ class Bucket:
             )  # fmt: skip
         return self._tables[group, kv_heads]
 
-    def _parts(self, of: Tensor) -> tuple[Tensor, ...]:
-        """tokens, positions, slots, rows, table starts, tables: views."""
-        size = self.size
-        return tuple(of.split([size, size, size, size, size + 1, size * self.most_pages]))
+    def _sizes(self) -> list[int]:
+        """Of tokens, positions, slots, rows, table starts and tables, as they lie one after the other."""
+        return [*[self.size] * 4, self.size + 1, self.size * self.most_pages]
 
 
 def captured(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:

@@ -3,8 +3,8 @@
 A copy from or to memory that is not pinned waits until the device has done all that comes before it.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.engine.executor import ExecutionError
+
 SLAB_BYTES = 32 << 20  # of weights on their way
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def there(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it kernels, streams and events are that device's: each thread has a device of its own, else the first."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    """Within it kernels, streams and events are that device's: each thread has a device of its own, else the first.
+
+    raises ExecutionError where Triton cannot compile a kernel for it, or it lacks what one takes
+    """
+    return nullcontext() if device.type == "cpu" else _there(device)
+
+
+@contextmanager
+def _there(device: torch.device) -> Iterator[None]:
+    from triton.errors import TritonError  # which is no RuntimeError, as what PyTorch raises of a device is
+
+    try:
+        with torch.cuda.device(device):
+            yield
+    except TritonError as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ExecutionError(f"a kernel cannot run on this GPU: {why}") from error
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:

@@ -18,9 +18,11 @@ from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.convert.cuda import NOTHING, codes
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# A step's tables lie one behind the other, at whatever place: compiled once for all of them, not for each that is met.
+TABLES = "positions", "slots", "blocks", "starts", "tables", "table_starts"
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def rotate_and_keep(
     q, k, v, positions, table, slots, rotated, keys, values, key_scales, value_scales, q_row, k_row, v_row,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, ROTATES: tl.constexpr,
@@ -84,7 +86,7 @@ def _scale(most, dtype: tl.constexpr):
     return tl.where(is_nothing, 0.0, scale), tl.where(is_nothing, 0.0, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def attend(
     q, keys, values, key_scales, value_scales, y, partial, blocks, starts, positions, tables, table_starts, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,

@@ -19,7 +19,7 @@ BLOCK_K = 128  # what goes through at a time, at most
 ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # that only says which rows there are
 def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group, group,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -1,0 +1,115 @@
+"""The executor on a GPU that computes nothing: every tensor is on its device, and no step waits for what is queued."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.sampling import Way
+from millrace.engine.dummy import dummy_step
+from millrace.engine.executor import StepInputs
+from millrace.engine.kv import KvFormat
+from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
+from tests.support.checkpoints import random_checkpoint
+from tests.support.one_step import i32, packed
+
+pytest.importorskip("triton", reason="triton is not installed")
+from tests.support.fake_cuda import DEVICE, FakeCuda, executor_like, on_fake_cuda
+
+KINDS = (("bf16", None), ("w4a16", KvFormat.INT8), ("w8a8", None), ("fp8", KvFormat.FP8))
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=[kind for kind, _ in KINDS])
+def plainly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CudaExecutor:
+    """On tensors of the CPU."""
+    precision, kv = request.param
+    folder = random_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", seed=5)
+    found = both(folder, "fp8a16" if precision == "fp8" else precision, kv=kv)[0]
+    if precision == "fp8":
+        found._fp8_rows = frozenset(o for node in found._loaded.coded for o in node.origin)
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with on_fake_cuda(monkeypatch) as found:
+        yield found
+
+
+def launched(executor: CudaExecutor, step: StepInputs) -> None:
+    """Nothing comes back from such a device."""
+    executor.launch(step)
+    executor._flights.clear()
+
+
+def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None:
+    """Prompts, in few rows and in many, drawn in every way there is; behind them what the device itself has drawn."""
+    there = executor_like(plainly, LIMITS, ())
+    device.warming = True
+    launched(there, dummy_step([3, 70], 0, 4, vocab=VOCAB))
+    device.launched.clear()
+    device.warming = False
+    rng = np.random.default_rng(1)
+    for lengths in ([3, 70], [3, 5]):
+        step = dummy_step(lengths, 0, 4, vocab=VOCAB)
+        wanted = drawn_rows(rng, 40)
+        wanted["token"] %= sum(lengths)
+        drawn = replace(
+            step, sampling=wanted, history=i32(rng.integers(0, VOCAB, 60)), bias_ids=i32(rng.permutation(VOCAB)[:8]),
+            bias_values=np.ones(8, np.float32), masks=packed(*(rng.random((2, VOCAB)) < 0.2)), copies=i32([[7, 8]]),
+        )  # fmt: skip
+        assert (wanted["n_top"] >= 0).any() and wanted["bias_count"].any() and (wanted["temperature"] > 0).any()
+        for of in (step, drawn, replace(step, drawn=i32([[2, 0]]))):
+            launched(there, of)
+    n_layers = Counter(device.launched)["attend"] // 6
+    assert n_layers == 2 and Counter(device.launched)["draw_rows"] == 2
+    assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._fp8_rows)
+
+
+def test_a_capture_copies_nothing(
+    plainly: CudaExecutor, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """From the host, that is; a replay then is one launch, behind the copies of what the host has for it."""
+    there = executor_like(plainly, LIMITS, (1, 4))
+    device.warming = True
+    with monkeypatch.context() as patched:
+        patched.setattr(there, "run", partial(launched, there))
+        there.warm()
+    device.warming = False
+    assert set(there._replays) == {(n, way) for n in (1, 4) for way in Way} and device.captures == 4
+    device.launched.clear()
+    device.called.clear()
+    launched(there, dummy_step([1, 1, 1], 5, 3, vocab=VOCAB))
+    assert device.launched == ["replay"] and len(device.called) < 60, device.called
+
+
+def test_what_waits_is_seen(device: FakeCuda) -> None:
+    """The device's own check: each of these would."""
+    x, host = torch.zeros(3, 4, device=DEVICE), torch.ones(4)
+    waits: list[tuple[Callable[[], object], str]] = [
+        (lambda: x.to("cpu"), "waits"), (lambda: x.max().item(), "waits"), (lambda: x[x > 0], "waits"),
+        (lambda: x.copy_(host), "waits"), (lambda: x.copy_(host, non_blocking=True), "not of pinned memory"),
+        (lambda: x + host, "add of"), (lambda: x[torch.zeros(2, dtype=torch.int64)], "index of"),
+    ]  # fmt: skip
+    for wrong, why in waits:
+        with pytest.raises(AssertionError, match=why):
+            wrong()
+    with device.graph(None, None), pytest.raises(AssertionError, match="within a capture"):
+        x.copy_(device.pinned(host, x.device), non_blocking=True)
+
+
+def test_no_step_has_a_kernel_compiled_anew() -> None:
+    """Beside its constants: by how long a step is, or where its tables lie. A compilation stops everybody's tokens."""
+    command = [sys.executable, "-m", "tests.support.compilations"]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == []
