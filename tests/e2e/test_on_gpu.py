@@ -5,7 +5,8 @@ import io
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,10 +111,18 @@ def on_cpu_identity() -> str:
     return identity
 
 
-def test_a_thread_goes_to_its_device() -> None:
+def test_a_thread_goes_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has one of its own: `cuda:1` was chosen in the thread that loaded the weights."""
-    guard = there(torch.device("cuda:1"))
-    assert isinstance(guard, torch.cuda.device) and guard.idx == 1
+    chosen: list[torch.device] = []
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        chosen.append(wanted)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with there(torch.device("cuda:1")):
+        assert chosen == [torch.device("cuda:1")]
     with there(torch.device("cpu")) as nothing:
         assert nothing is None
 

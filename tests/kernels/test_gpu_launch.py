@@ -19,7 +19,9 @@ TOUCHES = {"load", "store", "atomic_add", "atomic_max", "atomic_cas", "make_bloc
 def jitted() -> Iterator[tuple[str, ast.FunctionDef]]:
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(d).startswith("triton.jit") for d in node.decorator_list
+            ):
                 yield f"{path.parent.name}/{path.name}::{node.name}", node
 
 

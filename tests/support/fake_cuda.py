@@ -27,7 +27,6 @@ from millrace.engine.cuda import buckets, transfer
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.loaded import Loaded
 from millrace.engine.executor import ExecutorLimits
-from millrace.graph.types import Graph
 from millrace.kernels.matmul import coded
 from millrace.kernels.matmul.coded import CodedRows
 
@@ -194,16 +193,9 @@ def _guarded() -> Iterator[None]:
         table[_CUDA] = before
 
 
-class _FakeExecutor(CudaExecutor):
-    """Whose weights are like those of another."""
-
-    def __init__(self, graph: Graph, limits: ExecutorLimits, like: Loaded, **given: Any) -> None:
-        self._like = like
-        super().__init__(graph, limits, **given)
-
-    def _load(self, graph: Graph) -> Loaded:
-        codes = {node: tuple(map(_rows_there, found)) for node, found in self._like.coded.items()}
-        return Loaded({value: _there(x) for value, x in self._like.tensors.items()}, codes)
+def _loaded_there(like: Loaded) -> Loaded:
+    codes = {node: tuple(map(_rows_there, found)) for node, found in like.coded.items()}
+    return Loaded({value: _there(x) for value, x in like.tensors.items()}, codes)
 
 
 def _rows_there(w: CodedRows) -> CodedRows:
@@ -217,9 +209,9 @@ def _there(x: Tensor) -> Tensor:
 
 
 def executor_like(other: CudaExecutor, limits: ExecutorLimits, buckets: Sequence[int]) -> CudaExecutor:
-    """On the device that is there. other: of a CPU"""
+    """On the device that is there, with weights like those of another. other: of a CPU"""
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[other.dtype]
-    return _FakeExecutor(
-        other._graph, limits, other._loaded, dtype=dtype, kv=other._kept, fp8_rows=other._fp8_rows, buckets=buckets,
-        device=str(DEVICE),
+    return CudaExecutor(
+        other._graph, limits, dtype=dtype, kv=other._kept, fp8_rows=other._fp8_rows, buckets=buckets,
+        device=str(DEVICE), load=lambda *_: _loaded_there(other._loaded),
     )  # fmt: skip
