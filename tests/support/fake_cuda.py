@@ -193,7 +193,7 @@ def _guarded() -> Iterator[None]:
         table[_CUDA] = before
 
 
-def _loaded_there(like: Loaded) -> Loaded:
+def loaded_there(like: Loaded) -> Loaded:
     codes = {node: tuple(map(_rows_there, found)) for node, found in like.coded.items()}
     return Loaded({value: _there(x) for value, x in like.tensors.items()}, codes)
 
@@ -213,5 +213,5 @@ def executor_like(other: CudaExecutor, limits: ExecutorLimits, buckets: Sequence
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[other.dtype]
     return CudaExecutor(
         other._graph, limits, dtype=dtype, kv=other._kept, fp8_rows=other._fp8_rows, buckets=buckets,
-        device=str(DEVICE), load=lambda *_: _loaded_there(other._loaded),
+        device=str(DEVICE), load=lambda *_: loaded_there(other._loaded),
     )  # fmt: skip

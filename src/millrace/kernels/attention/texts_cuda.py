@@ -15,7 +15,7 @@ from millrace.kernels.attention.texts import TextTables
 BLOCK_N = 64  # keys at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("blocks", "starts"))  # which lie one behind the other, at any place
 def attend_texts(
     q, k, v, y, blocks, starts, scale, q_row, k_row, v_row,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
