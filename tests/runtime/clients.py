@@ -15,7 +15,9 @@ class Client:
     def __init__(self, loop: EngineLoop, prompt: list[int], params: SamplingParams = GREEDY) -> None:
         self.deltas: list[Delta] = []
         self.prompt, self.params = prompt, params
-        self.request = loop.submit(prompt, params, self.deltas.extend)
+        asked = params.structured_outputs
+        matchers = loop.grammars.matchers(asked, params.n) if asked else ()
+        self.request = loop.submit(prompt, params, self.deltas.extend, matchers=matchers)
 
     @property
     def outputs(self) -> list[CompletionOutput]:

@@ -123,6 +123,8 @@ class FakeExecutor(Executor):
             raise RuntimeError("the step before has failed")
         for token, row in () if step.drawn is None else step.drawn.tolist():
             step.tokens[token] = max(self._drawn[row], 0)
+        for place, row in () if step.drawn_history is None else step.drawn_history.tolist():
+            step.history[place] = max(self._drawn[row], 0)
         if self.before_run is not None and not self.fails_at_launch:
             try:
                 self.before_run(step)

@@ -16,6 +16,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import POLICIES
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs
 from millrace.runtime.request import Request, Terms
+from millrace.runtime.structured import StructuredOutputsParams
 from tests.runtime.fakes import (
     POISON,
     VOCAB,
@@ -38,7 +39,11 @@ class Client:
     ) -> None:
         self.deltas: list[list[Delta]] = []
         self.prompt, self.params = list(prompt), params
-        self.request: Request = loop.submit(prompt, params, self.deltas.append, terms=Terms(claim=claim))
+        asked = params.structured_outputs
+        self.request: Request = loop.submit(
+            prompt, params, self.deltas.append, terms=Terms(claim=claim),
+            matchers=loop.grammars.matchers(asked, params.n) if asked else (),
+        )  # fmt: skip
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -91,6 +96,14 @@ def random_params(rng: random.Random, n_room: int) -> SamplingParams:
     )
 
 
+def perhaps_held(rng: random.Random, params: SamplingParams) -> SamplingParams:
+    """One in four to a regular expression."""
+    if rng.random() < 0.75:
+        return params
+    asked = StructuredOutputsParams(regex=rng.choice(["[a-d]+", "(ab|cd)*e", "[a-h]{30}"]))
+    return replace(params, structured_outputs=asked, ignore_eos=False, min_tokens=0)
+
+
 def tiny_limits(rng: random.Random) -> ExecutorLimits:
     page_tokens, n_sequences = rng.choice([1, 2, 4, 8]), rng.randint(1, 8)
     context = rng.randint(8, 60)
@@ -123,7 +136,9 @@ def check_any_schedule(seed: int, depth: int) -> None:
         if rng.random() < 0.3:
             prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, of.max_context - 1))]
             claim = Claim(priority=rng.randint(-2, 2), tenant=rng.choice("abc")) if claims else NO_CLAIM
-            clients.append(Client(loop, prompt, random_params(rng, of.max_context - len(prompt)), claim))
+            clients.append(
+                Client(loop, prompt, perhaps_held(rng, random_params(rng, of.max_context - len(prompt))), claim)
+            )
         if clients and rng.random() < 0.1:
             victim = rng.choice(clients)
             cancelled.add(victim)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from millrace.engine.executor import StepInputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.structured import StructuredOutputsParams
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import VOCAB, FakeClock, FakeExecutor, RandomBudget, limits, make_loop
 from tests.runtime.test_failures import failing_at
@@ -64,14 +65,36 @@ def test_an_end_is_noticed_a_step_late() -> None:
 
 
 @pytest.mark.parametrize("params", [
-    replace(LONG, presence_penalty=0.5), replace(LONG, repetition_penalty=1.2),
+    replace(LONG, presence_penalty=0.5), replace(LONG, repetition_penalty=1.2, n=2),
 ])  # fmt: skip
-def test_what_the_host_must_know_is_waited_for(params: SamplingParams) -> None:
-    """A penalty looks at the token before; the others beside it wait as well."""
+def test_a_penalty_looks_at_a_token_that_only_the_device_knows(params: SamplingParams) -> None:
+    """Nobody waits for it."""
     loop = make_loop(depth=2)
     clients = [Client(loop, [i, 2, 3], own) for i, own in enumerate((params, LONG))]
+    n_alone = 0
     while loop.step():
-        assert not loop._flights or clients[0].reasons
+        n_alone += not loop._flights
+    assert n_alone == 1, "the last step has none behind it"
+    for client in clients:
+        assert client.outputs == answered(make_loop(), client.prompt, client.params).outputs
+
+
+@pytest.mark.parametrize(("n_held", "n_free"), [(1, 3), (2, 2), (2, 0), (1, 1)])
+def test_who_is_held_to_a_grammar_sits_a_step_out(n_held: int, n_free: int) -> None:
+    """Where others are more: these get a token each step and wait for nobody. Else all wait for the masks."""
+    loop = make_loop(depth=2)
+    held = SamplingParams(max_tokens=8, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-h]{20}"))
+    clients = [
+        Client(loop, [i, 2, 3], own) for i, own in enumerate([held] * n_held + [replace(LONG, max_tokens=16)] * n_free)
+    ]
+    n_under_way = 0
+    while loop.step():
+        n_under_way += bool(loop._flights)
+    executor = executor_of(loop)
+    if n_free > n_held:
+        assert n_under_way >= 14 and executor.n_steps <= 17, "eight tokens of every other step"
+    else:
+        assert executor.n_steps <= 17 and n_under_way <= 16 - 8 + 1
     for client in clients:
         assert client.outputs == answered(make_loop(), client.prompt, client.params).outputs
 

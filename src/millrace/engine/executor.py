@@ -71,6 +71,8 @@ class StepInputs:
     copies: IntArray | None = None
     # (D, 2): a token of this step, and the row of the step launched before it that draws it; None: all are known
     drawn: IntArray | None = None
+    # (E, 2): a place in `history`, and the row of that step that draws what stands there
+    drawn_history: IntArray | None = None
 
     def filled_masks(self) -> NDArray[np.uint32]:
         """`masks`, of a step that has some, as soon as they are filled."""

@@ -176,6 +176,8 @@ class Scheduler:
         for seq in ranked:  # preemption takes from its end
             if seq.stage is not Stage.RUNNING or seq.n_left != 1:
                 continue
+            if seq.n_ahead and seq.matcher is not None:
+                continue  # what may come next hangs on a token that is on its way
             start = seq.n_computed
             if start >= len(seq.pages) * page_tokens and not self._grow(seq, ranked):
                 break

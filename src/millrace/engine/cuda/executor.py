@@ -78,7 +78,7 @@ class CudaExecutor(Walk, Executor):
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if way is None:
-                found = sample(self.logits(step), step, self._kernels.draw)
+                found = sample(self.logits(step), step, self._kernels.draw, self._drawn)
             else:
                 self._copy_pages(step)
                 tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
