@@ -159,7 +159,7 @@ def _overlaps(ptx: str) -> bool:
     """Whether it may begin before those before it have ended. raises AssertionError where it then touches memory early,
     or lets none begin behind it"""
     before, waits, _ = ptx.partition("griddepcontrol.wait")
-    early = re.findall(r"\b(?:ld|st|atom|red)\.global|\bcp\.async\.c[ag]", before)
+    early = re.findall(r"\b(?:ld|st|atom|red)\.(?!param|shared|local)|\bcp\.async\.(?!bulk\.prefetch)", before)
     assert not waits or (not early and "griddepcontrol.launch_dependents" in ptx), early
     return bool(waits)
 
