@@ -43,6 +43,7 @@ _TYPES = {
     "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64", "top_p": "*fp64",
     "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
     "row_elements": "i32", "wrong": "i32",
+    "at": "*i32", "drawn": "*i32", "rows": "*i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -94,6 +95,7 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
     *((coded_product, precision, _product(precision, tiles(1)[0])) for precision in _CODED),
     (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
+    (sample.put_tokens, "any number", {"BLOCK": 128}),
     (sample.draw_rows, "any vocabulary", {"BLOCK": sample.BLOCK}),
     (coded_product, "w4a16 minimums", _product("w4a16", tiles(1)[0], minimums=True)),
     *(
@@ -116,7 +118,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     types = _TYPES | _CODED[about.split()[0]] if kernel is coded_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
-    if kernel is sample.best_rows:
+    if kernel in (sample.best_rows, sample.put_tokens):
         types["tokens"] = "*i32"
     if constants.get("CODED"):
         types["y"] = "*fp8e4nv" if constants["TO"] == " to fp8" else "*i8"
@@ -159,7 +161,7 @@ def _overlaps(ptx: str) -> bool:
     """Whether it may begin before those before it have ended. raises AssertionError where it then touches memory early,
     or lets none begin behind it"""
     before, waits, _ = ptx.partition("griddepcontrol.wait")
-    early = re.findall(r"\b(?:ld|st|atom|red)\.global|\bcp\.async\.c[ag]", before)
+    early = re.findall(r"\b(?:ld|st|atom|red)\.(?!param|shared|local)|\bcp\.async\.(?!bulk\.prefetch)", before)
     assert not waits or (not early and "griddepcontrol.launch_dependents" in ptx), early
     return bool(waits)
 

@@ -33,6 +33,21 @@ def test_the_likeliest(kernels: object, vocab: int, dtype: torch.dtype) -> None:
     assert found.dtype == torch.int32 and found.tolist() == want and want[1:3] == [0, 0] and want[4:] == [-1] * 5
 
 
+@KERNELS
+@pytest.mark.parametrize("n", [1, 128, 200])
+def test_what_the_step_before_draws_is_put_in(kernels: object, n: int) -> None:
+    """At its places, from its rows; what could not be drawn is token 0, and all else stays."""
+    rng = np.random.default_rng(n)
+    tokens, drawn = rng.integers(5, 99, 300).astype(np.int32), rng.integers(5, 99, 250).astype(np.int32)
+    drawn[::3] = rng.choice([-1, -2], len(drawn[::3]))
+    at, rows = rng.permutation(300)[:n].astype(np.int32), rng.integers(0, 250, n).astype(np.int32)
+    want = tokens.copy()
+    want[at] = np.maximum(drawn[rows], 0)
+    found = torch.from_numpy(tokens.copy())
+    kernels.put(found, *(torch.from_numpy(x) for x in (at, drawn, rows)))  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(found.numpy(), want)
+
+
 def tokens(kernels: object, logits: Rows, asked: Rows, u: Rows) -> list[int]:
     """asked (R, 4): temperature, top_k, top_p, min_p"""
     temperature, top_k, top_p, min_p = (torch.from_numpy(x.copy()) for x in asked.T)

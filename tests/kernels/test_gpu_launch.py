@@ -8,6 +8,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+from benchmarks.gpu_kernels import _overlaps  # noqa: E402 (Triton's)
 from millrace.kernels import gpu_launch  # noqa: E402 (Triton's)
 
 SOURCES = sorted(Path(gpu_launch.__file__).parent.glob("*/*.py"))
@@ -107,3 +108,21 @@ def test_only_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_launch, "OVERLAP", False)
     assert found() == [False] * 4
     gpu_launch._may_overlap.cache_clear()
+
+
+@pytest.mark.parametrize(("early", "wrong"), [
+    ("ld.param.b64 %rd1, [k_param_0];", False), ("@p cp.async.bulk.prefetch.L2.global [%rd1], 256;", False),
+    ("st.shared.b32 [%r1], %r2;", False), ("ld.global.v4.b32 {%r1}, [%rd1];", True), ("ld.b32 %r1, [%rd1];", True),
+    ("st.global.b32 [%rd1], %r1;", True), ("cp.async.cg.shared.global [%r1], [%rd1], 16;", True),
+    ("cp.async.bulk.shared::cluster.global [%r1], [%rd1], 16, [%r2];", True),
+    ("atom.global.add.u32 %r1, [%rd1], 1;", True),
+])  # fmt: skip
+def test_what_a_kernel_compiles_to_is_looked_at(early: str, wrong: bool) -> None:
+    """Anything but parameters, shared memory and what is asked for ahead is too early before the wait."""
+    ptx = f"griddepcontrol.launch_dependents;\n{early}\ngriddepcontrol.wait;\nld.global.b32 %r1, [%rd1];"
+    if wrong:
+        with pytest.raises(AssertionError, match=r"\w"):
+            _overlaps(ptx)
+    else:
+        assert _overlaps(ptx)
+    assert not _overlaps(early), "it does not wait, and begins when those before it have ended"

@@ -92,7 +92,8 @@ class Bucket:
     def inputs(self) -> dict[str, Tensor]:
         """By the names of the graph's."""
         tokens, positions, _, rows, _, _ = self._held.split(self._sizes())
-        return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": torch.ones_like(tokens)}
+        ones = self._starts[1:2].expand(self.size)  # the second one is 1
+        return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": ones}
 
     def tables(self, group: int, kv_heads: int) -> StepTables:
         """Its splits are those of its longest contexts: what a graph captured cannot choose again."""

@@ -109,8 +109,9 @@ class CudaExecutor(Walk, Executor):
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
             "rows": step.sampling["token"],
         }  # fmt: skip
-        inputs = {n: on_device(x, self.device) for n, x in given.items()}
-        inputs["tokens"] = self._known(inputs["tokens"], step)
+        whole = on_device(np.concatenate([*given.values()]).astype(np.int32), self.device)
+        inputs = dict(zip(given, whole.split([len(x) for x in given.values()]), strict=True))
+        self._put_drawn(inputs["tokens"], step)
         page_tokens, n = self.limits.page_tokens, self._multiprocessors
         return inputs, cache(lambda group, kv_heads: step_tables(
             step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
@@ -123,13 +124,12 @@ class CudaExecutor(Walk, Executor):
     def _plainly(self, logits: Tensor, rows: Rows, way: Way) -> Tensor:
         return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.best)
 
-    def _known(self, tokens: Tensor, step: StepInputs) -> Tensor:
-        """With those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
+    def _put_drawn(self, tokens: Tensor, step: StepInputs) -> None:
+        """Those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
         if step.drawn is not None:
             assert self._drawn is not None, "no step was launched before"
-            at, rows = on_device(step.drawn.T.astype(np.int64), self.device)
-            tokens = tokens.index_copy(0, at, self._drawn[rows].clamp(min=0))
-        return tokens
+            at, rows = on_device(step.drawn.T.astype(np.int32), self.device)
+            self._kernels.put(tokens, at, self._drawn, rows)
 
     def _replayed(self, step: StepInputs, size: int, way: Way | None) -> Tensor:
         """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
@@ -141,8 +141,7 @@ class CudaExecutor(Walk, Executor):
             )
         bucket = self._inputs[size]
         bucket.fill(step)
-        tokens = bucket.inputs()["tokens"]
-        tokens.copy_(self._known(tokens, step))
+        self._put_drawn(bucket.inputs()["tokens"], step)
         if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
             self._replays[size, way] = captured(compute, self.device, self._graph_memory)

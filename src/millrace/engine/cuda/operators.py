@@ -72,7 +72,8 @@ def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
 
 def _embedding(node: Node, run: Run) -> Tensor:
     ids, table = (run.tensor(v) for v in node.inputs)
-    return functional.embedding(ids, table).float() * number(node, "scale")
+    found, scale = functional.embedding(ids, table).float(), number(node, "scale")
+    return found if scale == 1 else found * scale
 
 
 def _rms_norm(node: Node, run: Run) -> Tensor:

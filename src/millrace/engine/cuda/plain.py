@@ -129,6 +129,11 @@ def best(logits: Tensor, wrong: int) -> Tensor:
     return torch.where(logits.isfinite().all(1), logits.argmax(1), wrong).int()
 
 
+def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
+    """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once"""
+    tokens[at.long()] = drawn[rows.long()].clamp(min=0)
+
+
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     """p (R, V) float64, each row's largest 1; of each row top_k int64, top_p, min_p and u float64 -> (R,) tokens.
 

@@ -16,7 +16,7 @@ _ROUNDS, _MASK = 10, 0xFFFFFFFF
 
 
 class Drawn(NamedTuple):
-    """The fields of StepOutputs, on the device."""
+    """The fields of StepOutputs, on the device, or the host's where nothing is told."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -94,9 +94,10 @@ class Rows:
 
 
 def tokens_alone(tokens: Tensor) -> Drawn:
-    """(R,) int32, of which nothing else is told."""
-    none, no_ids = torch.zeros_like(tokens), tokens.new_zeros(len(tokens), 0)
-    return Drawn(tokens, none.float(), none, no_ids, no_ids.float())
+    """(R,) int32, of which nothing else is told: what stands for that is the host's."""
+    n = len(tokens)
+    none, no_ids = torch.zeros(n, dtype=torch.int32), torch.zeros((n, 0), dtype=torch.int32)
+    return Drawn(tokens, torch.zeros(n), none, no_ids, torch.zeros((n, 0)))
 
 
 def drawn_plainly(logits: Tensor, rows: Rows, way: Way, draw: Draw, best: Best) -> Tensor:

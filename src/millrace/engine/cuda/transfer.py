@@ -76,6 +76,13 @@ def _tensor(x: NDArray[Any]) -> Tensor:
     return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16) if host.dtype == _BF16 else torch.from_numpy(host)
 
 
+def _coming(x: Tensor) -> Tensor:
+    """To the host, when all that is queued is done."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class OnItsWay:
     """Tensors that a device computes, on their way to the host."""
@@ -85,12 +92,10 @@ class OnItsWay:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "OnItsWay":
-        """Whose computation is queued: so are the copies, before all that is queued later."""
+        """Whose computation is queued: so are the copies, before all that is queued later. What is the host's stays."""
         if all(x.device.type == "cpu" for x in tensors):
             return cls(tuple(tensors), None)
-        on_host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors)
-        for target, x in zip(on_host, tensors, strict=True):
-            target.copy_(x, non_blocking=True)
+        on_host = tuple(_coming(x) for x in tensors)
         done = torch.cuda.Event()
         done.record()
         return cls(on_host, done)

@@ -6,9 +6,9 @@ from millrace.kernels.convert.cuda import coded_rows
 from millrace.kernels.elementwise.cuda import silu_mul
 from millrace.kernels.matmul.cuda import product
 from millrace.kernels.rms_norm.cuda import add_norm, rms_norm
-from millrace.kernels.sample.cuda import best, draw
+from millrace.kernels.sample.cuda import best, draw, put
 
 __all__ = [
-    "add_norm", "attention", "best", "coded_rows", "draw", "keep_rotated", "product", "rms_norm", "silu_mul",
+    "add_norm", "attention", "best", "coded_rows", "draw", "keep_rotated", "product", "put", "rms_norm", "silu_mul",
     "text_attention",
 ]  # fmt: skip

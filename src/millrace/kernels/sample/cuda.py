@@ -33,7 +33,8 @@ def best_rows(logits, tokens, wrong, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     for first in range(0, V, BLOCK):
         at = first + tl.arange(0, BLOCK)
         value = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        spoilt |= ((at < V) & (value * 0.0 != 0.0)).to(tl.int32)
+        is_number = tl.abs(value) < float("inf")
+        spoilt |= ((at < V) & (is_number == 0)).to(tl.int32)
         where = tl.where(value > most, at, where)
         most = tl.maximum(most, value)
     found = tl.min(tl.where(most == tl.max(most, 0), where, V), 0)
@@ -51,6 +52,23 @@ def best(logits: Tensor, wrong: int) -> Tensor:
         **overlapping(logits.device), num_warps=BEST_WARPS,
     )  # fmt: skip
     return tokens
+
+
+@triton.jit
+def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """tokens[at] = drawn[rows] (N,), 0 where that is none, which is negative."""
+    lets_next_begin(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    after_those_before(PDL)
+    row = tl.load(rows + i, mask=i < N, other=0)
+    token = tl.load(drawn + row, mask=i < N, other=0)
+    tl.store(tokens + tl.load(at + i, mask=i < N, other=0), tl.maximum(token, 0), mask=i < N)
+
+
+def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
+    """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once."""
+    n = len(at)
+    put_tokens[(triton.cdiv(n, 128),)](tokens, at, drawn, rows, n, BLOCK=128, **overlapping(tokens.device))
 
 
 @triton.jit
