@@ -18,11 +18,12 @@ from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
 from millrace.engine.cuda.glue import glue_of, is_silu_mul
 from millrace.engine.cuda.gpu import CODES, check_gpu, check_runs, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.cuda.memory import ATTENTION, read_last
+from millrace.engine.cuda.memory import ATTENTION, head_bytes, kinds_of, read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
 from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
+from millrace.engine.cuda.work import Processors
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
@@ -62,7 +63,7 @@ class CudaExecutor(Executor):
         if not on_cpu:
             check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
-        self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._processors = Processors() if on_cpu else _processors(self.device, head_bytes(graph, self.dtype.itemsize))
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._graph, self._loaded, self._read_last = graph, self._load(graph), read_last(graph)
         self._glue, self.tiles = glue_of(graph, self._takes_e4m3), RULES
@@ -130,10 +131,8 @@ class CudaExecutor(Executor):
         }  # fmt: skip
         inputs = {n: on_device(x, self.device) for n, x in given.items()}
         inputs["tokens"] = self._known(inputs["tokens"], step)
-        page_tokens, n = self.limits.page_tokens, self._multiprocessors
-        return inputs, cache(lambda group, kv_heads: step_tables(
-            step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
-        ))  # fmt: skip
+        page_tokens, n = self.limits.page_tokens, self._processors
+        return inputs, cache(lambda *kind: step_tables(step, page_tokens, self.device, kind, n))
 
     def _known(self, tokens: Tensor, step: StepInputs) -> Tensor:
         """With those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
@@ -149,8 +148,9 @@ class CudaExecutor(Executor):
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
             self._inputs[size] = Bucket(
-                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors
-            )
+                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._processors.number,
+                kinds_of(self._graph),
+            )  # fmt: skip
         bucket = self._inputs[size]
         bucket.fill(step)
         tokens = bucket.inputs()["tokens"]
@@ -243,6 +243,11 @@ class CudaExecutor(Executor):
         heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
         shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
+
+
+def _processors(device: torch.device, head_bytes: int) -> Processors:
+    found = torch.cuda.get_device_properties(device)
+    return Processors.of(found.multi_processor_count, (found.major, found.minor), head_bytes)
 
 
 def _kernels() -> ModuleType:
