@@ -8,6 +8,7 @@ of a thread, shared memory of a program, and bytes that registers spill. Writes 
 
 import argparse
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from benchmarks.record import provenance, write_result
 from millrace.engine.cuda.work import FEW_ROWS, MOST_PARTS, SOME_ROWS
 from millrace.engine.cuda.work import MANY_ROWS as PROMPT_ROWS
 from millrace.kernels.attention.cuda import attend, compiled_for, merge, rotate_and_keep
-from millrace.kernels.elementwise import cuda as elementwise
+from millrace.kernels.convert import cuda as convert
+from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
-from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
+from millrace.kernels.matmul.coded import AS_E4M3, Coding
+from millrace.kernels.matmul.cuda import ASKED, BLOCK_K, coded_product
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
@@ -42,6 +45,7 @@ _TYPES = {
     "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32",
     "value_scales": "*fp32", "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64",
     "top_p": "*fp64", "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
+    "row_elements": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -56,7 +60,20 @@ _PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, Any]:
     halves = _CODED[precision]["w"] == "*u8"
     return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
-            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K, "TILE": tile}  # fmt: skip
+            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K, "ASKED": ASKED,
+            "TILE": tile}  # fmt: skip
+
+
+# What rows become, by the end of a case's name.
+_ROWS: dict[str, Coding | None] = {
+    "": None, " to fp8": AS_E4M3, " to int8": Coding(e4m3=False, group=128),
+    " to int8, transformed": Coding(e4m3=False, group=128, transform=True),
+}  # fmt: skip
+
+
+def _row(n: int, to: str, whole: bool = False) -> dict[str, Any]:
+    shape = convert.shape_of(n, _ROWS[to], whole=whole)
+    return {**shape.sizes, "CODED": _ROWS[to] is not None, "TO": to, "WARPS": shape.warps}
 
 
 CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
@@ -74,13 +91,12 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         for kept, stages in (("int8", 0), ("fp8", 7))
     ),
     (normalise, "4,096 columns", {"N": 4096, "WIDTH": 4096}),
-    *((add_normalise, f"4,096 columns{to}", {"N": 4096, "WIDTH": 4096, "CODED": to != ""}) for to in ("", " to fp8")),
-    *(
-        (elementwise.gated, f"{n:,} columns{to}", {"N": n, "WIDTH": 1 << n.bit_length(), "CODED": to != ""})
-        for n in (14336, 28672)
-        for to in ("", " to fp8")
-    ),
+    *((add_normalise, f"4,096 columns{to}", _row(4096, to, whole=True)) for to in _ROWS),
+    *((gated, f"{n:,} columns{to}", _row(n, to)) for n in (14336, 28672) for to in _ROWS),
+    *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
     *((coded_product, precision, _product(precision, tiles(1)[0])) for precision in _CODED),
+    (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
+    (sample.put_tokens, "any number", {"BLOCK": 128}),
     (sample.draw_rows, "any vocabulary", {"BLOCK": sample.BLOCK}),
     (coded_product, "w4a16 minimums", _product("w4a16", tiles(1)[0], minimums=True)),
     *(
@@ -103,8 +119,10 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     types = _TYPES | _CODED[about.split()[0]] if kernel is coded_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
+    if kernel in (sample.best_rows, sample.put_tokens):
+        types["tokens"] = "*i32"
     if constants.get("CODED"):
-        types["y"] = "*fp8e4nv"
+        types["y"] = "*fp8e4nv" if constants["TO"] == " to fp8" else "*i8"
     overlaps = "PDL" in names and (arch // 10, arch % 10) >= FROM
     known = {name: value for name, value in {**constants, "PDL": overlaps}.items() if name in names}
     signature = {n: "constexpr" if n in known else types.get(n, "*bf16") for n in names}
@@ -116,8 +134,10 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is attend:
         element = 1 if "pages of" in about else 2
         options |= compiled_for(constants["BLOCK_M"], constants["D"], element, arch >= 90)
-    if kernel is elementwise.gated:
-        options["num_warps"] = elementwise.warps(constants["WIDTH"])
+    if "WARPS" in constants:
+        options["num_warps"] = constants["WARPS"]
+    if kernel is sample.best_rows:
+        options["num_warps"] = sample.BEST_WARPS
     if kernel is sample.draw_rows:
         options["num_warps"] = sample.WARPS
     if kernel is coded_product:
@@ -132,8 +152,18 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     return {
         "kernel": found.metadata.name, "about": about, "architecture": f"sm_{arch}", "registers": int(usage["REG"]),
         "shared_bytes": found.metadata.shared, "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
-        "warps": found.metadata.num_warps,
+        "warps": found.metadata.num_warps, "overlaps": _overlaps(found.asm["ptx"]),
+        "asks_ahead": "prefetch.L2" in found.asm["ptx"],
     }  # fmt: skip
+
+
+def _overlaps(ptx: str) -> bool:
+    """Whether it may begin before those before it have ended. raises AssertionError where it then touches memory early,
+    or lets none begin behind it"""
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    early = re.findall(r"\b(?:ld|st|atom|red)\.(?!param|shared|local)|\bcp\.async\.(?!bulk\.prefetch)", before)
+    assert not waits or (not early and "griddepcontrol.launch_dependents" in ptx), early
+    return bool(waits)
 
 
 def every(architectures: tuple[int, ...], with_tiles: bool = True) -> Iterator[dict[str, Any]]:
@@ -162,7 +192,8 @@ def main() -> None:
     else:
         for row in rows:
             print("{architecture} {kernel:16} {about:36} {registers:4} registers".format(**row),
-                  "{shared_bytes:7,} bytes shared {spilled_bytes:5} spilled".format(**row))  # fmt: skip
+                  "{shared_bytes:7,} bytes shared {spilled_bytes:5} spilled".format(**row),
+                  "overlaps" * row["overlaps"])  # fmt: skip
     if not args.arch and not args.no_tiles:
         print(write_result("gpu-kernels", {**provenance("benchmarks.gpu_kernels"), "kernels": rows}))
 

@@ -98,6 +98,7 @@ def test_random_weights_are_as_real_ones_lie(precision: str) -> None:
     graph, device = graph_of(TINY, precision), torch.device("cpu")
     drawn, real = random_loaded(graph, torch.bfloat16, device), load(graph, torch.bfloat16, device)
     assert drawn.tensors.keys() == real.tensors.keys() and drawn.coded.keys() == real.coded.keys()
+    assert drawn.joined.keys() == real.joined.keys() and len(real.joined) == (precision == "bf16") * TINY.n_layers
     for value, x in real.tensors.items():
         assert (drawn.tensors[value].dtype, drawn.tensors[value].shape) == (x.dtype, x.shape)
     for node, matrices in real.coded.items():

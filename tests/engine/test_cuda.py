@@ -23,12 +23,16 @@ from millrace.compile.source import Source
 from millrace.engine.cuda import transfer
 from millrace.engine.cuda.executor import DTYPES, CudaExecutor
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
+from millrace.engine.cuda.loaded import Loaded, _alike, _placed
 from millrace.engine.cuda.sampling import likeliest
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError
+from millrace.graph.types import Node
 from millrace.kernels.catalogue import operators
+from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.op import matrices_of
 from millrace.model.module import trace_model
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
@@ -275,10 +279,47 @@ def test_what_stays_on_a_device_comes_there_in_slabs(given: str, monkeypatch: py
         for shape in ((7, 5), (1, 3), (9,), (2, 3, 4)):
             x = (np.random.default_rng(1).standard_normal(shape) * 100).astype(np.dtype(given))
             for dtype in (torch.float32, torch.bfloat16) if given != "int32" else (torch.int32,):
-                got = transfer.kept_on_device(x, dtype, torch.device("cpu"))
+                got = torch.empty(shape, dtype=dtype)
+                transfer.kept_on_device(x, got)
                 want = torch.from_numpy(x.astype(np.float64)).to(dtype) if given != "int32" else torch.from_numpy(x)
-                assert got.dtype == dtype and got.shape == shape
                 np.testing.assert_array_equal(got.float().numpy(), want.float().numpy())
+                two = transfer.rows_on_device([want, want[:1]], torch.device("cpu"))
+                assert torch.equal(two, torch.cat([want, want[:1]]))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8a16", "w4a16", "w8a8"])
+def test_gate_and_up_are_one_product(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows lie one behind the other, in one allocation; logits are those of two products."""
+    ours = both(random_checkpoint(tmp_path / "checkpoint", "llama", seed=5), precision)[0]
+    gated = [n for n in ours._graph.nodes if n.op == "gated_linear"]
+    for node in gated:
+        (whole,) = ours._loaded.matrices(node)
+        rows = whole.codes if isinstance(whole, CodedRows) else whole
+        assert len(rows) == 2 * node.output.width
+        if isinstance(whole, torch.Tensor):
+            gate, up = (ours._loaded.tensors[w] for w in matrices_of(node))
+            assert torch.equal(torch.cat([gate, up]), whole) and gate.data_ptr() == whole.data_ptr()
+    step = prompts_as_step(PROMPTS)
+    together, halves = ours.logits(step), Loaded.matrices
+
+    def apart(self: Loaded, node: Node) -> tuple[Matrix, ...]:
+        found = halves(self, node)
+        if len(found) == len(matrices_of(node)):
+            return found
+        (whole,), n = found, node.output.width
+        return (whole.some(0, n), whole.some(n, 2 * n)) if isinstance(whole, CodedRows) else whole.split(n)
+
+    monkeypatch.setattr(Loaded, "matrices", apart)
+    torch.testing.assert_close(ours.logits(step), together, rtol=0.02, atol=0.02)
+
+
+def test_matrices_that_are_coded_otherwise_stay_apart() -> None:
+    """Such as a file's, one of them with minimums; neighbours that are alike are one."""
+    rows = CodedRows(torch.zeros((2, 4), dtype=torch.int8), torch.ones((2, 1)), 4, 4)
+    other = replace(rows, minimums=torch.ones((2, 1)))
+    assert [len(part) for part in _alike([rows, rows, other, replace(rows, group=2), rows])] == [2, 1, 1, 1]
+    (two,) = (_placed(part, torch.device("cpu")) for part in _alike([other, other]))
+    assert two.codes.shape == (4, 4) and two.minimums is not None and torch.equal(two.dense(), torch.ones(4, 4))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -25,6 +25,7 @@ from millrace.kernels.matmul.pack import rounded_codes, rounded_e4m3
 from millrace.kernels.operators import Rows
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
+from tests.kernels.test_gpu_launch import ASKS, calls, jitted, overlaps
 from tests.support.one_step import i32
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
@@ -159,7 +160,7 @@ def test_coded_products(rows: str, kind: str, m: int, n: int, k: int, group: int
     """Beside float64 over the same codes, at odd sizes, groups that end early, and few rows and many."""
     rng = np.random.default_rng(k)
     matrix = coded_weights(kind, n, k, group, rng)
-    w = weights(matrix, torch.device("cpu"))
+    w = weights(matrix)
     x, exact = coded_rows(rows, m, k, 32 if group % 32 == 0 else group, rng)
     bound = np.abs(exact) @ np.abs(matrix.dequantise()).T
     for kernels in (triton_kernels, plain):
@@ -174,7 +175,7 @@ def test_coded_products(rows: str, kind: str, m: int, n: int, k: int, group: int
 def test_every_tile_gives_the_same_bits(rows: str, kind: str, m: int) -> None:
     """They cut rows and columns otherwise, never what is summed along a row."""
     rng = np.random.default_rng(m)
-    w = weights(coded_weights(kind, 150, 192, 64, rng), torch.device("cpu"))
+    w = weights(coded_weights(kind, 150, 192, 64, rng))
     x, _ = coded_rows(rows, m, 192, 64, rng)
     found = [products.by_kernel(x, w, torch.float32, tile) for tile in tiles(m)]
     assert len(found) >= 3 and all(torch.equal(y, found[0]) for y in found[1:])
@@ -187,13 +188,13 @@ def test_scales_in_two_levels_are_exact() -> None:
         rng.integers(0, 16, (3, 300)).astype(np.int8), rng.normal(size=(3, 2)).astype(np.float16), 32, 4,
         rng.normal(size=(3, 2)).astype(np.float16), *rng.integers(0, 64, (2, 3, 10)).astype(np.int8),
     )  # fmt: skip
-    np.testing.assert_allclose(weights(matrix, torch.device("cpu")).dense(), matrix.dequantise(), rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(weights(matrix).dense(), matrix.dequantise(), rtol=1e-6, atol=1e-5)
 
 
 def test_many_rows_of_e4m3_go_through_scaled_mm() -> None:
     """PyTorch's on a CPU is the same product; of bfloat16 it differs by its rounding from the kernel's."""
     rng = np.random.default_rng(1)
-    w = weights(coded_weights("e4m3", 48, 160, 0, rng), torch.device("cpu"))
+    w = weights(coded_weights("e4m3", 48, 160, 0, rng))
     x, exact = coded_rows("e4m3", 64, 160, 0, rng)
     assert isinstance(x, CodedRows) and scaled_mm_takes(x, w, torch.bfloat16)
     assert not scaled_mm_takes(x, w, torch.float32)
@@ -212,14 +213,14 @@ def test_rows_that_are_not_finite_stay_so(kind: str) -> None:
     rows = x if kind == "float" else int8_rows(x, 32) if kind == "int8" else e4m3_rows(x)
     for kernels in (triton_kernels, plain):
         with np.errstate(invalid="ignore"):  # the interpreter's own products
-            y = kernels.product(rows, weights(matrix, torch.device("cpu")), torch.float32)
+            y = kernels.product(rows, weights(matrix), torch.float32)
         assert y.isfinite().all(1).tolist() == [True, False, False], kernels.__name__
 
 
 def test_many_rows_meet_some_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose floats are there together only as far as SLAB allows."""
     rng = np.random.default_rng(2)
-    matrix = weights(rounded_codes(rng.normal(size=(33, 48)).astype(np.float32), 4, 48), torch.device("cpu"))
+    matrix = weights(rounded_codes(rng.normal(size=(33, 48)).astype(np.float32), 4, 48))
     x = torch.from_numpy(rng.normal(size=(MANY_ROWS, 48)).astype(np.float32))
     whole = triton_kernels.product(x, matrix, torch.float32)
     monkeypatch.setattr(products, "SLAB", 5 * 48 + 1)
@@ -230,16 +231,23 @@ def test_many_rows_meet_some_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("arch", "spilled"), [(80, 0), (89, 16), (90, 0)])
 def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
-    """In a process of its own, which interprets nothing. Of an H200 none may spill; of others so many bytes at most."""
+    """In a process of its own, which interprets nothing. Of an H200 none may spill; of others so many bytes at most.
+
+    There those that may begin early wait before they touch memory, by what they compile to."""
     command = [sys.executable, "-m", "benchmarks.gpu_kernels", "--arch", str(arch), "--json", "--no-tiles"]
     out = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {
-        "add_normalise", "attend", "coded_product", "draw_rows", "gated", "merge", "normalise", "rotate_and_keep",
+        "add_normalise", "attend", "best_rows", "code_rows", "coded_product", "draw_rows", "gated", "merge",
+        "normalise", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
+    early = {node.name for _, node in jitted() if overlaps(node)}
+    asking = {node.name for _, node in jitted() if ASKS & set(calls(node))}
     for row in found:
+        assert row["overlaps"] == (arch == 90 and row["kernel"] in early), row
+        assert row["asks_ahead"] == (arch == 90 and row["kernel"] in asking), row
         assert row["spilled_bytes"] <= spilled and row["registers"] <= 255, row
         most = 227 if arch == 90 and row["about"] == "prompts, heads of 256" else 99  # KiB: of an H200, of an L4
         assert row["shared_bytes"] <= most * 1024, row

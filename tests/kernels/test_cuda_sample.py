@@ -15,6 +15,39 @@ KERNELS = pytest.mark.parametrize("kernels", [triton_kernels, plain], ids=["trit
 Rows = NDArray[np.float64]
 
 
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 65, 8192, 8193, 20000])
+def test_the_likeliest(kernels: object, vocab: int, dtype: torch.dtype) -> None:
+    """Of 16 bits many are alike: then the first; rows that are not finite, at any place, are told so, and alone."""
+    rng = np.random.default_rng(vocab)
+    logits = torch.from_numpy(rng.normal(0, 3, (9, vocab))).to(dtype)
+    logits[1], logits[2] = 0, -7
+    logits[3, vocab // 2] = logits[3, vocab - 1] = 50
+    for row, bad in ((4, "nan"), (5, "inf"), (6, "-inf")):
+        logits[row, rng.integers(vocab)] = float(bad)
+    logits[7, 0], logits[8, vocab - 1] = float("nan"), float("nan")
+    with np.errstate(invalid="ignore"):  # the interpreter's own
+        found = kernels.best(logits, -1)  # type: ignore[attr-defined]
+    want = [int(np.argmax(row)) if np.isfinite(row).all() else -1 for row in logits.double().numpy()]
+    assert found.dtype == torch.int32 and found.tolist() == want and want[1:3] == [0, 0] and want[4:] == [-1] * 5
+
+
+@KERNELS
+@pytest.mark.parametrize("n", [1, 128, 200])
+def test_what_the_step_before_draws_is_put_in(kernels: object, n: int) -> None:
+    """At its places, from its rows; what could not be drawn is token 0, and all else stays."""
+    rng = np.random.default_rng(n)
+    tokens, drawn = rng.integers(5, 99, 300).astype(np.int32), rng.integers(5, 99, 250).astype(np.int32)
+    drawn[::3] = rng.choice([-1, -2], len(drawn[::3]))
+    at, rows = rng.permutation(300)[:n].astype(np.int32), rng.integers(0, 250, n).astype(np.int32)
+    want = tokens.copy()
+    want[at] = np.maximum(drawn[rows], 0)
+    found = torch.from_numpy(tokens.copy())
+    kernels.put(found, *(torch.from_numpy(x) for x in (at, drawn, rows)))  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(found.numpy(), want)
+
+
 def tokens(kernels: object, logits: Rows, asked: Rows, u: Rows) -> list[int]:
     """asked (R, 4): temperature, top_k, top_p, min_p"""
     temperature, top_k, top_p, min_p = (torch.from_numpy(x.copy()) for x in asked.T)

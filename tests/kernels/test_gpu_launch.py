@@ -8,9 +8,12 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+from benchmarks.gpu_kernels import _overlaps  # noqa: E402 (Triton's)
 from millrace.kernels import gpu_launch  # noqa: E402 (Triton's)
 
 SOURCES = sorted(Path(gpu_launch.__file__).parent.glob("*/*.py"))
+CONSTANTS = {"w", "w_row", "ASKED", "N", "GROUPS", "WIDTH", "PDL"}  # asked for before the wait: weights, by their sizes
+ASKS = {"asks_for", "asks_for_vector"}
 TOUCHES = {"load", "store", "atomic_add", "atomic_max", "atomic_cas", "make_block_ptr", "make_tensor_descriptor"}
 
 
@@ -45,8 +48,13 @@ def broken(node: ast.FunctionDef, touches: set[str]) -> str:
     top = [s for s in node.body if ast.unparse(s) == "after_those_before(PDL)"]
     if len(top) != 1:
         return "waits once, in every program, by a line of its own"
-    before = [name for s in node.body if s.lineno < top[0].lineno for name in calls(s)]
-    return f"touches memory before it waits: {', '.join(found)}" if (found := touches & set(before)) else ""
+    before = [s for s in node.body if s.lineno < top[0].lineno]
+    asking = [s for s in before if ASKS & set(calls(s))]
+    asked = {n.id for s in asking for n in ast.walk(s) if isinstance(n, ast.Name)}
+    if wrong := asked & {a.arg for a in node.args.args} - CONSTANTS:
+        return f"asks early for what may not be constant: {', '.join(sorted(wrong))}"
+    found = touches & {name for s in before for name in calls(s)}
+    return f"touches memory before it waits: {', '.join(found)}" if found else ""
 
 
 def test_kernels_wait_before_they_touch_what_others_do() -> None:
@@ -69,7 +77,8 @@ def test_only_kernels_that_wait_are_launched_to_overlap() -> None:
 
 @pytest.mark.parametrize(("source", "wrong"), [
     ("after_those_before(PDL)\n y = tl.load(x)", ""),
-    ("lets_next_begin(PDL)\n asked(w)\n after_those_before(PDL)\n tl.store(x, 1)", ""),
+    ("lets_next_begin(PDL)\n asks_for(w, 0, 1024, PDL)\n after_those_before(PDL)\n tl.store(x, 1)", ""),
+    ("asks_for(x, 0, 1024, PDL)\n after_those_before(PDL)", "constant: x"),
     ("y = tl.load(x)\n after_those_before(PDL)", "load"), ("y = _sum(x)\n after_those_before(PDL)", "_sum"),
     ("if x:\n  after_those_before(PDL)\n y = tl.load(x)", "every program"), ("tl.store(x, 1)", "every program"),
 ])  # fmt: skip
@@ -97,3 +106,21 @@ def test_only_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_launch, "OVERLAP", False)
     assert found() == [False] * 4
     gpu_launch._may_overlap.cache_clear()
+
+
+@pytest.mark.parametrize(("early", "wrong"), [
+    ("ld.param.b64 %rd1, [k_param_0];", False), ("@p cp.async.bulk.prefetch.L2.global [%rd1], 256;", False),
+    ("st.shared.b32 [%r1], %r2;", False), ("ld.global.v4.b32 {%r1}, [%rd1];", True), ("ld.b32 %r1, [%rd1];", True),
+    ("st.global.b32 [%rd1], %r1;", True), ("cp.async.cg.shared.global [%r1], [%rd1], 16;", True),
+    ("cp.async.bulk.shared::cluster.global [%r1], [%rd1], 16, [%r2];", True),
+    ("atom.global.add.u32 %r1, [%rd1], 1;", True),
+])  # fmt: skip
+def test_what_a_kernel_compiles_to_is_looked_at(early: str, wrong: bool) -> None:
+    """Anything but parameters, shared memory and what is asked for ahead is too early before the wait."""
+    ptx = f"griddepcontrol.launch_dependents;\n{early}\ngriddepcontrol.wait;\nld.global.b32 %r1, [%rd1];"
+    if wrong:
+        with pytest.raises(AssertionError, match=r"\w"):
+            _overlaps(ptx)
+    else:
+        assert _overlaps(ptx)
+    assert not _overlaps(early), "it does not wait, and begins when those before it have ended"

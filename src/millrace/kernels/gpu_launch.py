@@ -22,6 +22,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FROM = (9, 0)  # the first capability that has it
 OVERLAP = True  # False: nothing overlaps, to measure what this brings
 
+PIECE = tl.constexpr(256)  # bytes
+_ASKS = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0; }"
+)
+
 
 @triton.jit
 def after_those_before(PDL: tl.constexpr):
@@ -35,6 +40,27 @@ def lets_next_begin(PDL: tl.constexpr):
     """The next kernel may take what room is left: it waits for this one's end where it must. Best said first."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def asks_for(lines, there, BYTES: tl.constexpr, PDL: tl.constexpr):
+    """Before the wait: the first bytes of lines of constants go from memory into the cache of all multiprocessors.
+
+    lines (L,): addresses, multiples of 16; there (L,): how many bytes each has, of which whole pieces are asked for.
+    Nothing is read here: what others write would only be asked for too early to be of use.
+    """
+    if PDL and BYTES >= PIECE:
+        first = tl.arange(0, BYTES // PIECE)[None, :] * PIECE
+        asked = (first + PIECE <= there[:, None]).to(tl.int32)
+        addresses = lines.to(tl.int64)[:, None] + first
+        tl.inline_asm_elementwise(_ASKS, "=r,l,r", [addresses, asked], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def asks_for_vector(w, there, BYTES: tl.constexpr, PDL: tl.constexpr):
+    """As `asks_for`, of one line, whose address w is."""
+    line = tl.arange(0, 1)
+    asks_for(w + line, there + line, BYTES, PDL)
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:

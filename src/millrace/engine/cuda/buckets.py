@@ -111,7 +111,8 @@ class Bucket:
     def inputs(self) -> dict[str, Tensor]:
         """By the names of the graph's."""
         tokens, positions, _, rows, *_ = self._parts(self._held)
-        return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": torch.ones_like(tokens)}
+        ones = self._starts[1:2].expand(self.size)  # the second one is 1
+        return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": ones}
 
     def tables(self, group: int, kv_heads: int) -> StepTables:
         """A graph has captured programs for as much work as there may be; which there is, `fill` writes."""

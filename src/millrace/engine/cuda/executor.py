@@ -15,22 +15,22 @@ from torch import Tensor
 
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
-from millrace.engine.cuda.glue import glue_of, is_silu_mul
+from millrace.engine.cuda.glue import coding_of, glue_of, is_silu_mul
 from millrace.engine.cuda.gpu import CODES, check_gpu, check_runs, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.memory import ATTENTION, head_bytes, kinds_of, read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate, layer_of
-from millrace.engine.cuda.sampling import Way, drawn_plainly, sample, tokens_alone, way_of
+from millrace.engine.cuda.sampling import Rows, Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
-from millrace.engine.cuda.work import Processors
+from millrace.engine.cuda.work import Processors, joined
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.paged import LayerPages
-from millrace.kernels.matmul.coded import CodedRows, Matrix, e4m3_rows, int8_rows
+from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix
 from millrace.kernels.matmul.gpu_tiles import RULES
 from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.operators import number, size
@@ -99,11 +99,12 @@ class CudaExecutor(Executor):
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
-            if size is None or way is None:
+            if way is None:
                 found = sample(self.logits(step), step, self._kernels.draw)
             else:
                 self._copy_pages(step)
-                found = tokens_alone(self._replayed(step, size, way))
+                tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
+                found = tokens_alone(tokens)
             self._flights.append(OnItsWay.of(found))
         self._drawn = found.tokens
 
@@ -117,7 +118,8 @@ class CudaExecutor(Executor):
         with torch.inference_mode(), there(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
-            return self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            found = self._computed(*self._eager(step)) if size is None else self._replayed(step, size, None)
+            return found.float()
 
     def _copy_pages(self, step: StepInputs) -> None:
         for source, target in () if step.copies is None else step.copies.tolist():
@@ -129,18 +131,26 @@ class CudaExecutor(Executor):
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
             "rows": step.sampling["token"],
         }  # fmt: skip
-        inputs = {n: on_device(x, self.device) for n, x in given.items()}
-        inputs["tokens"] = self._known(inputs["tokens"], step)
+        whole, places = joined([*given.values()])
+        held = on_device(whole, self.device)
+        inputs = {name: held[place] for name, place in zip(given, places, strict=True)}
+        self._put_drawn(inputs["tokens"], step)
         page_tokens, n = self.limits.page_tokens, self._processors
         return inputs, cache(lambda *kind: step_tables(step, page_tokens, self.device, kind, n))
 
-    def _known(self, tokens: Tensor, step: StepInputs) -> Tensor:
-        """With those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
+    def _drawn_at_once(self, step: StepInputs, way: Way) -> Tensor:
+        rows = Rows.of(step.sampling, self.device)
+        return self._plainly(self._computed(*self._eager(step)), rows, way)
+
+    def _plainly(self, logits: Tensor, rows: Rows, way: Way) -> Tensor:
+        return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.best)
+
+    def _put_drawn(self, tokens: Tensor, step: StepInputs) -> None:
+        """Those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
         if step.drawn is not None:
             assert self._drawn is not None, "no step was launched before"
-            at, rows = on_device(step.drawn.T.astype(np.int64), self.device)
-            tokens = tokens.index_copy(0, at, self._drawn[rows].clamp(min=0))
-        return tokens
+            at, rows = on_device(step.drawn.T.astype(np.int32), self.device)
+            self._kernels.put(tokens, at, self._drawn, rows)
 
     def _replayed(self, step: StepInputs, size: int, way: Way | None) -> Tensor:
         """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
@@ -153,8 +163,7 @@ class CudaExecutor(Executor):
             )  # fmt: skip
         bucket = self._inputs[size]
         bucket.fill(step)
-        tokens = bucket.inputs()["tokens"]
-        tokens.copy_(self._known(tokens, step))
+        self._put_drawn(bucket.inputs()["tokens"], step)
         if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
             self._replays[size, way] = captured(compute, self.device, self._graph_memory)
@@ -162,9 +171,10 @@ class CudaExecutor(Executor):
 
     def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
         logits = self._computed(bucket.inputs(), bucket.tables)
-        return logits if way is None else drawn_plainly(logits, bucket.rows, way, self._kernels.draw)
+        return logits if way is None else self._plainly(logits, bucket.rows, way)
 
     def _computed(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
+        """logits (R, V), as their product gives them"""
         self._values, self._tables = {p.value: inputs[p.name] for p in self._graph.inputs}, tables
         for node, gone in zip(self._graph.nodes, self._read_last, strict=True):
             if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
@@ -173,15 +183,16 @@ class CudaExecutor(Executor):
             for value in gone:
                 self._values.pop(value, None)
         (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
-        return self.tensor(output).float()
+        return self.tensor(output)
 
     def coded(self) -> Iterator[tuple[CodedRows, Callable[[Tensor], Matrix]]]:
         """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
         producers = self._graph.producers()
         for node, matrices in self._loaded.coded.items():
-            meets: Callable[[Tensor], Matrix] = e4m3_rows if self._takes_e4m3(node) else Tensor.contiguous
+            coding = AS_E4M3 if self._takes_e4m3(node) else None
             if precision_of(node).takes_bytes:
-                meets = partial(int8_rows, group=storage_of(producers[node.inputs[0]]).group)
+                coding = coding_of(storage_of(producers[node.inputs[0]]))
+            meets: Callable[[Tensor], Matrix] = coding.rows if coding else Tensor.contiguous
             for matrix in matrices:
                 yield matrix, meets
 
@@ -200,8 +211,9 @@ class CudaExecutor(Executor):
     def products(self, node: Node, bias: Tensor | None = None) -> list[Tensor]:
         x = self._values[node.inputs[0]]
         if isinstance(x, Tensor) and self._takes_e4m3(node):
-            x = e4m3_rows(x)
-        return [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+            x = self.coded_rows(x, AS_E4M3)
+        found = [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
+        return [part for y in found for part in y.split(node.output.width, 1)]
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""
@@ -210,20 +222,24 @@ class CudaExecutor(Executor):
     def matrix(self, value: Value) -> Matrix:
         return self._values[value]
 
+    def coded_rows(self, x: Tensor, coding: Coding) -> CodedRows:
+        y: CodedRows = self._kernels.coded_rows(x, coding)
+        return y
+
     def added(self, node: Node, y: Tensor) -> Tensor:
         residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
         if norm is None:
             return residual + y
-        w, coded = self.tensor(norm.inputs[1]), norm.output in self._glue.e4m3
+        w, coding = self.tensor(norm.inputs[1]), self._glue.coded.get(norm.output)
         total: Tensor
         total, self._values[norm.output] = self._kernels.add_norm(
-            y, residual, w, number(norm, "eps"), self.dtype, coded
+            y, residual, w, number(norm, "eps"), self.dtype, coding
         )
         return total
 
     def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
         if is_silu_mul(node):
-            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, node.output in self._glue.e4m3)
+            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, self._glue.coded.get(node.output))
             return y
         return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
 

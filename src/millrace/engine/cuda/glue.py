@@ -7,7 +7,8 @@ from millrace.engine.cuda.placement import PRODUCTS
 from millrace.graph.trees import Tree, as_tree
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.storage import storage_of
+from millrace.kernels.matmul.coded import AS_E4M3, Coding
+from millrace.kernels.storage import Storage, storage_of
 
 SILU_MUL: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
 
@@ -16,11 +17,12 @@ SILU_MUL: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
 class Glue:
     """norms: of products that are added to the residual stream, the norm that reads the sum
 
-    e4m3: what only products read that take rows of E4M3, through conversions that have nothing left to do
+    coded: what only products read that take rows of 8 bits, all alike, and as what: made so at once, conversions have
+    nothing left to do
     """
 
     norms: Mapping[Node, Node]
-    e4m3: frozenset[Value]
+    coded: Mapping[Value, Coding]
 
 
 def glue_of(graph: Graph, takes_e4m3: Callable[[Node], bool]) -> Glue:
@@ -28,15 +30,17 @@ def glue_of(graph: Graph, takes_e4m3: Callable[[Node], bool]) -> Glue:
     readers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
 
-    def reads_e4m3(node: Node, value: Value) -> bool:
+    def wants(node: Node, value: Value) -> Coding | None:
         if node.op in PRODUCTS:
-            return takes_e4m3(node) and value == node.inputs[0]
-        return _keeps(node) and is_for_e4m3(node.output)
+            return AS_E4M3 if takes_e4m3(node) and value == node.inputs[0] else None
+        if node.op != "convert":
+            return None
+        return coding_of(storage_of(node)) or wanted(node.output)
 
-    def is_for_e4m3(value: Value) -> bool:
-        """All that read it do, at least one."""
-        read_by = readers.get(value, [])
-        return bool(read_by) and value not in outputs and all(reads_e4m3(n, value) for n in read_by)
+    def wanted(value: Value) -> Coding | None:
+        """By all that read it, at least one."""
+        found = {wants(node, value) for node in readers.get(value, [])}
+        return found.pop() if len(found) == 1 and value not in outputs else None
 
     norms = {
         n: reader
@@ -46,13 +50,15 @@ def glue_of(graph: Graph, takes_e4m3: Callable[[Node], bool]) -> Glue:
         if reader.op == "rms_norm" and reader.inputs[0] == n.output
     }
     made = {n.output for n in norms.values()} | {n.output for n in graph.nodes if is_silu_mul(n)}
-    return Glue(norms, frozenset(value for value in made if is_for_e4m3(value)))
+    return Glue(norms, {value: coding for value in made if (coding := wanted(value)) is not None})
+
+
+def coding_of(storage: Storage) -> Coding | None:
+    """Of INT8 rows that a conversion makes; None: it gives 16 bits, of which products may still make E4M3."""
+    if storage.format == RowFormat.BF16:
+        return None
+    return Coding(e4m3=False, group=storage.group, transform=storage.hadamard)
 
 
 def is_silu_mul(node: Node) -> bool:
     return node.op == "gated_linear" and as_tree(node.attrs["tree"]) == SILU_MUL
-
-
-def _keeps(node: Node) -> bool:
-    """A conversion to 16 bits, of which E4M3 are made."""
-    return node.op == "convert" and storage_of(node).format == RowFormat.BF16

@@ -1,9 +1,9 @@
 """What a graph has constant, on a device: each read once."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.engine.cuda.placement import Placement, transform_of
-from millrace.engine.cuda.transfer import kept_on_device
+from millrace.engine.cuda.placement import PRODUCTS, Placement, matrix_size, transform_of
+from millrace.engine.cuda.transfer import kept_on_device, rows_on_device
 from millrace.errors import CheckpointError
 from millrace.graph.types import DType, Graph, Node, Value
 from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
@@ -29,14 +29,18 @@ _T = TypeVar("_T")
 class Loaded:
     """tensors: tables, biases and weights of products in the engine's type, others in float32
 
-    coded: of products by node: codes and scales of each of their matrices
+    coded: of products by node: codes and scales of their matrices, of which those that are coded alike are one
+    joined: of products with several matrices in the engine's type, these in one piece, of which `tensors` has parts
     """
 
     tensors: dict[Value, Tensor]
     coded: dict[Node, tuple[CodedRows, ...]]
+    joined: dict[Node, Tensor] = field(default_factory=dict)
 
     def matrices(self, node: Node) -> tuple[Matrix, ...]:
-        """Of a product."""
+        """Of a product: what lies together is one."""
+        if node in self.joined:
+            return (self.joined[node],)
         return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
 
 
@@ -49,16 +53,66 @@ def load(graph: Graph, dtype: torch.dtype, device: torch.device, given: Loaded |
     coded = {node: held.coded[node] for node in placement.coded if node in held.coded}
     matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
     read = _ahead([partial(_codes, *matrix) for matrix in matrices])
+    parts: list[CodedRows] = []
     for (node, _, _), matrix in zip(matrices, read, strict=True):
-        coded[node] = (*coded.get(node, ()), weights(matrix, device))
+        parts.append(weights(matrix))
+        if len(parts) == len(matrices_of(node)):
+            coded[node] = tuple(_placed(alike, device) for alike in _alike(parts))
+            parts.clear()
     kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
     tensors = {value: held.tensors[value] for value in kinds if value in held.tensors}
     new = [value for value in kinds if value not in tensors]
+    joined = {**held.joined, **together(graph, tensors, placement.coded, dtype, device)}
     for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
         kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
-        tensors[value] = kept_on_device(array, kind, device)
+        if value not in tensors:
+            tensors[value] = torch.empty(array.shape, dtype=kind, device=device)
+        kept_on_device(array, tensors[value])
     _check_finite({value: tensors[value] for value in new if tensors[value].is_floating_point()})
-    return Loaded(tensors, coded)
+    return Loaded(tensors, coded, joined)
+
+
+def together(
+    graph: Graph, tensors: dict[Value, Tensor], coded: Collection[Node], dtype: torch.dtype, device: torch.device
+) -> dict[Node, Tensor]:
+    """Room for the floats of each product with several matrices, where these have none; `tensors` gets its parts.
+
+    coded: products that have codes
+    """
+    found = {}
+    for node in graph.nodes:
+        matrices = matrices_of(node) if node.op in PRODUCTS and node not in coded else ()
+        if len(set(matrices)) > 1 and not any(w in tensors for w in matrices):
+            sizes = [matrix_size(w) for w in matrices]
+            found[node] = torch.empty((sum(n for n, _ in sizes), sizes[0][1]), dtype=dtype, device=device)
+            tensors.update(zip(matrices, found[node].split([n for n, _ in sizes]), strict=True))
+    return found
+
+
+def _alike(parts: Sequence[CodedRows]) -> list[list[CodedRows]]:
+    """Neighbours that differ in nothing but their codes and scales are one."""
+    found: list[list[CodedRows]] = []
+    for part in parts:
+        if found and _format(found[-1][0]) == _format(part):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def _format(rows: CodedRows) -> tuple[object, ...]:
+    minimums = None if rows.minimums is None else rows.minimums.dtype
+    return rows.codes.dtype, rows.scales.dtype, minimums, rows.width, rows.group, rows.zero
+
+
+def _placed(parts: Sequence[CodedRows], device: torch.device) -> CodedRows:
+    """One behind the other, in one allocation."""
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return replace(
+        parts[0], codes=rows_on_device([part.codes for part in parts], device),
+        scales=rows_on_device([part.scales for part in parts], device),
+        minimums=rows_on_device(minimums, device) if minimums else None,
+    )  # fmt: skip
 
 
 def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from millrace.engine.cuda.glue import coding_of
 from millrace.graph.trees import Tree, as_tree
 from millrace.graph.types import Node, Value
-from millrace.kernels.declare import RowFormat
-from millrace.kernels.matmul.coded import CodedRows, Matrix, int8_rows
+from millrace.kernels.matmul.coded import CodedRows, Coding, Matrix
 from millrace.kernels.operators import number, size, whole
 from millrace.kernels.storage import storage_of
 
@@ -31,6 +31,9 @@ class Run(Protocol):
 
     def matrix(self, value: Value) -> Matrix:
         """As `tensor`, of rows that may be coded."""
+
+    def coded_rows(self, x: Tensor, coding: Coding) -> CodedRows:
+        """x (R, K) of floats, coded."""
 
     def added(self, node: Node, y: Tensor) -> Tensor:
         """What a product with a residual gives: y added to that, float32."""
@@ -66,7 +69,8 @@ def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
 
 def _embedding(node: Node, run: Run) -> Tensor:
     ids, table = (run.tensor(v) for v in node.inputs)
-    return functional.embedding(ids, table).float() * number(node, "scale")
+    found, scale = functional.embedding(ids, table).float(), number(node, "scale")
+    return found if scale == 1 else found * scale
 
 
 def _rms_norm(node: Node, run: Run) -> Tensor:
@@ -89,10 +93,10 @@ def _convert(node: Node, run: Run) -> Matrix:
     """Rows as the products want them that read them: 16-bit floats of the engine's type, or int8."""
     x, storage = run.matrix(node.inputs[0]), storage_of(node)
     if isinstance(x, CodedRows):
-        return x  # made so at once, where only products of E4M3 read it
-    if storage.format == RowFormat.BF16:
-        return x.to(torch.bfloat16 if run.dtype == torch.float32 else run.dtype)
-    return int8_rows(x.flatten(1), storage.group, transform=storage.hadamard)
+        return x  # made so at once, where only such products read it
+    if (coding := coding_of(storage)) is not None:
+        return run.coded_rows(x.flatten(1), coding)
+    return x.to(torch.bfloat16 if run.dtype == torch.float32 else run.dtype)
 
 
 def _elementwise(node: Node, run: Run) -> Tensor:

@@ -46,6 +46,13 @@ def coded_products(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op in PRODUCTS and precision_of(n).coded]
 
 
+def matrix_size(value: Value) -> tuple[int, int]:
+    """Rows and width of a constant."""
+    rows, width = value.shape
+    assert isinstance(rows, int) and isinstance(width, int), value
+    return rows, width
+
+
 def elements(value: Value) -> int:
     """Of a constant."""
     return math.prod(d for d in value.shape if isinstance(d, int))
@@ -58,7 +65,7 @@ def transform_of(rows: Node | None) -> int:
 
 def coded_bytes(node: Node, w: Value, rows: Node | None) -> int:
     """Of one matrix, codes and scales, as kernels/matmul/coded.py has them. rows: what made those that it meets"""
-    n, k = (d for d in w.shape if isinstance(d, int))
+    n, k = matrix_size(w)
     bits, group = precision_of(node).bits, group_of(node)
     if not group:
         return n * (k + 4)  # E4M3, a float32 scale for each row

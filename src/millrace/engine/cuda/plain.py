@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.declare import NOTHING
-from millrace.kernels.matmul.coded import LARGEST, Matrix, e4m3_rows, int8_rows, transformed
+from millrace.kernels.matmul.coded import LARGEST, CodedRows, Coding, Matrix, int8_rows, transformed
 from millrace.kernels.matmul.gpu_tiles import RULES, Tiles
 
 
@@ -19,25 +19,28 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coded: bool
+    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: Coding | None
 ) -> tuple[Tensor, Matrix]:  # fmt: skip
-    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype`.
-
-    coded: each row of it as E4M3 with its scale, of what it is in 16 bits: bfloat16's, of float32
-    """
+    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype` or coded."""
     total = residual + x.float()
-    return total, rms_norm(total, w, eps, dtype) if not coded else e4m3_rows(rms_norm(total, w, eps, _row(dtype)))
+    return total, _as_wanted(rms_norm(total, w, eps, torch.float32), dtype, coding)
 
 
-def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coded: bool) -> Matrix:
-    """gate, up (M, N) -> silu(gate) * up of `dtype`; coded: as of `add_norm`."""
-    y = functional.silu(gate.float()) * up.float()
-    return e4m3_rows(y.to(_row(dtype))) if coded else y.to(dtype)
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: Coding | None) -> Matrix:
+    """gate, up (M, N) -> silu(gate) * up of `dtype`, or coded."""
+    return _as_wanted(functional.silu(gate.float()) * up.float(), dtype, coding)
 
 
-def _row(dtype: torch.dtype) -> torch.dtype:
-    """Of rows that become codes."""
-    return torch.bfloat16 if dtype == torch.float32 else dtype
+def coded_rows(x: Tensor, coding: Coding) -> CodedRows:
+    """x (R, K) of floats, coded."""
+    return coding.rows(x)
+
+
+def _as_wanted(y: Tensor, dtype: torch.dtype, coding: Coding | None) -> Matrix:
+    """y float32 -> of `dtype`; codes are made of that, E4M3 of 16 bits: bfloat16's, of float32."""
+    if coding is None:
+        return y.to(dtype)
+    return coding.rows(y.to(torch.bfloat16 if coding.e4m3 and dtype == torch.float32 else dtype))
 
 
 def product(
@@ -107,6 +110,16 @@ def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float) -> T
             attn_mask=sees, scale=scale, enable_gqa=True,
         )[0].transpose(0, 1)  # fmt: skip
     return y
+
+
+def best(logits: Tensor, wrong: int) -> Tensor:
+    """logits (R, V) -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is not finite."""
+    return torch.where(logits.isfinite().all(1), logits.argmax(1), wrong).int()
+
+
+def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
+    """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once"""
+    tokens[at.long()] = drawn[rows.long()].clamp(min=0)
 
 
 def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.cuda.placement import PRODUCTS, coded_products
+from millrace.engine.cuda.loaded import Loaded, load, together
+from millrace.engine.cuda.placement import PRODUCTS, coded_products, matrix_size
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.matmul.coded import E4M3, LARGEST, CodedRows
 from millrace.kernels.matmul.op import group_of, matrices_of, precision_of
@@ -21,26 +21,25 @@ AT_ONCE = 1 << 26  # elements, as float32
 def random_loaded(graph: Graph, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Loaded:
     """As `load` gives it, without reading any matrix."""
     generator = torch.Generator(device).manual_seed(seed)
-    coded = {
-        node: tuple(_coded(_sizes(w), node, generator) for w in matrices_of(node)) for node in coded_products(graph)
+    coded: dict[Node, tuple[CodedRows, ...]] = {
+        node: (_coded(_sizes(node), node, generator),) for node in coded_products(graph)
     }
+    drawn: dict[Value, Tensor] = {}
+    joined = together(graph, drawn, coded, dtype, device)
     floats = [w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)]
     floats += [n.inputs[1] for n in graph.nodes if n.op == "embedding"]
-    drawn = {w: _floats(_sizes(w), dtype, generator) for w in dict.fromkeys(floats)}
-    return load(graph, dtype, device, Loaded(drawn, coded))
+    for w in dict.fromkeys(floats):
+        if w not in drawn:
+            drawn[w] = torch.empty(matrix_size(w), dtype=dtype, device=device)
+        for part in _parts(drawn[w]):
+            part.copy_(_normal(part, generator))
+    return load(graph, dtype, device, Loaded(drawn, coded, joined))
 
 
-def _sizes(value: Value) -> tuple[int, int]:
-    rows, width = value.shape
-    assert isinstance(rows, int) and isinstance(width, int), value
-    return rows, width
-
-
-def _floats(sizes: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    found = torch.empty(sizes, dtype=dtype, device=generator.device)
-    for part in _parts(found):
-        part.copy_(_normal(part, generator))
-    return found
+def _sizes(node: Node) -> tuple[int, int]:
+    """Of all its matrices together."""
+    sizes = [matrix_size(w) for w in matrices_of(node)]
+    return sum(n for n, _ in sizes), sizes[0][1]
 
 
 def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> CodedRows:

@@ -16,7 +16,7 @@ _ROUNDS, _MASK = 10, 0xFFFFFFFF
 
 
 class Drawn(NamedTuple):
-    """The fields of StepOutputs, on the device."""
+    """The fields of StepOutputs, on the device, or the host's where nothing is told."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -31,15 +31,21 @@ class Draw(Protocol):
     def __call__(self, p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, /) -> Tensor: ...
 
 
+class Best(Protocol):
+    """Of the kernels: kernels/sample/cuda.py."""
+
+    def __call__(self, logits: Tensor, wrong: int, /) -> Tensor: ...
+
+
 class Way(Enum):
-    """In which a step that was captured draws all of its rows."""
+    """In which all rows of a step are drawn that asks for nothing else."""
 
     LIKELIEST = auto()
     DRAWN = auto()  # where a row's temperature says so
 
 
 def way_of(step: StepInputs) -> Way | None:
-    """None: a row asks for more, which is not captured: log probabilities, masks, biases, penalties."""
+    """None: a row asks for more: log probabilities, masks, biases, penalties."""
     of = step.sampling
     plain = (of["n_top"] < 0) & (of["target"] < 0) & (of["mask"] == 0) & (of["bias_count"] == 0) & _neutral(of)
     if not plain.all():
@@ -88,28 +94,31 @@ class Rows:
 
 
 def tokens_alone(tokens: Tensor) -> Drawn:
-    """(R,) int32, of which nothing else is told."""
-    none, no_ids = torch.zeros_like(tokens), tokens.new_zeros(len(tokens), 0)
-    return Drawn(tokens, none.float(), none, no_ids, no_ids.float())
+    """(R,) int32, of which nothing else is told: what stands for that is the host's."""
+    n = len(tokens)
+    none, no_ids = torch.zeros(n, dtype=torch.int32), torch.zeros((n, 0), dtype=torch.int32)
+    return Drawn(tokens, torch.zeros(n), none, no_ids, torch.zeros((n, 0)))
 
 
-def drawn_plainly(logits: Tensor, rows: Rows, way: Way, draw: Draw) -> Tensor:
-    """(R,) int32 of logits (R, V) float32, for rows of `way_of`. Nothing waits, nor has a shape that data decide."""
-    tokens = logits.argmax(1)
+def drawn_plainly(logits: Tensor, rows: Rows, way: Way, draw: Draw, best: Best) -> Tensor:
+    """(R,) int32 of logits (R, V), floats as they come, for rows of `way_of`.
+
+    Nothing waits, nor has a shape that data decide.
+    """
+    tokens = best(logits, NOT_FINITE)
     if way is Way.DRAWN:
-        drawn = _draw(logits.double(), rows, draw)
-        tokens = torch.where(rows.column("temperature")[:, 0] >= GREEDY_BELOW, drawn, tokens)
-    return torch.where(logits.isfinite().all(1), tokens, NOT_FINITE).int()
+        drawn = _draw(logits.double(), rows, draw).int()
+        is_drawn = (rows.column("temperature")[:, 0] >= GREEDY_BELOW) & (tokens != NOT_FINITE)
+        tokens = torch.where(is_drawn, drawn, tokens)
+    return tokens
 
 
 def sample(logits: Tensor, step: StepInputs, draw: Draw) -> Drawn:
-    """logits (R, V) float32, one row for each of the step's sampling rows
+    """logits (R, V) float32, one row for each of the step's sampling rows, whatever these ask for
 
     Where no row asks for log probabilities there are none; where all want the likeliest token, none is drawn.
     """
     rows, of = Rows.of(step.sampling, logits.device), step.sampling
-    if (way := way_of(step)) is not None:
-        return tokens_alone(drawn_plainly(logits, rows, way, draw))
     V = logits.shape[1]
     finite = logits.isfinite().all(1)
     seen = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)

@@ -33,23 +33,37 @@ def on_device(x: NDArray[Any], device: torch.device) -> Tensor:
     return pinned(_tensor(x), device).to(device, non_blocking=True)
 
 
-def kept_on_device(x: NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What stays there, of another type if need be: it goes as it is, in slabs, and is cast there.
+def kept_on_device(x: NDArray[Any], found: Tensor) -> None:
+    """What stays there, where it was given room, of another type if need be: it goes as it is, and is cast there."""
+    _in_slabs(_tensor(x), found)
 
-    While a slab is on its way the next one comes into pinned memory; beside what is kept a slab is all that it takes.
-    """
-    host = _tensor(x)
-    found = torch.empty(host.shape, dtype=dtype, device=device)
-    rows = max(1, SLAB_BYTES // max(1, host[:1].nbytes))
+
+def rows_on_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Parts (R, ...) of one type and width, one behind the other."""
+    whole = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype, device=device)
+    for part, room in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        _in_slabs(part, room)
+    return whole
+
+
+def _in_slabs(host: Tensor, found: Tensor) -> None:
+    """While a slab is on its way the next one comes into pinned memory; a slab is all that it takes on the device."""
+    rows, device = max(1, SLAB_BYTES // max(1, host[:1].nbytes)), found.device
     for part, slab in zip(found.split(rows), host.split(rows), strict=True):
         part.copy_(pinned(slab, device).to(device, non_blocking=True))
-    return found
 
 
 def _tensor(x: NDArray[Any]) -> Tensor:
     """PyTorch does not take NumPy's bfloat16 for its own."""
     host = np.ascontiguousarray(x)
     return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16) if host.dtype == _BF16 else torch.from_numpy(host)
+
+
+def _coming(x: Tensor) -> Tensor:
+    """To the host, when all that is queued is done."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +75,10 @@ class OnItsWay:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "OnItsWay":
-        """Whose computation is queued: so are the copies, before all that is queued later."""
+        """Whose computation is queued: so are the copies, before all that is queued later. What is the host's stays."""
         if all(x.device.type == "cpu" for x in tensors):
             return cls(tuple(tensors), None)
-        on_host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors)
-        for target, x in zip(on_host, tensors, strict=True):
-            target.copy_(x, non_blocking=True)
+        on_host = tuple(_coming(x) for x in tensors)
         done = torch.cuda.Event()
         done.record()
         return cls(on_host, done)

@@ -1,9 +1,12 @@
 """What an executor on a GPU runs, by the names of engine/cuda/plain.py."""
 
 from millrace.kernels.attention.cuda import attention, keep_rotated
+from millrace.kernels.convert.cuda import coded_rows
 from millrace.kernels.elementwise.cuda import silu_mul
 from millrace.kernels.matmul.cuda import product
 from millrace.kernels.rms_norm.cuda import add_norm, rms_norm
-from millrace.kernels.sample.cuda import draw
+from millrace.kernels.sample.cuda import best, draw, put
 
-__all__ = ["add_norm", "attention", "draw", "keep_rotated", "product", "rms_norm", "silu_mul"]
+__all__ = [
+    "add_norm", "attention", "best", "coded_rows", "draw", "keep_rotated", "product", "put", "rms_norm", "silu_mul",
+]  # fmt: skip

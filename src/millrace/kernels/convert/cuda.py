@@ -1,12 +1,24 @@
-"""Rows as 8 bits on a GPU, in Triton: what kernels that make them have in common."""
+"""Rows as 8 bits on a GPU, in Triton: by a kernel of their own, and what kernels that make them by the way share.
 
+A program has a row, or a part of one, as a tile (GROUPS, WIDTH): each line has GROUP neighbours that share a scale, and
+0 behind them. A row with one scale is one line; where nothing needs a whole row, a row is several programs'.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from millrace.kernels import declare
+from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
+from millrace.kernels.matmul.coded import E4M3, CodedRows, Coding
 
 NOTHING = tl.constexpr(declare.NOTHING)
 LARGEST = tl.constexpr(448.0)  # that E4M3 has
+PART = 2048  # elements that a program takes of a row that need not be one's
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added to a small float32 and taken away again: half to even
 
 
@@ -34,9 +46,136 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def e4m3(x):
-    """Codes of a row, and its scale, as matmul/coded.py::e4m3_rows has them; x: float32, 0 behind the row's end."""
-    scale = (tl.max(tl.abs(x), 0) + tl.sum(x * 0.0, 0)) / LARGEST  # no number where an element is not finite
-    inverse = tl.where(scale > NOTHING, 1 / scale, 0.0)
-    inside = tl.minimum(tl.maximum(x * inverse, -LARGEST), LARGEST)
-    return codes(tl.where(scale == scale, inside, 0.0), tl.float8e4nv), scale
+def as_row(x, dtype: tl.constexpr, kind: tl.constexpr):
+    """float32 as rows of `dtype` have it before they become codes: E4M3 are made of 16 bits, INT8 of whatever it is."""
+    if dtype != tl.float32:
+        x = rounded(x, dtype)
+    elif kind == tl.float8e4nv:
+        x = rounded(x, tl.bfloat16)
+    return x
+
+
+@triton.jit
+def tile(first, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a row, from its group `first` on: where in it the tile's elements are, and whether they are."""
+    within = tl.arange(0, WIDTH)[None, :]
+    place = (first + tl.arange(0, GROUPS)[:, None]) * GROUP + within
+    return place, (within < GROUP) & (place < N)
+
+
+@triton.jit
+def keep(x, y, scales, row, first, place, inside, N: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr):
+    """A tile x of a row, float32, goes into y (rows, N); where that is of codes with its scales (rows, groups).
+
+    The codes are those of matmul/coded.py, bit for bit, but for what the order of a transform's sums changes
+    """
+    kind: tl.constexpr = y.dtype.element_ty
+    if kind == tl.int8 or kind == tl.float8e4nv:
+        if STAGES > 0:
+            x = _transformed(x, STAGES)
+        x, scale = _coded(x, kind)
+        groups: tl.constexpr = (N + GROUP - 1) // GROUP
+        group = first + tl.arange(0, x.shape[0])
+        tl.store(scales + row * groups + group, scale, mask=group < groups)
+    tl.store(y + row * N + place, x.to(kind), mask=inside)
+
+
+@triton.jit
+def _transformed(x, STAGES: tl.constexpr):
+    """x (GROUPS, WIDTH), each line times the Hadamard matrix of its size, 2^STAGES: in each stage the highest bit of an
+    element's place is summed over, and becomes the lowest."""
+    GROUPS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    a, b = tl.split(tl.permute(tl.reshape(x, (GROUPS, 2, HALF)), (0, 2, 1)))
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.permute(tl.reshape(tl.join(a + b, a - b), (GROUPS, 2, HALF)), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (GROUPS, 2 * HALF)) * (1 / (2 * HALF) ** 0.5)
+
+
+@triton.jit
+def _coded(x, kind: tl.constexpr):
+    """x (GROUPS, WIDTH) float32: codes, and a scale for each line, which is no number where an element is not finite.
+
+    Divisions are rounded once, as PyTorch's are on a CPU. The clamp also parts a product from the sum behind it, which
+    would be rounded once where PyTorch rounds twice.
+    """
+    most = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
+    largest: tl.constexpr = 127.0 if kind == tl.int8 else LARGEST
+    limit, one = tl.full(most.shape, largest, tl.float32), tl.full(most.shape, 1.0, tl.float32)
+    scale = tl.div_rn(most, limit)
+    if kind == tl.int8:
+        inverse = tl.where(most > NOTHING, tl.div_rn(limit, tl.where(most > NOTHING, most, 1.0)), 0.0)
+        scale = tl.where(most <= NOTHING, 0.0, scale)
+    else:
+        inverse = tl.where(scale > NOTHING, tl.div_rn(one, tl.where(scale > NOTHING, scale, 1.0)), 0.0)
+    found = tl.minimum(tl.maximum(x * inverse[:, None], -largest), largest)
+    return codes(tl.where((most == most)[:, None], found, 0.0), kind), scale
+
+
+@triton.jit
+def code_rows(
+    x, y, scales, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x (rows, N) floats -> y (rows, N) of codes, with scales (rows, groups)."""
+    lets_next_begin(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
+    place, inside = tile(first, N, GROUP, GROUPS, WIDTH)
+    after_those_before(PDL)
+    value = tl.load(x + row * N + place, mask=inside, other=0.0).to(tl.float32)
+    keep(value, y, scales, row, first, place, inside, N, GROUP, STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of tiles: `sizes` as kernels have them, how many programs share a row, and the warps of each."""
+
+    sizes: dict[str, int]
+    parts: int
+    warps: int
+
+
+@cache
+def shape_of(n: int, coding: Coding | None = None, *, whole: bool = False) -> Shape:
+    """Of rows of n elements. coding: one that `is_made`; None: they stay floats; whole: a row is one program's
+
+    A thread has 32 elements, two inputs of which fit into its registers; of what is transformed 16.
+    """
+    coded, stages = coding is not None and (coding.group or n), 0
+    group = coded or (n if whole else min(n, PART))
+    width, groups = triton.next_power_of_2(group), triton.cdiv(n, group)
+    lines = triton.next_power_of_2(groups)
+    if not whole:
+        lines = min(lines, max(PART // width, 1))
+    if coding is not None and coding.transform:
+        stages = width.bit_length() - 1
+    warps = min(max(lines * width // (512 if stages else 1024), 4), 32)
+    sizes = {"N": n, "GROUP": group, "GROUPS": lines, "WIDTH": width, "STAGES": stages}
+    return Shape(sizes, triton.cdiv(groups, lines), warps)
+
+
+def is_made(coding: Coding, n: int) -> bool:
+    """Whether kernels make it of rows of n elements: what is transformed is whole blocks of a power of two."""
+    if not coding.transform:
+        return True
+    group = coding.group or n
+    return n % group == 0 and group & group - 1 == 0 and 1 < group <= declare.HADAMARD_BLOCK
+
+
+def empty_rows(rows: int, n: int, coding: Coding, device: torch.device) -> CodedRows:
+    """For codes of `rows` rows, and their scales."""
+    group = coding.group or n
+    codes = torch.empty((rows, n), dtype=E4M3 if coding.e4m3 else torch.int8, device=device)
+    return CodedRows(codes, torch.empty((rows, triton.cdiv(n, group)), device=device), n, group)
+
+
+def coded_rows(x: Tensor, coding: Coding) -> CodedRows:
+    """x (R, K) of floats, coded: as `coding.rows` has them."""
+    rows, n = x.shape
+    if not is_made(coding, n):
+        return coding.rows(x)
+    x, y, shape = x.contiguous(), empty_rows(rows, n, coding, x.device), shape_of(n, coding)
+    code_rows[rows, shape.parts](
+        x, y.codes, y.scales, **shape.sizes, **overlapping(x.device), num_warps=shape.warps, enable_fp_fusion=True
+    )
+    return y

@@ -1,43 +1,49 @@
-"""SiLU x mul on a GPU, in Triton, and the product as E4M3: a row is a program's."""
+"""SiLU x mul on a GPU, in Triton, and what comes out as products want it."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.kernels.convert.cuda import e4m3, rounded
-from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
+from millrace.kernels.convert.cuda import as_row, coded_rows, empty_rows, is_made, keep, shape_of, tile
+from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
+from millrace.kernels.matmul.coded import Coding, Matrix
 
 
 @triton.jit
-def gated(gate, up, y, scales, N: tl.constexpr, WIDTH: tl.constexpr, CODED: tl.constexpr):
-    """gate, up, y (rows, N); in float32. WIDTH: a power of two, at least N
+def gated(
+    gate, up, y, scales, row_elements, N: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """gate, up (rows, N), from row to row so many elements; y (rows, N); in float32. Tiles as in convert/cuda.py
 
-    CODED: y is of E4M3 with scales (rows,), of what the rows' 16 bits are: bfloat16's, of float32
+    CODED: y is of codes with scales (rows, groups)
     """
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    inside = column < N
-    ROW: tl.constexpr = tl.bfloat16 if gate.dtype.element_ty == tl.float32 else gate.dtype.element_ty
-    a = tl.load(gate + row * N + column, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(up + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    lets_next_begin(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
+    place, inside = tile(first, N, GROUP, GROUPS, WIDTH)
+    after_those_before(PDL)
+    a = tl.load(gate + row * row_elements + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + row * row_elements + place, mask=inside, other=0.0).to(tl.float32)
     out = a / (1 + tl.exp(-a)) * b
     if CODED:
-        out, scale = e4m3(rounded(out, ROW))
-        tl.store(scales + row, scale)
-    tl.store(y + row * N + column, out.to(y.dtype.element_ty), mask=inside)
+        out = as_row(out, gate.dtype.element_ty, y.dtype.element_ty)
+    keep(out, y, scales, row, first, place, inside, N, GROUP, STAGES)
 
 
-def warps(width: int) -> int:
-    """Of a program that has a row of so many elements: 32 of each thread, two inputs of which fit into registers."""
-    return min(max(width // 1024, 4), 32)
-
-
-def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coded: bool) -> Matrix:
-    """gate, up (M, N) -> silu(gate) * up of `dtype`; coded: each row as E4M3 with its scale."""
-    gate, up = gate.contiguous(), up.contiguous()
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: Coding | None) -> Matrix:
+    """gate, up (M, N), which may be columns of one array -> silu(gate) * up of `dtype`, or coded."""
     m, n = gate.shape
-    y = torch.empty((m, n), dtype=E4M3 if coded else dtype, device=gate.device)
-    scales = torch.empty((m, 1), device=gate.device)
-    width = triton.next_power_of_2(n)
-    gated[(m,)](gate, up, y, scales, N=n, WIDTH=width, CODED=coded, num_warps=warps(width), enable_fp_fusion=True)
-    return CodedRows(y, scales, n, n) if coded else y
+    if coding and not is_made(coding, n):
+        floats = silu_mul(gate, up, dtype, None)
+        return coded_rows(floats, coding)
+    if gate.stride() != up.stride() or gate.stride(1) != 1:
+        gate, up = gate.contiguous(), up.contiguous()
+    found = empty_rows(m, n, coding, gate.device) if coding else torch.empty((m, n), dtype=dtype, device=gate.device)
+    y, scales = (found.codes, found.scales) if coding else (found, found)
+    shape = shape_of(n, coding)
+    gated[m, shape.parts](
+        gate, up, y, scales, gate.stride(0), **shape.sizes, CODED=coding is not None, **overlapping(gate.device),
+        num_warps=shape.warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return found

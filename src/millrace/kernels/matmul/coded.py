@@ -57,22 +57,41 @@ class CodedRows:
 Matrix: TypeAlias = Tensor | CodedRows  # rows of floats, or coded
 
 
-def weights(matrix: QuantisedMatrix, device: torch.device) -> CodedRows:
-    """As a checkpoint or an engine has them, exactly."""
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """As what rows of floats go into products: E4M3, each row by its own scale, or INT8.
+
+    group: of INT8, 0 for whole rows; transform: whether its groups are multiplied by a Hadamard matrix before
+    """
+
+    e4m3: bool
+    group: int = 0
+    transform: bool = False
+
+    def rows(self, x: Tensor) -> CodedRows:
+        """x (R, K), in plain PyTorch."""
+        return e4m3_rows(x) if self.e4m3 else int8_rows(x, self.group, transform=self.transform)
+
+
+AS_E4M3 = Coding(e4m3=True)
+
+
+def weights(matrix: QuantisedMatrix) -> CodedRows:
+    """As a checkpoint or an engine has them, exactly, in the host's memory; views where that is how they lie."""
     codes, width, zero = matrix.codes, matrix.codes.shape[1], 0
     if matrix.bits == 4:
         zero = 0 if matrix.minimums is not None else 8
         even = np.pad(codes + np.int8(zero), ((0, 0), (0, width % 2))).view(np.uint8)
         codes = even[:, ::2] | even[:, 1::2] << np.uint8(4)
-    data = torch.from_numpy(np.ascontiguousarray(codes)).to(device)
+    data = torch.from_numpy(np.ascontiguousarray(codes))
     two_levels = matrix.scale_levels is not None  # a float16 times an int8 is a float32
     scales, minimums = matrix.scales, matrix.minimums
     if two_levels:
         scales = matrix.group_scales().astype(np.float32)
         minimums = None if minimums is None else matrix.group_minimums().astype(np.float32)
     return CodedRows(
-        data.view(E4M3) if matrix.e4m3 else data, torch.from_numpy(scales).to(device), width, matrix.group or width,
-        None if minimums is None else torch.from_numpy(minimums).to(device), zero,
+        data.view(E4M3) if matrix.e4m3 else data, torch.from_numpy(scales), width, matrix.group or width,
+        None if minimums is None else torch.from_numpy(minimums), zero,
     )  # fmt: skip
 
 

@@ -10,29 +10,35 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from millrace.kernels.gpu_launch import after_those_before, asks_for, lets_next_begin, overlapping
 from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, rows_of
 
 BLOCK_K = 128  # what goes through at a time, at most
+ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 
 
 @triton.jit
 def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group, group,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                  ASKED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
 
     CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
     exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups unless a row is one.
-    w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16
+    w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16; elsewhere ASKED is 0
     """
+    lets_next_begin(PDL)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < M, column < N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     each: tl.constexpr = 2 if HALVES else 1  # codes of a byte
     wide = column.to(tl.int64) * w_row
+    asks_for(w + wide, tl.where(is_column, w_row, 0), ASKED, PDL)
+    after_those_before(PDL)
     for first in range(0, K, BLOCK_K):
         at = first // each + tl.arange(0, BLOCK_K // each)
         codes = tl.load(w + wide[None] + at[:, None],
@@ -123,7 +129,8 @@ def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
         w.codes.shape[1], x_group, w.group, CODED_X=isinstance(x, CodedRows), HALVES=w.halves, ZERO=w.zero,
         MINIMUMS=w.minimums is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=block_k(x, w), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        BLOCK_K=block_k(x, w), ASKED=ASKED if w.codes.shape[1] % 16 == 0 else 0, **overlapping(given.device),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 

@@ -1,4 +1,4 @@
-"""Draws of tokens on a GPU, in Triton, without sorting a vocabulary: a row is a program's.
+"""Tokens on a GPU, in Triton: the likeliest, and draws without sorting a vocabulary. A row is a program's.
 
 What top_k and top_p keep is all from some probability on, and the first few by their ids that have just this one. That
 probability is searched for as its bits, which as an integer order numbers that are not negative: each look at the row
@@ -11,10 +11,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
+
 BLOCK = 2048  # tokens at a time
 WARPS = 8
+BEST_BLOCK, BEST_WARPS = 8192, 16  # of the likeliest: one look, so as much as possible is on its way
 _ONE = tl.constexpr(0x3FF0000000000000)  # the bits of 1.0, which no probability beside the likeliest's exceeds
 _SLACK = tl.constexpr(1e-12)  # that sums may lack of top_p, as in ref.py
+
+
+@triton.jit
+def best_rows(logits, tokens, wrong, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """logits (R, V) -> tokens (R,) int32: where the largest is, of equal ones the first; `wrong`: one is not finite"""
+    lets_next_begin(PDL)
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * V
+    most = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    spoilt = tl.zeros((BLOCK,), tl.int32)
+    after_those_before(PDL)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        is_number = tl.abs(value) < float("inf")
+        spoilt |= ((at < V) & (is_number == 0)).to(tl.int32)
+        where = tl.where(value > most, at, where)
+        most = tl.maximum(most, value)
+    found = tl.min(tl.where(most == tl.max(most, 0), where, V), 0)
+    tl.store(tokens + row, tl.where(tl.max(spoilt, 0) > 0, wrong, found))
+
+
+def best(logits: Tensor, wrong: int) -> Tensor:
+    """logits (R, V) of any floats -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is
+    not finite."""
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    best_rows[(rows,)](
+        logits, tokens, wrong, vocab, BLOCK=min(BEST_BLOCK, triton.next_power_of_2(vocab)),
+        **overlapping(logits.device), num_warps=BEST_WARPS,
+    )  # fmt: skip
+    return tokens
+
+
+@triton.jit
+def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """tokens[at] = drawn[rows] (N,), 0 where that is none, which is negative."""
+    lets_next_begin(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    after_those_before(PDL)
+    row = tl.load(rows + i, mask=i < N, other=0)
+    token = tl.load(drawn + row, mask=i < N, other=0)
+    tl.store(tokens + tl.load(at + i, mask=i < N, other=0), tl.maximum(token, 0), mask=i < N)
+
+
+def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
+    """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once."""
+    n = len(at)
+    put_tokens[(triton.cdiv(n, 128),)](tokens, at, drawn, rows, n, BLOCK=128, **overlapping(tokens.device))
 
 
 @triton.jit
