@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from benchmarks.record import provenance, write_result
 from millrace.engine.cuda.work import FEW_ROWS, MOST_PARTS, SOME_ROWS
 from millrace.engine.cuda.work import MANY_ROWS as PROMPT_ROWS
-from millrace.kernels.attention.cuda import attend, compiled_for, merge, rotate_and_keep
+from millrace.kernels.attention.cuda import KEEP_WARPS, attend, compiled_for, merge, rotate_and_keep
 from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
@@ -134,6 +134,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is attend:
         element = 1 if "pages of" in about else 2
         options |= compiled_for(constants["BLOCK_M"], constants["D"], element, arch >= 90)
+    if kernel is rotate_and_keep:
+        options["num_warps"] = KEEP_WARPS
     if "WARPS" in constants:
         options["num_warps"] = constants["WARPS"]
     if kernel is sample.best_rows:

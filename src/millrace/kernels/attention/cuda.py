@@ -1,12 +1,13 @@
-"""Attention over pages on a GPU, in Triton: keys and values are rotated and written, then attended to in splits.
+"""Attention over pages on a GPU, in Triton: keys and values are rotated and written, then attended to in parts.
 
 Pages of one layer lie as (P, K, PAGE, D), so that a tile of keys is a page: one look-up, one contiguous read. A
-program has up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and its split of the
-pages; softmax goes along (arXiv:1805.02867), and what splits found is merged by a second kernel (arXiv:2311.01282,
-"Flash-Decoding"). Keys beyond a sequence's last token of this step are never read: they may be anything.
+program has up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and their pages, or a
+part of them, as the host has cut the step's work; softmax goes along (arXiv:1805.02867), and what parts found is merged
+by a second kernel (arXiv:2311.01282, "Flash-Decoding"). Keys beyond a sequence's last token of this step are never
+read: they may be anything.
 
 Pages of int8 and of E4M3 have a scale for each token and head, as attention/ref.py means them: a key's meets its score,
-a value's its weight, and the codes are multiplied as floats of the queries' type, exactly.
+a value's its weight, and the codes are multiplied as floats, exactly.
 """
 
 from functools import cache
@@ -20,6 +21,7 @@ from millrace.kernels.attention.paged import LayerPages, StepTables, Work
 from millrace.kernels.convert.cuda import NOTHING, codes
 from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
 
+KEEP_WARPS = 1  # of a program of `rotate_and_keep`: a head has few elements, and 32 such programs fit on a processor
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -27,13 +29,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def rotate_and_keep(
     q, k, v, positions, table, slots, rotated, keys, values, key_scales, value_scales, q_row, k_row, v_row,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, ROTATES: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one token. q (T, H, D), k (T, K, D), v (T, K, DV), each with its own row stride.
 
     slots (T,): page x PAGE + place; HALF, WIDTH: powers of two, at least D / 2 and DV
     STAGES: of a Hadamard transform of q and k, log2(D) where D is a power of two; 0: there is none
     """
+    lets_next_begin(PDL)
+    after_those_before(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
     half, column = tl.arange(0, HALF), tl.arange(0, WIDTH)
     inside = half < D // 2
@@ -316,7 +320,8 @@ def keep_rotated(
         q, k, v, step.positions, q if table is None else table, step.slots, y, pages.keys, pages.values,
         pages.key_scales, pages.value_scales, q.stride(0), k.stride(0), v.stride(0), H=H, K=K, D=D, DV=DV,
         PAGE=pages.tokens, ROTATES=table is not None, HALF=power_of_two(D // 2, 4), WIDTH=power_of_two(DV),
-        STAGES=D.bit_length() - 1 if pages.transformed else 0, enable_fp_fusion=True,
+        STAGES=D.bit_length() - 1 if pages.transformed else 0, enable_fp_fusion=True, num_warps=KEEP_WARPS,
+        **overlapping(q.device),
     )  # fmt: skip
     return y
 
