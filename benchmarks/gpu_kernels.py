@@ -45,7 +45,7 @@ _TYPES = {
     "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32",
     "value_scales": "*fp32", "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64",
     "top_p": "*fp64", "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
-    "row_elements": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
+    "row_elements": "i32", "block_rows": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -84,7 +84,7 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     ),
     (attend, "decode, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": FEW_ROWS}),
     (attend, "prompts, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": SOME_ROWS}),
-    (merge, "", {**_HEADS, "BLOCK_M": FEW_ROWS, "PARTS": MOST_PARTS, "WIDTH": 128}),
+    (merge, "", {**_HEADS, "PARTS": MOST_PARTS, "WIDTH": 128}),
     (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": 0}),
     *(
         (rotate_and_keep, f"pages of {kept}", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": stages})

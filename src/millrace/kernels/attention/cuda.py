@@ -266,10 +266,13 @@ def _scales(scales, lines, is_kept, EDGE: tl.constexpr):
 
 @triton.jit
 def merge(
-    found_in, sums_in, y, merges, H: tl.constexpr, K: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    found_in, sums_in, y, merges, block_rows, H: tl.constexpr, K: tl.constexpr, DV: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row of a block that was computed in at most PARTS parts. merges: of paged.py::Work."""
+    """One program: a row of a block of so many that was computed in at most PARTS parts. merges: of paged.py::Work
+
+    One kernel for all blocks: what decode steps had compiled at the start, prompts need not wait for.
+    """
     lets_next_begin(PDL)
     after_those_before(PDL)
     item, kv_head, place = merges + 5 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -279,7 +282,7 @@ def merge(
     token, head = (first + place) // group, kv_head * group + (first + place) % group
     if (parts == 0) | (token >= n):
         return
-    at, is_part = ((first_part + part) * K + kv_head) * BLOCK_M + place, part < parts
+    at, is_part = ((first_part + part) * K + kv_head) * block_rows + place, part < parts
     most = tl.load(sums_in + 2 * at, mask=is_part, other=float("-inf"))
     keep = tl.exp2(most - tl.max(most, 0))  # the first part has seen a key, at least
     total = tl.sum(tl.load(sums_in + 2 * at + 1, mask=is_part, other=0.0) * keep, 0)
@@ -353,6 +356,6 @@ def _attend(q: Tensor, y: Tensor, tables: Tensor, work: Work, pages: LayerPages,
     )  # fmt: skip
     if len(work.merges):
         merge[(len(work.merges), K, work.most_rows)](
-            found, sums, y, work.merges, H=H, K=K, DV=DV, BLOCK_M=work.rows, PARTS=work.most_parts, WIDTH=width,
+            found, sums, y, work.merges, work.rows, H=H, K=K, DV=DV, PARTS=work.most_parts, WIDTH=width,
             enable_fp_fusion=True, **overlapping(q.device),
         )  # fmt: skip
