@@ -20,7 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
-from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
+from millrace.engine.cuda.work import FEW_ROWS, MOST_PARTS, SOME_ROWS
+from millrace.engine.cuda.work import MANY_ROWS as PROMPT_ROWS
+from millrace.kernels.attention.cuda import KEEP_WARPS, attend, compiled_for, merge, rotate_and_keep
 from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
@@ -35,15 +37,15 @@ FP8_FROM = 89  # an A100 has no E4M3
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _HEADS = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64}
 _TILE = {"DEEP": 128, "WIDTH": 128}
+_WIDE = {"D": 256, "DV": 256, "DEEP": 256, "WIDTH": 256}
 _TYPES = {
-    "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "table_starts": "*i32", "blocks": "*i32",
-    "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
-    "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16", "M": "i32", "N": "i32", "K": "i32",
-    "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32", "value_scales": "*fp32",
-    "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64", "top_p": "*fp64",
-    "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
-    "row_elements": "i32", "wrong": "i32",
-    "at": "*i32", "drawn": "*i32", "rows": "*i32",
+    "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "work": "*i32", "merges": "*i32",
+    "found_in": "*fp32", "sums_in": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32",
+    "q_row": "i32", "k_row": "i32", "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16",
+    "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32",
+    "value_scales": "*fp32", "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64",
+    "top_p": "*fp64", "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
+    "row_elements": "i32", "block_rows": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
 }  # fmt: skip
 _CODED: dict[str, dict[str, str]] = {  # products by what meets in them
     "fp8": {"x": "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}, "fp8a16": {"w": "*fp8e4nv", "w_scales": "*fp32"},
@@ -75,16 +77,15 @@ def _row(n: int, to: str, whole: bool = False) -> dict[str, Any]:
 
 
 CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
-    (attend, "decode, 4 splits", {**_HEADS, **_TILE, "SPLITS": 4, "BLOCK_M": 16}),
-    (attend, "decode, no splits", {**_HEADS, **_TILE, "SPLITS": 1, "BLOCK_M": 16}),
-    (attend, "prompts", {**_HEADS, **_TILE, "SPLITS": 1, "BLOCK_M": 64}),
-    (merge, "4 splits", {"DV": 128, "SPLITS": 4, "WIDTH": 128}),
-    (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": 0}),
     *(
-        (attend, f"{rows}, pages of {kept}", {**_HEADS, **_TILE, "SPLITS": splits, "BLOCK_M": block})
-        for kept in _PAGES
-        for rows, splits, block in (("decode", 4, 16), ("prompts", 1, 64))
+        (attend, f"{which}{kept}", {**_HEADS, **_TILE, "BLOCK_M": rows})
+        for kept in ("", *(f", pages of {name}" for name in _PAGES))
+        for which, rows in (("decode", FEW_ROWS), ("prompts before Hopper", SOME_ROWS), ("prompts", PROMPT_ROWS))
     ),
+    (attend, "decode, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": FEW_ROWS}),
+    (attend, "prompts, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": SOME_ROWS}),
+    (merge, "", {**_HEADS, "PARTS": MOST_PARTS, "WIDTH": 128}),
+    (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": 0}),
     *(
         (rotate_and_keep, f"pages of {kept}", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": stages})
         for kept, stages in (("int8", 0), ("fp8", 7))
@@ -133,7 +134,10 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=attrs)
     options: dict[str, Any] = {"enable_fp_fusion": True, "launch_pdl": overlaps}
     if kernel is attend:
-        options["num_warps"] = warps(constants["BLOCK_M"])
+        element = 1 if "pages of" in about else 2
+        options |= compiled_for(constants["BLOCK_M"], constants["D"], element, arch >= 90)
+    if kernel is rotate_and_keep:
+        options["num_warps"] = KEEP_WARPS
     if "WARPS" in constants:
         options["num_warps"] = constants["WARPS"]
     if kernel is sample.best_rows:
@@ -169,7 +173,9 @@ def _overlaps(ptx: str) -> bool:
 def every(architectures: tuple[int, ...], with_tiles: bool = True) -> Iterator[dict[str, Any]]:
     for arch in architectures:
         for kernel, about, constants in (*CASES, *(TILES if with_tiles else ())):
-            if "fp8" in about and arch < FP8_FROM:
+            if ("fp8" in about and arch < FP8_FROM) or ("before Hopper" in about and arch >= 90):
+                continue
+            if kernel is attend and constants["BLOCK_M"] == PROMPT_ROWS and arch < 90:
                 continue
             yield compiled(kernel, about, constants, arch)
 

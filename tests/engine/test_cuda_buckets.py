@@ -59,7 +59,7 @@ def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | Non
 
 def test_what_fills_a_bucket_is_nobodys() -> None:
     """Padding rows write to the page that no sequence has; the host's tables of the step before are gone."""
-    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1)
+    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1, ((2, 1),))
     places = bucket.tables(2, 1)
     wide = decode([130, 70, 0, 63], [[1, 2, 3], [4, 5], [6], [7]], [3, 2, 1, 0])
     bucket.fill(wide)
@@ -69,7 +69,12 @@ def test_what_fills_a_bucket_is_nobodys() -> None:
     assert places.positions.tolist() == [65, 3, 0, 0]
     assert places.slots.tolist() == [2 * 64 + 1, 5 * 64 + 3, 9 * 64, 9 * 64]
     assert places.table_starts.tolist() == [0, 2, 3, 4, 5] and places.tables[:5].tolist() == [8, 2, 5, 9, 9]
-    assert places.starts.tolist() == [0, 1, 2, 3, 4] and places.blocks.tolist() == [[i, 0] for i in range(4)]
+    assert places.starts.tolist() == [0, 1, 2, 3, 4]
+    (work,) = places.work
+    assert work.items.tolist() == [
+        [0, 0, 2, -1, 0, 1, 65, 0], [2, 0, 1, -1, 1, 1, 3, 0], *([3 + i, 0, 1, -1, 2 + i, 1, 0, 0] for i in (0, 1)),
+        *([0] * 8 for _ in range(3)),
+    ] and not work.merges.any()  # fmt: skip
 
 
 @pytest.mark.parametrize("kv", [None, KvFormat.INT8])

@@ -52,7 +52,7 @@ def check_exactly(executor: CudaExecutor, dtype: str, kv: KvFormat | None) -> No
     assert planned.weights_bytes == nbytes(*executor._loaded.tensors.values(), *coded)
     pages = [x for p in executor._pages.values() for x in (p.keys, p.values, p.key_scales, p.value_scales)]
     assert planned.page_bytes * (LIMITS.n_pages + 1) == nbytes(*pages)
-    held = [(b._held, b._starts, b._lines, *(t.blocks for t in b._tables.values())) for b in executor._inputs.values()]
+    held = [(b._held, b._starts, b._lines) for b in executor._inputs.values()]
     inputs = sum(nbytes(*tensors) for tensors in held)
     without = needs_of(executor._graph, executor.limits, dtype=dtype, kv=kv)
     assert len(held) == 2 and inputs < planned.graphs_bytes and without.graphs_bytes == 0

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.engine.cuda import plain
-from millrace.engine.cuda.step import blocks, splits, step_tables
+from millrace.engine.cuda.step import step_tables
+from millrace.engine.cuda.work import Processors
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
@@ -37,32 +38,31 @@ PAGE = 64
 STEPS = [(70, 1), (50, 30), (0, 5), (128, 1)]
 
 
-def tables(n_splits: int, group: int, rng: np.random.Generator) -> tuple[StepInputs, StepTables]:
+def tables(processors: Processors, group: int, rng: np.random.Generator) -> tuple[StepInputs, StepTables]:
     counts = [-(-(first + n) // PAGE) for first, n in STEPS]
     step = StepInputs(
         i32(range(sum(n for _, n in STEPS))), i32([first + i for first, n in STEPS for i in range(n)]),
         i32([0, *np.cumsum([n for _, n in STEPS])]), i32(rng.permutation(sum(counts) + 3)[: sum(counts)]),
         i32([0, *np.cumsum(counts)]), plain_rows(1), i32([]), i32([]), np.zeros(0, np.float32),
     )  # fmt: skip
-    return step, replace(
-        step_tables(step, PAGE, torch.device("cpu"), group=group, kv_heads=1, multiprocessors=1), splits=n_splits
-    )
+    return step, step_tables(step, PAGE, torch.device("cpu"), (group, 1), processors)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "value_size", "n_splits", "rotates", "kept"),
+    ("heads", "kv_heads", "size", "value_size", "processors", "rotates", "kept"),
     [
-        (4, 2, 16, 16, 1, True, "f32"), (6, 2, 24, 40, 2, True, "f32"), (3, 3, 8, 24, 4, False, "f32"),
-        (9, 3, 64, 64, 2, True, "f32"), (6, 2, 24, 40, 2, True, "int8"), (4, 2, 16, 24, 2, True, "fp8"),
+        (4, 2, 16, 16, (1, 64), True, "f32"), (6, 2, 24, 40, (2, 64), True, "f32"),
+        (3, 3, 8, 24, (9, 64), False, "f32"), (9, 3, 64, 64, (2, 128), True, "f32"),
+        (6, 2, 24, 40, (2, 64), True, "int8"), (4, 2, 16, 24, (9, 128), True, "fp8"),
     ],
 )  # fmt: skip
 def test_attention_over_pages(
-    heads: int, kv_heads: int, size: int, value_size: int, n_splits: int, rotates: bool, kept: str
+    heads: int, kv_heads: int, size: int, value_size: int, processors: tuple[int, int], rotates: bool, kept: str
 ) -> None:
     """What no token of a sequence has written is NaN: it must not be read. What is kept is as the reference rounds it,
     but where a float32 falls to the other side; attention is then that over what is kept."""
     rng = np.random.default_rng(heads)
-    step, on_device = tables(n_splits, heads // kv_heads, rng)
+    step, on_device = tables(Processors(*processors), heads // kv_heads, rng)
     last = step.starts[-1]
     angles = rng.uniform(0, 7, (200, size // 2))
     table = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
@@ -113,19 +113,6 @@ def written(pages: LayerPages, step: StepInputs, s: int, rng: np.random.Generato
             x, scales[page, :, place] = plain.coded(x, rows.dtype)
         rows[page, :, place] = x
     return stored(pages, step, s, first)
-
-
-@pytest.mark.parametrize(
-    ("programs", "pages", "found"), [(8, 64, 32), (8, 5, 4), (64, 64, 4), (300, 64, 1), (1, 1, 1), (1, 999, 64)]
-)
-def test_few_programs_share_their_pages(programs: int, pages: int, found: int) -> None:
-    """Of an H200's 132 multiprocessors."""
-    assert splits(programs, pages, 132) == found
-
-
-def test_programs_have_all_rows_once() -> None:
-    found = blocks(np.array([3, 0, 16, 33], np.int32), 16).tolist()
-    assert found == [[0, 0], [2, 0], [3, 0], [3, 16], [3, 32]]
 
 
 @pytest.mark.parametrize("n", [1, 40, 257])
@@ -265,4 +252,5 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
         assert row["overlaps"] == (arch == 90 and row["kernel"] in early), row
         assert row["asks_ahead"] == (arch == 90 and row["kernel"] in asking), row
         assert row["spilled_bytes"] <= spilled and row["registers"] <= 255, row
-        assert row["shared_bytes"] <= 99 * 1024, row  # what a program may have on an L4
+        most = 227 if arch == 90 and row["about"] == "prompts, heads of 256" else 99  # KiB: of an H200, of an L4
+        assert row["shared_bytes"] <= most * 1024, row

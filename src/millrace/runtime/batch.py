@@ -221,8 +221,7 @@ class BatchBuilder:
                 drawing.append(seq)
                 R += 1
         S = len(step.chunks)
-        self._starts[: S + 1] = starts
-        self._page_starts[: S + 1] = page_starts
+        self._starts[: S + 1], self._page_starts[: S + 1] = starts, page_starts
         sampling = self._sampling[:R]
         rows, tokens, positions = np.array(draws, dtype=np.int32).reshape(-1, 3).T
         if draws:
@@ -242,9 +241,9 @@ class BatchBuilder:
             bias_values=bias_values,
             masks=masks,
             masks_ready=masks_ready,
-            copies=np.array(copies, dtype=np.int32) if copies else None,
-            drawn=np.array(drawn, dtype=np.int32) if drawn else None,
-            drawn_history=np.array(drawn_history, dtype=np.int32) if drawn_history else None,
+            copies=_pairs(copies),
+            drawn=_pairs(drawn),
+            drawn_history=_pairs(drawn_history),
         )
 
     def _fill_masks(
@@ -283,6 +282,10 @@ def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
     rows["n_top"] = request.resolved.prompt_top
     rows["token"] = np.arange(len(rows)) + (start + first - 1 - chunk.start)
     rows["target"] = request.prompt[first : first + len(rows)]
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> IntArray | None:
+    return np.array(pairs, dtype=np.int32) if pairs else None
 
 
 def _fill_history(

@@ -14,12 +14,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS
 from millrace.engine.cuda.sampling import FIELDS, Rows, as_lines
-from millrace.engine.cuda.step import blocks, splits
 from millrace.engine.cuda.transfer import pinned
+from millrace.engine.cuda.work import (
+    ITEM,
+    MERGE,
+    MOST_PARTS,
+    Kind,
+    Sequences,
+    aligned,
+    bounds,
+    bucket_parts,
+    cut,
+    decode_rows,
+    room,
+)  # fmt: skip
 from millrace.engine.executor import IntArray, StepInputs
-from millrace.kernels.attention.paged import StepTables
+from millrace.kernels.attention.paged import StepTables, Work
 
 Tables = Callable[[int, int], StepTables]  # of query heads for each KV head, and of KV heads
 
@@ -44,6 +55,7 @@ class Bucket:
     """Inputs of a decode step of `size` sequences, on the device, where they stay; written by two copies from the host.
 
     scratch: the page of rows that fill it | most_pages: of one sequence | multiprocessors: of the device
+    kinds: of attention that there are
     """
 
     size: int
@@ -52,6 +64,8 @@ class Bucket:
     page_tokens: int
     device: torch.device
     multiprocessors: int
+    kinds: tuple[Kind, ...]
+    _places: list[slice] = field(init=False)
     _host: IntArray = field(init=False)
     _host_parts: list[IntArray] = field(init=False)
     _held: Tensor = field(init=False)
@@ -65,15 +79,15 @@ class Bucket:
         self._host_lines = np.zeros((len(FIELDS), self.size))
         self._lines = torch.zeros(self._host_lines.shape, dtype=torch.float64, device=self.device)
         self.rows = Rows(self._lines)
-        n = 5 * self.size + 1 + self.size * self.most_pages
+        self._places, n = aligned(bucket_parts(self.size, self.most_pages, self.kinds, self.multiprocessors))
         self._host = np.zeros(n, np.int32)
-        self._host_parts = np.split(self._host, np.cumsum(self._sizes())[:-1])
+        self._host_parts = [self._host[place] for place in self._places]
         self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
         self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
 
     def fill(self, step: StepInputs) -> None:
         """step: for which `bucket_of` gives this size."""
-        tokens, positions, slots, rows, table_starts, tables = self._host_parts
+        tokens, positions, slots, rows, table_starts, *work, tables = self._host_parts
         n, used, at = len(step.tokens), len(step.pages), step.positions
         for part, values in ((tokens, step.tokens), (positions, at), (rows, step.sampling["token"])):
             part[: len(values)], part[len(values) :] = values, 0
@@ -82,7 +96,15 @@ class Bucket:
         padding = self.size - n
         table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
         tables[:used], tables[used : used + padding] = step.pages, self.scratch
-        end = len(self._host) - len(tables) + used + padding
+        starts = np.arange(self.size + 1)
+        of = Sequences(starts[:-1], np.ones(self.size, np.int32), positions, table_starts[:-1])
+        for (group, kv_heads), items, merges in zip(self.kinds, work[::2], work[1::2], strict=True):
+            rows_each = decode_rows(group)
+            most = room(rows_each, kv_heads, self.multiprocessors)
+            found = cut(of, rows_each, group, self.page_tokens, most)
+            for part, values in ((items, found.items.reshape(-1)), (merges, found.merges.reshape(-1))):
+                part[: len(values)], part[len(values) :] = values, 0
+        end = self._places[-1].start + used + padding
         lines = self._host_lines
         as_lines(step.sampling, lines[:, : len(step.sampling)])
         lines[:, len(step.sampling) :] = 0
@@ -91,26 +113,25 @@ class Bucket:
 
     def inputs(self) -> dict[str, Tensor]:
         """By the names of the graph's."""
-        tokens, positions, _, rows, _, _ = self._held.split(self._sizes())
+        tokens, positions, _, rows, *_ = self._parts()
         ones = self._starts[1:2].expand(self.size)  # the second one is 1
         return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": ones}
 
     def tables(self, group: int, kv_heads: int) -> StepTables:
-        """Its splits are those of its longest contexts: what a graph captured cannot choose again."""
+        """A graph has captured programs for as much work as there may be; which there is, `fill` writes."""
         if (group, kv_heads) not in self._tables:
-            _, positions, slots, _, table_starts, tables = self._held.split(self._sizes())
-            rows = FEW_ROWS if group <= FEW_ROWS else MANY_ROWS
-            programs = blocks(np.full(self.size, group, np.int32), rows)
-            n_splits = splits(len(programs) * kv_heads, self.most_pages, self.multiprocessors)
-            self._tables[group, kv_heads] = StepTables(
-                positions, slots, self._starts, tables, table_starts, torch.from_numpy(programs).to(self.device), rows,
-                n_splits,
-            )  # fmt: skip
+            _, positions, slots, _, table_starts, *work, tables = self._parts()
+            at, rows = self.kinds.index((group, kv_heads)), decode_rows(group)
+            blocks = self.size * -(-group // rows)
+            _, _, parts = bounds(blocks, room(rows, kv_heads, self.multiprocessors))
+            items, merges = work[2 * at].view(-1, ITEM), work[2 * at + 1].view(-1, MERGE)
+            step = Work(items, merges, rows, min(rows, group), parts, MOST_PARTS)
+            self._tables[group, kv_heads] = StepTables(positions, slots, self._starts, tables, table_starts, (step,))
         return self._tables[group, kv_heads]
 
-    def _sizes(self) -> list[int]:
-        """Of tokens, positions, slots, rows, table starts and tables, as they lie one after the other."""
-        return [*[self.size] * 4, self.size + 1, self.size * self.most_pages]
+    def _parts(self) -> list[Tensor]:
+        """tokens, positions, slots, rows, table starts, of each kind items and merges, tables: views."""
+        return [self._held[place] for place in self._places]
 
 
 def captured(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:

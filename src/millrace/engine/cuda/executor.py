@@ -15,12 +15,13 @@ from torch import Tensor
 from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
 from millrace.engine.cuda.gpu import CODES, check_runs
 from millrace.engine.cuda.loaded import load
-from millrace.engine.cuda.memory import ATTENTION
+from millrace.engine.cuda.memory import ATTENTION, head_bytes, kinds_of
 from millrace.engine.cuda.operators import layer_of
 from millrace.engine.cuda.sampling import Rows, Way, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
+from millrace.engine.cuda.work import Processors, joined
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
@@ -47,7 +48,7 @@ class CudaExecutor(Walk, Executor):
         check_runs(graph, kv)
         Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv, load=load)
         self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
-        self._multiprocessors = 1 if on_cpu else torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._processors = Processors() if on_cpu else _processors(self.device, head_bytes(graph, self.dtype.itemsize))
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._tables: Tables
         self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
@@ -109,13 +110,12 @@ class CudaExecutor(Walk, Executor):
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
             "rows": step.sampling["token"],
         }  # fmt: skip
-        whole = on_device(np.concatenate([*given.values()]).astype(np.int32), self.device)
-        inputs = dict(zip(given, whole.split([len(x) for x in given.values()]), strict=True))
+        whole, places = joined([*given.values()])
+        held = on_device(whole, self.device)
+        inputs = {name: held[place] for name, place in zip(given, places, strict=True)}
         self._put_drawn(inputs["tokens"], step)
-        page_tokens, n = self.limits.page_tokens, self._multiprocessors
-        return inputs, cache(lambda group, kv_heads: step_tables(
-            step, page_tokens, self.device, group=group, kv_heads=kv_heads, multiprocessors=n
-        ))  # fmt: skip
+        page_tokens, n = self.limits.page_tokens, self._processors
+        return inputs, cache(lambda *kind: step_tables(step, page_tokens, self.device, kind, n))
 
     def _drawn_at_once(self, step: StepInputs, way: Way) -> Tensor:
         rows = Rows.of(step.sampling, self.device)
@@ -137,8 +137,9 @@ class CudaExecutor(Walk, Executor):
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
             self._inputs[size] = Bucket(
-                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._multiprocessors
-            )
+                size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._processors.number,
+                kinds_of(self._graph),
+            )  # fmt: skip
         bucket = self._inputs[size]
         bucket.fill(step)
         self._put_drawn(bucket.inputs()["tokens"], step)
@@ -175,3 +176,8 @@ class CudaExecutor(Walk, Executor):
         heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
         shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
+
+
+def _processors(device: torch.device, head_bytes: int) -> Processors:
+    found = torch.cuda.get_device_properties(device)
+    return Processors.of(found.multi_processor_count, (found.major, found.minor), head_bytes)

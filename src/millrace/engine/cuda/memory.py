@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.engine.cuda.placement import PRODUCTS, Placement, elements
+from millrace.engine.cuda.work import PROGRAMS, Kind, aligned, bounds, bucket_parts, room
 from millrace.engine.executor import SAMPLING, ExecutorLimits
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.errors import MachineError, mib
@@ -19,8 +20,6 @@ from millrace.kernels.operators import size, whole
 from millrace.kernels.storage import storage_of
 
 ATTENTION = ("attention", "rope_attention")
-FEW_ROWS, MANY_ROWS = 16, 64  # that a program of attention takes: a tensor core's least, and what prompts fill
-PROGRAMS, MOST_SPLITS = 2, 64  # for each multiprocessor, at least; of one program's pages
 WIDE = ("embedding", "elementwise", "layer_norm", "mean_rows", "normalise")  # what gives float32
 ELEMENTS: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes, by the engine's type
 SHARE = 0.9  # of a device's free memory; the rest is what an allocator loses, and others that come
@@ -82,7 +81,7 @@ def needs_of(
     captured = [
         max(_computed(graph, dict.fromkeys("TSR", n), element, multiprocessors), CAPTURED * n * vocab) for n in buckets
     ]
-    inputs = sum(bucket_bytes(graph, n, most_pages) for n in buckets)
+    inputs = sum(bucket_bytes(graph, n, most_pages, multiprocessors) for n in buckets)
     return Needs(
         weights_bytes=Placement.of(graph).bytes(element), step_bytes=step,
         graphs_bytes=inputs + sum(4 * n * vocab for n in buckets) + max(captured, default=0),
@@ -97,13 +96,21 @@ def page_bytes(graph: Graph, page_tokens: int, element: int, kv: KvFormat | None
     return sum(n * page_tokens * (width * element if kv is None else width + 8) for n, width in heads)
 
 
-def bucket_bytes(graph: Graph, sequences: int, most_pages: int) -> int:
-    """Of a bucket's inputs: tokens, positions, slots, rows and what they ask for, pages, programs of attention."""
-    kinds = {(size(n.inputs[0], 1) // size(n.inputs[1], 1), size(n.inputs[1], 1)) for n in graph.nodes
-             if n.op in ATTENTION}  # fmt: skip
-    programs = sum(-(-group // (FEW_ROWS if group <= FEW_ROWS else MANY_ROWS)) for group, _ in kinds)
-    lines = 8 * len(SAMPLING.names or ()) * sequences
-    return lines + 4 * (5 * sequences + 1 + sequences * most_pages + sequences + 1 + 2 * sequences * programs)
+def kinds_of(graph: Graph) -> tuple[Kind, ...]:
+    """Of attention: query heads for each KV head, and KV heads."""
+    heads = {(size(n.inputs[0], 1), size(n.inputs[1], 1)) for n in graph.nodes if n.op in ATTENTION}
+    return tuple(sorted((queries // kv_heads, kv_heads) for queries, kv_heads in heads))
+
+
+def head_bytes(graph: Graph, element: int) -> int:
+    """Of a head's keys or values as they are computed, the widest there are."""
+    return max((size(x, 2) * element for n in graph.nodes if n.op in ATTENTION for x in n.inputs[1:3]), default=0)
+
+
+def bucket_bytes(graph: Graph, sequences: int, most_pages: int, multiprocessors: int) -> int:
+    """Of a bucket's inputs: tokens, positions, slots, rows and what they ask for, pages, attention's work."""
+    _, n = aligned(bucket_parts(sequences, most_pages, kinds_of(graph), multiprocessors))
+    return 8 * len(SAMPLING.names or ()) * sequences + 4 * (n + sequences + 1)
 
 
 def read_last(graph: Graph) -> list[tuple[Value, ...]]:
@@ -167,9 +174,12 @@ def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocesso
         found += (2 * element + _WORKED) * _rows(node.output, sizes) * node.output.width
     if node.op in PRODUCTS and precision_of(node).coded:
         found += max(_CODED * min(elements(w), max(SLAB, size(w, 1))) for w in matrices_of(node))
-    if node.op in ATTENTION:  # what the splits of a program sum
-        rows = 2 * PROGRAMS * multiprocessors * MANY_ROWS
-        found += 4 * rows * (size(node.inputs[2], 2) + 2)
+    if node.op in ATTENTION:  # what the parts of blocks sum
+        kv_heads = size(node.inputs[1], 1)
+        parts = {
+            rows: bounds(_rows(node.inputs[0], sizes), room(rows, kv_heads, multiprocessors))[2] for rows in PROGRAMS
+        }
+        found += 4 * max(rows * n for rows, n in parts.items()) * kv_heads * (size(node.inputs[2], 2) + 2)
     return found
 
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from millrace.engine.cuda.gpu import check_runs
 from millrace.engine.cuda.loaded import load
-from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS
-from millrace.engine.cuda.step import blocks
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
+from millrace.engine.cuda.work import FEW_ROWS, SOME_ROWS
 from millrace.engine.slots import Slot, sizes_of
 from millrace.engine.texts import text_inputs
 from millrace.errors import RequestError
@@ -74,7 +73,10 @@ class CudaNetwork(Walk):
 
 def text_tables(lengths: NDArray[np.int32], group: int, device: torch.device) -> TextTables:
     """lengths: tokens of each text; group: query heads for each KV head. One copy to the device"""
-    rows = FEW_ROWS if lengths.max(initial=1) * group <= FEW_ROWS else MANY_ROWS
-    starts, programs = np.append(0, np.cumsum(lengths)), blocks(lengths * group, rows)
+    rows = FEW_ROWS if lengths.max(initial=1) * group <= FEW_ROWS else SOME_ROWS
+    counts = -(-lengths * group // rows)
+    text = np.repeat(np.arange(len(lengths)), counts)
+    first = (np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+    starts, programs = np.append(0, np.cumsum(lengths)), np.stack([text, first], 1)
     whole = on_device(np.concatenate([starts, programs.reshape(-1)]).astype(np.int32), device)
     return TextTables(whole[: len(starts)], whole[len(starts) :].view(-1, 2), rows)

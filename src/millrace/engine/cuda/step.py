@@ -3,41 +3,34 @@
 import numpy as np
 import torch
 
-from millrace.engine.cuda.memory import FEW_ROWS, MANY_ROWS, MOST_SPLITS, PROGRAMS
 from millrace.engine.cuda.transfer import on_device
-from millrace.engine.executor import IntArray, StepInputs
-from millrace.kernels.attention.paged import StepTables
+from millrace.engine.cuda.work import FEW_ROWS, ITEM, MERGE, MOST_PARTS, Kind, Processors, Sequences, cut, joined, room
+from millrace.engine.executor import StepInputs
+from millrace.kernels.attention.paged import StepTables, Work
 
 
 def step_tables(
-    step: StepInputs, page_tokens: int, device: torch.device, *, group: int, kv_heads: int, multiprocessors: int
+    step: StepInputs, page_tokens: int, device: torch.device, kind: Kind, processors: Processors
 ) -> StepTables:
-    """group: query heads of a KV head; multiprocessors: of the device"""
-    lengths = np.diff(step.starts)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
+    """Sequences of few rows go in programs of few: a decode row costs as much beside a prompt as it does alone."""
+    group, kv_heads = kind
+    of = Sequences.of(step)
+    owner = np.repeat(np.arange(len(of.lengths)), of.lengths)
     pages = step.pages[step.page_starts[owner] + step.positions // page_tokens]
-    rows = FEW_ROWS if lengths.max(initial=1) * group <= FEW_ROWS else MANY_ROWS
-    programs = blocks(lengths * group, rows)
-    longest = int(step.positions.max(initial=0)) // page_tokens + 1
-    parts = (
-        step.positions, pages * page_tokens + step.positions % page_tokens, step.starts, step.page_starts, step.pages,
-        programs.reshape(-1),
-    )  # fmt: skip
-    whole = on_device(np.concatenate(parts).astype(np.int32), device)
-    positions, slots, starts, table_starts, tables, flat = whole.split([len(p) for p in parts])
-    return StepTables(positions, slots, starts, tables, table_starts, flat.view(-1, 2), rows,
-                      splits(len(programs) * kv_heads, longest, multiprocessors))  # fmt: skip
-
-
-def splits(programs: int, pages: int, multiprocessors: int) -> int:
-    """Into how many parts each program's pages go, a power of two: few sequences have work for all of a GPU, too."""
-    wanted = min(-(-PROGRAMS * multiprocessors // max(programs, 1)), pages, MOST_SPLITS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
-
-
-def blocks(rows: IntArray, of: int) -> IntArray:
-    """rows (S,) -> (n, 2): each sequence's rows in blocks of so many."""
-    counts = -(-rows // of)
-    sequence = np.repeat(np.arange(len(rows)), counts)
-    first = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * of
-    return np.stack([sequence, first], 1).astype(np.int32)
+    is_few = of.lengths * group <= FEW_ROWS
+    cuts = [
+        (rows, most, cut(of.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number)))
+        for rows, which in ((processors.many_rows, np.flatnonzero(~is_few)), (FEW_ROWS, np.flatnonzero(is_few)))
+        if len(which) and (most := min(rows, int(of.lengths[which].max()) * group))
+    ]
+    slots = pages * page_tokens + step.positions % page_tokens
+    parts = [step.positions, slots, step.starts, step.page_starts, step.pages]
+    parts += [part for _, _, found in cuts for part in (found.items, found.merges)]
+    whole, places = joined(parts)
+    held = on_device(whole, device)
+    positions, slots_, starts, table_starts, tables, *more = (held[place] for place in places)
+    work = tuple(
+        Work(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, found.parts, MOST_PARTS)
+        for (rows, most, found), items, merges in zip(cuts, more[::2], more[1::2], strict=True)
+    )
+    return StepTables(positions, slots_, starts, tables, table_starts, work)

@@ -1,22 +1,27 @@
-"""Attention over pages on a GPU, in Triton: keys and values are rotated and written, then attended to in splits.
+"""Attention over pages on a GPU, in Triton: keys and values are rotated and written, then attended to in parts.
 
 Pages of one layer lie as (P, K, PAGE, D), so that a tile of keys is a page: one look-up, one contiguous read. A
-program has up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and its split of the
-pages; softmax goes along (arXiv:1805.02867), and what splits found is merged by a second kernel (arXiv:2311.01282,
-"Flash-Decoding"). Keys beyond a sequence's last token of this step are never read: they may be anything.
+program has up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and their pages, or a
+part of them, as the host has cut the step's work; softmax goes along (arXiv:1805.02867), and what parts found is merged
+by a second kernel (arXiv:2311.01282, "Flash-Decoding"). Keys beyond a sequence's last token of this step are never
+read: they may be anything.
 
 Pages of int8 and of E4M3 have a scale for each token and head, as attention/ref.py means them: a key's meets its score,
-a value's its weight, and the codes are multiplied as floats of the queries' type, exactly.
+a value's its weight, and the codes are multiplied as floats, exactly.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.attention.paged import LayerPages, StepTables, Work
 from millrace.kernels.convert.cuda import NOTHING, codes
+from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
 
+KEEP_WARPS = 1  # of a program of `rotate_and_keep`: a head has few elements, and 32 such programs fit on a processor
 LOG2E = tl.constexpr(1.4426950408889634)
 # A step's tables lie one behind the other, at whatever place: compiled once for all of them, not for each that is met.
 TABLES = "positions", "slots", "blocks", "starts", "tables", "table_starts"
@@ -26,13 +31,15 @@ TABLES = "positions", "slots", "blocks", "starts", "tables", "table_starts"
 def rotate_and_keep(
     q, k, v, positions, table, slots, rotated, keys, values, key_scales, value_scales, q_row, k_row, v_row,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, ROTATES: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one token. q (T, H, D), k (T, K, D), v (T, K, DV), each with its own row stride.
 
     slots (T,): page x PAGE + place; HALF, WIDTH: powers of two, at least D / 2 and DV
     STAGES: of a Hadamard transform of q and k, log2(D) where D is a power of two; 0: there is none
     """
+    lets_next_begin(PDL)
+    after_those_before(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
     half, column = tl.arange(0, HALF), tl.arange(0, WIDTH)
     inside = half < D // 2
@@ -88,84 +95,203 @@ def _scale(most, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
 def attend(
-    q, keys, values, key_scales, value_scales, y, partial, blocks, starts, positions, tables, table_starts, scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, DEEP: tl.constexpr, WIDTH: tl.constexpr,
+    q, keys, values, key_scales, value_scales, y, found_in, sums_in, work, tables, scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    DEEP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one KV head, and one split of their pages.
+    """One program: BLOCK_M rows of one KV head, and their pages or a part of these. q (T, H, D), y (T, H, DV).
 
-    q (T, H, D) | blocks (n, 2): a sequence, and the first of its rows | y (T, H, DV), with one split
-    partial (T, H, SPLITS, DV + 2), with several: what a split sums, its largest score (of base 2), its weights' sum
+    work, tables: of paged.py::Work and StepTables | found_in (parts, K, BLOCK_M, DV), sums_in (parts, K, BLOCK_M, 2):
+    what a part sums; its largest score (of base 2), its weights' sum
     """
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group: tl.constexpr = H // K
-    CODED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
-    sequence, first = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
-    begin = tl.load(starts + sequence)
-    n = tl.load(starts + sequence + 1) - begin
-    at = tl.load(positions + begin)
+    lets_next_begin(PDL)
+    after_those_before(PDL)
+    item, kv_head, group = work + 8 * tl.program_id(0), tl.program_id(1), H // K
+    table, here, end, part = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    if here == end:  # one that only fills a bucket's list
+        return
+    begin, n, at, first = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     rows = first + tl.arange(0, BLOCK_M)
     token, head = rows // group, kv_head * group + rows % group
-    mine = token < n
-    last = at + tl.minimum((first + BLOCK_M - 1) // group, n - 1)
-    pages = last // PAGE + 1
-    each = tl.cdiv(pages, SPLITS)
-    deep, column, place = tl.arange(0, DEEP), tl.arange(0, WIDTH), tl.arange(0, PAGE)
+    mine, deep, column = token < n, tl.arange(0, DEEP), tl.arange(0, WIDTH)
     row = (begin + token) * H + head
     query = tl.load(q + row[:, None] * D + deep[None, :], mask=mine[:, None] & (deep < D)[None, :], other=0.0)
+    query, factor = _ready(query, scale, keys.dtype.element_ty)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     found = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    table = tables + tl.load(table_starts + sequence)
-    for i in range(split * each, tl.minimum((split + 1) * each, pages)):
-        lines = (tl.load(table + i).to(tl.int64) * K + kv_head) * PAGE + place
-        is_kept = i * PAGE + place <= last
-        key = tl.load(keys + lines[:, None] * D + deep[None, :], mask=is_kept[:, None] & (deep < D)[None, :], other=0.0)
-        value = tl.load(
-            values + lines[:, None] * DV + column[None, :], mask=is_kept[:, None] & (column < DV)[None, :], other=0.0
-        )
-        key, value = _floats(key, query.dtype), _floats(value, query.dtype)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
-        if CODED:
-            score *= tl.load(key_scales + lines, mask=is_kept, other=0.0)[None, :]
-        sees = (i * PAGE + place)[None, :] <= (at + token)[:, None]
-        score = tl.where(sees, score, float("-inf"))
-        top = tl.maximum(most, tl.max(score, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)  # of rows that see nothing so far
-        weight, keep = tl.exp2(score - base[:, None]), tl.exp2(most - base)
-        total = total * keep + tl.sum(weight, 1)
-        if CODED:
-            weight *= tl.load(value_scales + lines, mask=is_kept, other=0.0)[None, :]
-        found = found * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        most = top
+    CODED_HALVES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.float16
+    unit = tl.full([], -80.0 if CODED_HALVES else 0.0, tl.float32)
+    last, sees = at + tl.minimum((first + BLOCK_M - 1) // group, n - 1), at + token
+    if BLOCK_M > 16:  # the pages of which every row sees every key go without masks
+        seen_by_all = tl.minimum(tl.maximum((at + first // group + 1) // PAGE, here), end)
+        for i in range(here, seen_by_all):
+            line = (tl.load(tables + table + i).to(tl.int64) * K + kv_head) * PAGE
+            found, most, total, unit = _take(
+                line, i * PAGE, found, most, total, unit, query, factor, sees, last, keys, values, key_scales,
+                value_scales, D, DV, PAGE, DEEP, WIDTH, False,
+            )  # fmt: skip
+        here = seen_by_all
+    for i in range(here, end):
+        line = (tl.load(tables + table + i).to(tl.int64) * K + kv_head) * PAGE
+        found, most, total, unit = _take(
+            line, i * PAGE, found, most, total, unit, query, factor, sees, last, keys, values, key_scales,
+            value_scales, D, DV, PAGE, DEEP, WIDTH, True,
+        )  # fmt: skip
+    if values.dtype.element_ty == tl.float8e4nv and _by_words(tl.float8e4nv, query.dtype, BLOCK_M, WIDTH, True):
+        found *= 256
     writes = mine[:, None] & (column < DV)[None, :]
-    if SPLITS == 1:
+    if part < 0:
         tl.store(y + row[:, None] * DV + column[None, :], (found / total[:, None]).to(y.dtype.element_ty), mask=writes)
     else:
-        out = partial + (row * SPLITS + split) * (DV + 2)
-        tl.store(out[:, None] + column[None, :], found, mask=writes)
-        tl.store(out + DV, most, mask=mine)
-        tl.store(out + DV + 1, total, mask=mine)
+        place = (part * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(found_in + place[:, None] * DV + column[None, :], found, mask=writes)
+        tl.store(sums_in + 2 * place, most * factor + unit, mask=mine)
+        tl.store(sums_in + 2 * place + 1, total, mask=mine)
 
 
 @triton.jit
-def _floats(x, dtype: tl.constexpr):
-    if x.dtype == tl.float8e4nv:
-        x = x.to(tl.float16)
-    return x.to(dtype)
+def _ready(query, scale, kept: tl.constexpr):
+    """Queries as they meet keys, and what makes scores of base 2 of a row's products, which is positive.
+
+    E4M3 becomes float16 by one instruction, bfloat16 by four, of which one is slow; INT8 by words. So bfloat16 queries
+    that meet these become float16, too: by a power of two for each row, exactly but for what is below 2^-32 of a row's
+    largest. What is not finite stays so.
+    """
+    found = query.to(tl.float32) * tl.where(scale < 0, -1.0, 1.0)
+    factor = tl.full([query.shape[0]], LOG2E, tl.float32) * tl.abs(scale)
+    if _meet_as_halves(kept, query.dtype, query.shape[0]):
+        exponent = tl.maximum(tl.max(found.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, 27)
+        found *= ((269 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest: from 2^15 to 65,280
+        factor *= ((exponent - 15) << 23).to(tl.float32, bitcast=True)
+        return found.to(tl.float16), tl.maximum(factor, NOTHING)
+    else:
+        return found.to(query.dtype), tl.maximum(factor, NOTHING)
 
 
 @triton.jit
-def merge(partial, y, DV: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """One program: a row of y (rows, DV), of partial (rows, SPLITS, DV + 2). SPLITS: a power of two."""
-    row, column, split = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, SPLITS)
-    parts = partial + (row * SPLITS + split) * (DV + 2)
-    most = tl.load(parts + DV)
-    keep = tl.exp2(most - tl.max(most, 0))  # the first split has seen a key, at least
-    total = tl.sum(tl.load(parts + DV + 1) * keep, 0)
-    found = tl.load(parts[:, None] + column[None, :], mask=(column < DV)[None, :], other=0.0)
+def _take(
+    line, first, found, most, total, unit, query, factor, sees, last, keys, values, key_scales, value_scales,
+    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """A page, whose keys are from position `first` on. EDGE: some row does not see some of them.
+
+    unit: by what power of two sums are smaller than what they mean, that of the largest scale of values so far
+    """
+    CODED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
+    HALVES: tl.constexpr = query.dtype == tl.float16
+    place = tl.arange(0, PAGE)
+    lines, is_kept = line + place, first + place <= last
+    key = _floats(keys, lines, is_kept, D, DEEP, EDGE, query, False)
+    value = _floats(values, lines, is_kept, DV, WIDTH, EDGE, query, True)
+    score = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if CODED:
+        score *= _scales(key_scales, lines, is_kept, EDGE)[None, :]
+    if EDGE:
+        score = tl.where((first + place)[None, :] <= sees[:, None], score, float("-inf"))
+    top = tl.maximum(most, tl.max(score, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)  # of rows that see nothing so far
+    shift, wider = base * factor, unit
+    if CODED:
+        scales = _scales(value_scales, lines, is_kept, EDGE)
+    if HALVES:  # which has no small numbers: weights are below 2^15 when they have met their scales, the largest 2^14
+        if CODED:
+            wider = tl.maximum(unit, (tl.max(scales, 0).to(tl.int32, bitcast=True) >> 23) - 127.0)
+        shift += wider - 14
+    weight, keep = tl.exp2(score * factor[:, None] - shift[:, None]), tl.exp2((most - base) * factor + (unit - wider))
+    total = total * keep + tl.sum(weight, 1)
+    if CODED:
+        weight *= scales[None, :]
+    found = tl.dot(weight.to(value.dtype), value, found * keep[:, None], input_precision="ieee")
+    return found, top, total, wider
+
+
+@triton.jit
+def _lines(rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr):
+    """(lines, WIDTH): those that are kept; others may be anything, and are not read."""
+    column = tl.arange(0, WIDTH)
+    at = rows + lines[:, None] * N + column[None, :]
+    if EDGE:
+        return tl.load(at, mask=is_kept[:, None] & (column < N)[None, :], other=0.0)
+    elif N < WIDTH:
+        return tl.load(at, mask=(column < N)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.constexpr_function
+def _meet_as_halves(kept, dtype, rows):
+    return dtype == tl.bfloat16 and (kept == tl.float8e4nv or (kept == tl.int8 and rows <= 16))
+
+
+@triton.constexpr_function
+def _by_words(kept, dtype, rows, width, are_values):
+    """Which codes come four at a time, where few rows meet them. Values: Triton reads them byte by byte from shared
+    memory, in the order in which tensor cores want them; what it cannot move a conversion across goes there as
+    float16. Keys of INT8: no quick instruction makes floats of them; wide ones find no room in shared memory."""
+    return dtype == tl.float16 and rows <= 16 and (are_values or (kept == tl.int8 and width <= 128))
+
+
+@triton.jit
+def _floats(
+    rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, query, ARE_VALUES: tl.constexpr
+):  # fmt: skip
+    """(lines, WIDTH) of the query's type; E4M3 by words: a 256th of what they are."""
+    kept: tl.constexpr = rows.dtype.element_ty
+    if kept.primitive_bitwidth == 8 and _by_words(kept, query.dtype, query.shape[0], WIDTH, ARE_VALUES):
+        words = _lines(rows.to(tl.pointer_type(tl.int32)), lines, is_kept, N // 4, WIDTH // 4, EDGE)
+        if kept == tl.int8:  # 1024 + 128 + the code, as float16 has it
+            even, odd = (words & 0x00FF00FF) ^ 0x64806480, ((words >> 8) & 0x00FF00FF) ^ 0x64806480
+        else:  # another bias of exponents, and no other change: codes that are no numbers are, but their scales are not
+            even = ((words << 8) & -0x7FFF8000) | ((words << 7) & 0x3F803F80)
+            odd = (words & -0x7FFF8000) | ((words >> 1) & 0x3F803F80)
+        pairs = tl.join(tl.join(even.to(tl.int16), (even >> 16).to(tl.int16)),
+                        tl.join(odd.to(tl.int16), (odd >> 16).to(tl.int16)))  # fmt: skip
+        x = tl.reshape(pairs, (lines.shape[0], WIDTH)).to(tl.float16, bitcast=True)
+        if kept == tl.int8:
+            x -= 1152
+        return x
+    else:
+        x = _lines(rows, lines, is_kept, N, WIDTH, EDGE)
+        if kept == tl.float8e4nv:
+            x = x.to(tl.float16)
+        return x.to(query.dtype)
+
+
+@triton.jit
+def _scales(scales, lines, is_kept, EDGE: tl.constexpr):
+    if EDGE:
+        return tl.load(scales + lines, mask=is_kept, other=0.0)
+    else:
+        return tl.load(scales + lines)
+
+
+@triton.jit
+def merge(
+    found_in, sums_in, y, merges, block_rows, H: tl.constexpr, K: tl.constexpr, DV: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a row of a block of so many that was computed in at most PARTS parts. merges: of paged.py::Work
+
+    One kernel for all blocks: what decode steps had compiled at the start, prompts need not wait for.
+    """
+    lets_next_begin(PDL)
+    after_those_before(PDL)
+    item, kv_head, place = merges + 5 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_part, parts, begin, n, first = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
+                                          tl.load(item + 4))  # fmt: skip
+    group, part, column = H // K, tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    token, head = (first + place) // group, kv_head * group + (first + place) % group
+    if (parts == 0) | (token >= n):
+        return
+    at, is_part = ((first_part + part) * K + kv_head) * block_rows + place, part < parts
+    most = tl.load(sums_in + 2 * at, mask=is_part, other=float("-inf"))
+    keep = tl.exp2(most - tl.max(most, 0))  # the first part has seen a key, at least
+    total = tl.sum(tl.load(sums_in + 2 * at + 1, mask=is_part, other=0.0) * keep, 0)
+    inside = is_part[:, None] & (column < DV)[None, :]
+    found = tl.load(found_in + at[:, None] * DV + column[None, :], mask=inside, other=0.0)
     y_row = tl.sum(found * keep[:, None], 0) / total
-    tl.store(y + row * DV + column, y_row.to(y.dtype.element_ty), mask=column < DV)
+    tl.store(y + ((begin + token) * H + head) * DV + column, y_row.to(y.dtype.element_ty), mask=column < DV)
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -173,9 +299,15 @@ def power_of_two(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def warps(block_rows: int) -> int:
-    """Of a program of `attend`: with fewer, 64 rows of 128 columns spill their sums."""
-    return 4 if block_rows <= 16 else 8
+def compiled_for(block_rows: int, head: int, element: int, from_hopper: bool) -> dict[str, int]:
+    """Warps of a program of `attend`, and stages of its loop. head: of keys or values, the larger; element: bytes kept
+
+    Of 5 stages two pages are on their way while one is summed (the look-up in the table has its own), which few rows
+    wait for; of 3 one is, of 1 none. More finds no room: what an L4's program has is 99 KiB, an H200's 227.
+    """
+    if block_rows <= 16:
+        return {"num_warps": 4, "num_stages": 5 if head <= 128 and element <= 2 else 3}
+    return {"num_warps": 8, "num_stages": 3 if from_hopper or head * element <= 256 else 1}
 
 
 def keep_rotated(
@@ -193,24 +325,39 @@ def keep_rotated(
         q, k, v, step.positions, q if table is None else table, step.slots, y, pages.keys, pages.values,
         pages.key_scales, pages.value_scales, q.stride(0), k.stride(0), v.stride(0), H=H, K=K, D=D, DV=DV,
         PAGE=pages.tokens, ROTATES=table is not None, HALF=power_of_two(D // 2, 4), WIDTH=power_of_two(DV),
-        STAGES=D.bit_length() - 1 if pages.transformed else 0, enable_fp_fusion=True,
+        STAGES=D.bit_length() - 1 if pages.transformed else 0, enable_fp_fusion=True, num_warps=KEEP_WARPS,
+        **overlapping(q.device),
     )  # fmt: skip
     return y
 
 
 def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float) -> Tensor:
     """q (T, H, D) over the pages -> (T, H, DV), of q's type."""
-    T, H, D = q.shape
-    K, DV, splits = pages.values.shape[1], pages.values.shape[3], step.splits
-    y = torch.empty((T, H, DV), dtype=q.dtype, device=q.device)
-    partial = y if splits == 1 else torch.empty((T, H, splits, DV + 2), dtype=torch.float32, device=q.device)
-    width = power_of_two(DV)
-    attend[(len(step.blocks), K, splits)](
-        q, pages.keys, pages.values, pages.key_scales, pages.value_scales, y, partial, step.blocks, step.starts,
-        step.positions, step.tables, step.table_starts, scale, H=H, K=K, D=D, DV=DV, PAGE=pages.tokens, SPLITS=splits,
-        BLOCK_M=step.block_rows, DEEP=power_of_two(D), WIDTH=width, num_warps=warps(step.block_rows),
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    if splits > 1:
-        merge[(T * H,)](partial, y, DV=DV, SPLITS=splits, WIDTH=width, enable_fp_fusion=True)
+    y = torch.empty((*q.shape[:2], pages.values.shape[3]), dtype=q.dtype, device=q.device)
+    for work in step.work:
+        _attend(q, y, step.tables, work, pages, scale)
     return y
+
+
+@cache
+def _from_hopper(device: torch.device) -> bool:
+    """In the interpreter nothing is compiled."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def _attend(q: Tensor, y: Tensor, tables: Tensor, work: Work, pages: LayerPages, scale: float) -> None:
+    (_, H, D), K, DV = q.shape, pages.values.shape[1], y.shape[2]
+    found = torch.empty((work.parts, K, work.rows, DV), device=q.device)
+    sums = torch.empty((work.parts, K, work.rows, 2), device=q.device)
+    width = power_of_two(DV)
+    attend[(len(work.items), K)](
+        q, pages.keys, pages.values, pages.key_scales, pages.value_scales, y, found, sums, work.items, tables, scale,
+        H=H, K=K, D=D, DV=DV, PAGE=pages.tokens, BLOCK_M=work.rows, DEEP=power_of_two(D), WIDTH=width,
+        enable_fp_fusion=True, **overlapping(q.device),
+        **compiled_for(work.rows, max(D, DV), pages.keys.itemsize, _from_hopper(q.device)),
+    )  # fmt: skip
+    if len(work.merges):
+        merge[(len(work.merges), K, work.most_rows)](
+            found, sums, y, work.merges, work.rows, H=H, K=K, DV=DV, PARTS=work.most_parts, WIDTH=width,
+            enable_fp_fusion=True, **overlapping(q.device),
+        )  # fmt: skip

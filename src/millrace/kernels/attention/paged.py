@@ -58,13 +58,34 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Programs of attention that take `rows` rows (tokens of a sequence x query heads of a KV head); i32 on the device.
+
+    items (n, 8), one for each program of a KV head: where the sequence's pages begin in `tables`, the first page of it
+    to attend to and that behind the last, which part of a block's pages that is (-1: all of them), the sequence's first
+    token in the step, how many it has, the first one's position, the block's first row. Where the pages are none, and
+    all else 0, there is nothing to do.
+    merges (m, 5), one for each block that has several parts: the first of these, how many (0: nothing to do), the
+    sequence's first token, how many it has, the block's first row
+    most_rows: that any block has, of its `rows` | parts: of all blocks that have several, at most
+    most_parts: of one, a power of two
+    """
+
+    items: Tensor
+    merges: Tensor
+    rows: int
+    most_rows: int
+    parts: int
+    most_parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepTables:
     """All i32 on the device; T tokens, S sequences.
 
     positions, slots (T,): a slot is a page's number times its tokens, and the place in it
     starts, table_starts (S + 1,) | tables: the sequences' pages, one after the other
-    blocks (n, 2): a sequence, and the first of the rows (tokens x query heads of a KV head) that a program takes
-    block_rows: how many it takes | splits: of each program's pages, a power of two
+    work: each token's is in one of these
     """
 
     positions: Tensor
@@ -72,6 +93,4 @@ class StepTables:
     starts: Tensor
     tables: Tensor
     table_starts: Tensor
-    blocks: Tensor
-    block_rows: int
-    splits: int
+    work: tuple[Work, ...]

@@ -9,10 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.kernels.attention.cuda import LOG2E, power_of_two, warps
+from millrace.kernels.attention.cuda import LOG2E, power_of_two
 from millrace.kernels.attention.texts import TextTables
 
 BLOCK_N = 64  # keys at a time
+
+
+def warps(block_rows: int) -> int:
+    """Of a program: with fewer, 64 rows of 128 columns spill their sums."""
+    return 4 if block_rows <= 16 else 8
 
 
 @triton.jit(do_not_specialize_on_alignment=("blocks", "starts"))  # which lie one behind the other, at any place
