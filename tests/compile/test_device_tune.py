@@ -49,7 +49,7 @@ def tuner(clock: Clock, cache: Path | None = None, seconds: float = 60) -> Any:
     return device_tune.DeviceTuner(H200, seconds, timings, clock)
 
 
-WIDE = Tile(16, 64, 4, 4)
+WIDE = Tile(16, 64, 8, 6)
 
 
 def test_the_clearly_faster_tile_is_chosen(executor: CudaExecutor) -> None:

@@ -25,7 +25,7 @@ from millrace.kernels.matmul.pack import rounded_codes, rounded_e4m3
 from millrace.kernels.operators import Rows
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
-from tests.kernels.test_gpu_launch import ASKS, calls, jitted, overlaps
+from tests.kernels.test_gpu_launch import calls, jitted, overlaps
 from tests.support.one_step import i32
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
@@ -247,7 +247,7 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
         "normalise", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
     early = {node.name for _, node in jitted() if overlaps(node)}
-    asking = {node.name for _, node in jitted() if ASKS & set(calls(node))}
+    asking = {node.name for _, node in jitted() if "asks_for" in calls(node)}
     for row in found:
         assert row["overlaps"] == (arch == 90 and row["kernel"] in early), row
         assert row["asks_ahead"] == (arch == 90 and row["kernel"] in asking), row

@@ -43,24 +43,19 @@ def lets_next_begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def asks_for(lines, there, BYTES: tl.constexpr, PDL: tl.constexpr):
-    """Before the wait: the first bytes of lines of constants go from memory into the cache of all multiprocessors.
+def asks_for(w, first, rows, row_bytes, ROWS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr):
+    """Before the wait: of ROWS rows of constants the first BYTES go from memory into the cache of all multiprocessors.
 
-    lines (L,): addresses, multiples of 16; there (L,): how many bytes each has, of which whole pieces are asked for.
+    w (rows, row_bytes) begins at a multiple of 16, as do its rows; from row `first` on; whole pieces are asked for.
     Nothing is read here: what others write would only be asked for too early to be of use.
     """
     if PDL and BYTES >= PIECE:
-        first = tl.arange(0, BYTES // PIECE)[None, :] * PIECE
-        asked = (first + PIECE <= there[:, None]).to(tl.int32)
-        addresses = lines.to(tl.int64)[:, None] + first
+        pieces: tl.constexpr = BYTES // PIECE
+        i = tl.arange(0, ROWS * pieces)
+        row, at = first + i // pieces, i % pieces * PIECE
+        asked = ((row < rows) & (at + PIECE <= row_bytes)).to(tl.int32)
+        addresses = w.to(tl.int64) + row.to(tl.int64) * row_bytes + at
         tl.inline_asm_elementwise(_ASKS, "=r,l,r", [addresses, asked], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def asks_for_vector(w, there, BYTES: tl.constexpr, PDL: tl.constexpr):
-    """As `asks_for`, of one line, whose address w is."""
-    line = tl.arange(0, 1)
-    asks_for(w + line, there + line, BYTES, PDL)
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:

@@ -37,7 +37,7 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     each: tl.constexpr = 2 if HALVES else 1  # codes of a byte
     wide = column.to(tl.int64) * w_row
-    asks_for(w + wide, tl.where(is_column, w_row, 0), ASKED, PDL)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
     after_those_before(PDL)
     for first in range(0, K, BLOCK_K):
         at = first // each + tl.arange(0, BLOCK_K // each)

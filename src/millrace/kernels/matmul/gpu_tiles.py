@@ -26,7 +26,7 @@ class Tile:
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
-    Tile(16, 32, 4), Tile(16, 16, 2, 4), Tile(16, 16, 4, 6), Tile(16, 32, 2, 5), Tile(16, 32, 4, 5), Tile(16, 64, 4, 4),
+    Tile(16, 32, 4), Tile(16, 16, 2, 4), Tile(16, 16, 4, 6), Tile(16, 32, 2, 5), Tile(16, 32, 4, 5), Tile(16, 64, 8, 6),
     Tile(16, 64, 8, 4), Tile(16, 128, 8),
 )  # fmt: skip
 _SOME = (Tile(16, 32, 4), Tile(32, 32, 4), Tile(32, 64, 4, 4), Tile(64, 32, 4), Tile(64, 64, 4, 4), Tile(64, 64, 8))

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.kernels.convert.cuda import as_row, coded_rows, empty_rows, is_made, keep, shape_of, tile
-from millrace.kernels.gpu_launch import after_those_before, asks_for_vector, lets_next_begin, overlapping
+from millrace.kernels.gpu_launch import after_those_before, asks_for, lets_next_begin, overlapping
 from millrace.kernels.matmul.coded import Coding, Matrix
 
 
@@ -16,7 +16,7 @@ def normalise(x, w, y, eps, N: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.conste
     lets_next_begin(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = column < N
-    asks_for_vector(w, tl.where(row == 0, 4 * N, 0), 4 * WIDTH, PDL)
+    asks_for(w, row, 1, 4 * N, 1, 4 * WIDTH, PDL)  # the first row's program, for all
     after_those_before(PDL)
     value = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / N + eps)
@@ -49,7 +49,7 @@ def add_normalise(
     lets_next_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     place, inside = tile(0, N, GROUP, GROUPS, WIDTH)
-    asks_for_vector(w, tl.where(row == 0, 4 * N, 0), 4 * GROUPS * WIDTH, PDL)  # once for all rows
+    asks_for(w, row, 1, 4 * N, 1, 4 * GROUPS * WIDTH, PDL)
     after_those_before(PDL)
     value = tl.load(residual + row * N + place, mask=inside, other=0.0)
     value += tl.load(x + row * N + place, mask=inside, other=0.0).to(tl.float32)
