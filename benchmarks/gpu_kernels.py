@@ -116,7 +116,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is elementwise.gated:
         options["num_warps"] = elementwise.warps(constants["WIDTH"])
     if kernel is sample.draw_rows:
-        options["num_warps"] = sample.WARPS
+        options |= {"num_warps": sample.WARPS, "enable_fp_fusion": False}
     if kernel is coded_product:
         tile = constants["TILE"]
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}

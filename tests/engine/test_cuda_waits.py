@@ -16,13 +16,13 @@ import torch
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
-from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
 from tests.support.checkpoints import random_checkpoint
 from tests.support.one_step import i32, packed
 
 pytest.importorskip("triton", reason="triton is not installed")
+from tests.support.compilations import launched
 from tests.support.fake_cuda import DEVICE, FakeCuda, executor_like, on_fake_cuda
 
 KINDS = (("bf16", None), ("w4a16", KvFormat.INT8), ("w8a8", None), ("fp8", KvFormat.FP8))
@@ -43,12 +43,6 @@ def plainly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     with on_fake_cuda(monkeypatch) as found:
         yield found
-
-
-def launched(executor: CudaExecutor, step: StepInputs) -> None:
-    """Nothing comes back from such a device."""
-    executor.launch(step)
-    executor._flights.clear()
 
 
 def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None:
