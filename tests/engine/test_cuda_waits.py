@@ -64,8 +64,8 @@ def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None
         assert (wanted["n_top"] >= 0).any() and wanted["bias_count"].any() and (wanted["temperature"] > 0).any()
         for of in (step, drawn, replace(step, drawn=i32([[2, 0]]))):
             launched(there, of)
-    n_layers = Counter(device.launched)["attend"] // 6
-    assert n_layers == 2 and Counter(device.launched)["draw_rows"] == 2
+    seen = Counter(device.launched)
+    assert seen["rotate_and_keep"] == 6 * 2 and seen["attend"] >= 6 * 2 and seen["draw_rows"] == 2
     assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._fp8_rows)
 
 
