@@ -28,6 +28,7 @@ from millrace.kernels.matmul.gpu_tiles import tiles
 from tests.engine.test_cuda import LIMITS, VOCAB, both
 from tests.support.checkpoints import random_checkpoint
 from tests.support.fake_cuda import DEVICE, FakeExecutor, executor_like, on_fake_cuda
+from tests.support.one_step import i32
 
 FIRST = [1], [2, 3], [70], [1] * 8
 
@@ -40,12 +41,14 @@ def executors() -> Iterator[CudaExecutor]:
 
 
 def drawn_steps(seed: int, n: int) -> Iterator[StepInputs]:
-    """Of decode rows and prompts, whose pages are anywhere."""
+    """Of decode rows and prompts, whose pages are anywhere; some tokens are those that the step before draws."""
     rng = np.random.default_rng(seed)
     for _ in range(n):
         lengths = [int(m) for m in rng.choice([1, 1, 2, 7, 30], rng.integers(1, 9))]
         step = dummy_step(lengths, 0, len(lengths) * int(rng.integers(1, 4)), vocab=VOCAB)
-        yield replace(step, sampling=step.sampling[: rng.integers(1, len(lengths) + 1)])
+        drawn = [[at, 0] for at in range(rng.integers(0, len(lengths) + 1))]
+        rows = step.sampling[: rng.integers(1, len(lengths) + 1)]
+        yield replace(step, sampling=rows, drawn=i32(drawn) if drawn else None)
 
 
 def launched(there: CudaExecutor, step: StepInputs) -> None:
@@ -61,7 +64,9 @@ def found() -> list[tuple[str, str]]:
             there = executor_like(plainly, replace(LIMITS, n_pages=32), (1, 4))
             device.warming = True
             for lengths in FIRST:
-                launched(there, dummy_step(lengths, 0, 2 * len(lengths), vocab=VOCAB))
+                step = dummy_step(lengths, 0, 2 * len(lengths), vocab=VOCAB)
+                for drawn in (None, i32([[0, 0]])):
+                    launched(there, replace(step, drawn=drawn))
             known = set(device.specialised)
             assert {name for name, _ in known} >= {"attend", "rotate_and_keep", "normalise", "gated"}
             for step in drawn_steps(1, 30):
