@@ -143,7 +143,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is sample.best_rows:
         options["num_warps"] = sample.BEST_WARPS
     if kernel is sample.draw_rows:
-        options["num_warps"] = sample.WARPS
+        options |= {"num_warps": sample.WARPS, "enable_fp_fusion": False}
     if kernel is coded_product:
         tile = constants["TILE"]
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -106,7 +106,7 @@ def _memory(executor: RandomExecutor) -> dict[str, Any]:
     limits, gpu = executor.limits, executor.device.type == "cuda"
     needs = needs_of(
         executor._graph, limits, dtype="bf16", kv=executor._kept, buckets=executor._buckets,
-        multiprocessors=executor._processors.number,
+        multiprocessors=find_gpu(str(executor.device)).multiprocessors if gpu else 1,
     )  # fmt: skip
     taken = torch.cuda.max_memory_allocated() if gpu else 0
     reserved = torch.cuda.memory_reserved() if gpu else 0

@@ -16,13 +16,13 @@ import torch
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
-from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
 from tests.support.checkpoints import random_checkpoint
 from tests.support.one_step import i32, packed
 
 pytest.importorskip("triton", reason="triton is not installed")
+from tests.support.compilations import launched
 from tests.support.fake_cuda import DEVICE, FakeCuda, executor_like, on_fake_cuda
 
 KINDS = (("bf16", None), ("w4a16", KvFormat.INT8), ("w8a8", None), ("fp8", KvFormat.FP8))
@@ -45,12 +45,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield found
 
 
-def launched(executor: CudaExecutor, step: StepInputs) -> None:
-    """Nothing comes back from such a device."""
-    executor.launch(step)
-    executor._flights.clear()
-
-
 def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None:
     """Prompts, in few rows and in many, drawn in every way there is; behind them what the device itself has drawn."""
     there = executor_like(plainly, LIMITS, ())
@@ -70,8 +64,8 @@ def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None
         assert (wanted["n_top"] >= 0).any() and wanted["bias_count"].any() and (wanted["temperature"] > 0).any()
         for of in (step, drawn, replace(step, drawn=i32([[2, 0]]))):
             launched(there, of)
-    n_layers = Counter(device.launched)["attend"] // 6
-    assert n_layers == 2 and Counter(device.launched)["draw_rows"] == 2
+    seen = Counter(device.launched)
+    assert seen["rotate_and_keep"] == 6 * 2 and seen["attend"] >= 6 * 2 and seen["draw_rows"] == 2
     assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._fp8_rows)
 
 

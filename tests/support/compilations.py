@@ -1,6 +1,7 @@
-"""python -m tests.support.compilations: what steps after the first few would have compiled anew, as JSON.
+"""What steps on a GPU that computes nothing have compiled, as JSON; in a process of its own that interprets no kernel.
 
-In a process of its own, in which Triton does not interpret kernels: on a GPU that computes nothing.
+python -m tests.support.compilations            what drawn steps would have compiled anew after the first few
+python -m tests.support.compilations fp8        compiles whatever two layers of Llama-3.1-8B's shape launch
 """
 
 import json
@@ -8,18 +9,26 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.gpu.model import LLAMA_8B, graph_of
+from millrace.engine.cuda import loaded
 from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.placement import coded_products
+from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
+from millrace.kernels.matmul.gpu_tiles import tiles
 from tests.engine.test_cuda import LIMITS, VOCAB, both
 from tests.support.checkpoints import random_checkpoint
-from tests.support.fake_cuda import executor_like, on_fake_cuda
+from tests.support.fake_cuda import DEVICE, executor_like, loaded_there, on_fake_cuda
+from tests.support.one_step import i32
 
 FIRST = [1], [2, 3], [70], [1] * 8
 
@@ -32,12 +41,20 @@ def executors() -> Iterator[CudaExecutor]:
 
 
 def drawn_steps(seed: int, n: int) -> Iterator[StepInputs]:
-    """Of decode rows and prompts, whose pages are anywhere."""
+    """Of decode rows and prompts, whose pages are anywhere; some tokens are those that the step before draws."""
     rng = np.random.default_rng(seed)
     for _ in range(n):
         lengths = [int(m) for m in rng.choice([1, 1, 2, 7, 30], rng.integers(1, 9))]
         step = dummy_step(lengths, 0, len(lengths) * int(rng.integers(1, 4)), vocab=VOCAB)
-        yield replace(step, sampling=step.sampling[: rng.integers(1, len(lengths) + 1)])
+        drawn = [[at, 0] for at in range(rng.integers(0, len(lengths) + 1))]
+        rows = step.sampling[: rng.integers(1, len(lengths) + 1)]
+        yield replace(step, sampling=rows, drawn=i32(drawn) if drawn else None)
+
+
+def launched(there: CudaExecutor, step: StepInputs) -> None:
+    """Nothing comes back from such a device."""
+    there.launch(step)
+    there._flights.clear()
 
 
 def found() -> list[tuple[str, str]]:
@@ -47,16 +64,42 @@ def found() -> list[tuple[str, str]]:
             there = executor_like(plainly, replace(LIMITS, n_pages=32), (1, 4))
             device.warming = True
             for lengths in FIRST:
-                there.launch(dummy_step(lengths, 0, 2 * len(lengths), vocab=VOCAB))
-                there._flights.clear()
+                step = dummy_step(lengths, 0, 2 * len(lengths), vocab=VOCAB)
+                for drawn in (None, i32([[0, 0]])):
+                    launched(there, replace(step, drawn=drawn))
             known = set(device.specialised)
             assert {name for name, _ in known} >= {"attend", "rotate_and_keep", "normalise", "gated"}
             for step in drawn_steps(1, 30):
-                there.launch(step)
-                there._flights.clear()
+                launched(there, step)
             new += sorted(device.specialised - known)
     return new
 
 
+def compiled(precision: str) -> list[str]:
+    """The names of kernels, as often as they were compiled: of a start, mixed steps, and each tile there is."""
+    from millrace.compile.device_tune import works_of  # Triton's
+
+    graph = graph_of(replace(LLAMA_8B, n_layers=2, max_context=4160), precision)
+    limits = replace(LIMITS, max_step_tokens=8192, max_sequences=512, max_rows=520, max_context=4160, n_pages=20000)
+    fp8 = precision == "fp8"
+    names = {o for node in coded_products(graph) for o in node.origin} if fp8 else ()
+    with pytest.MonkeyPatch.context() as patched, on_fake_cuda(patched) as device:
+        device.warming = device.compiles = True
+        patched.setattr(loaded, "_check_finite", lambda tensors: None)  # nobody knows what is in them
+        like = random_loaded(graph, torch.bfloat16, torch.device("cpu"))
+        there = CudaExecutor(graph, limits, dtype="bf16", kv=KvFormat.FP8 if fp8 else None, fp8_rows=names,
+                             buckets=(1, 24, 64, 512), device=str(DEVICE),
+                             load=lambda *_: loaded_there(like))  # fmt: skip
+        patched.setattr(there, "run", partial(launched, there))
+        there.warm()
+        for lengths in ([1] * 512 + [128] * 8, [1] * 7 + [100], [128], [1000] * 4, [1] * 63):
+            there.run(dummy_step(lengths, 0, 33 * len(lengths), vocab=VOCAB))
+        for work in works_of(there):
+            for tile in tiles(work.rows):
+                work.products(there)[0](tile)
+        kernels = {f.__name__: f for f in device.kernels}
+        return [name for name, kernel in sorted(kernels.items()) for _ in kernel.device_caches[0][0]]
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(found()))
+    sys.stdout.write(json.dumps(compiled(sys.argv[1]) if sys.argv[1:] else found()))

@@ -43,6 +43,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
     """launched: our kernels by name; called: PyTorch's operators on tensors of the device; both in order
 
     specialised: kernels that Triton does not interpret, and what it would compile them for beside their constants
+    compiles: it does compile them, to the device's own code
     warming: copies may wait, but for those within a capture
     """
 
@@ -50,7 +51,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         super().__init__()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.launched, self.called = list[str](), list[str]()
-        self.specialised = set[tuple[str, str]]()
+        self.specialised, self.compiles = set[tuple[str, str]](), False
+        self.kernels = set[Any]()
         self.captures, self.capturing, self.warming = 0, False, False
         self._pinned = dict[int, Tensor]()  # by `id`, and held: tensors compare element by element
 
@@ -89,7 +91,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
 
     def pinned(self, x: Tensor, device: torch.device) -> Tensor:
         """In place of `transfer.pinned`."""
-        assert device.type == "cuda" and x.device.type == "cpu"
+        assert x.device.type == "cpu"
+        if device.type == "cpu":
+            return x
         found = x if isinstance(x, FakeTensor) else self.mode.from_tensor(x)
         self._pinned[id(found)] = found
         return found
@@ -109,7 +113,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         assert all(type(n) is int and n > 0 for n in grid) and max(grid[1:], default=1) <= MOST_PROGRAMS, (name, grid)
         self.launched.append(name)
         if isinstance(kernel, JITFunction):
-            self.specialised.add((name, _specialisation(kernel, args, given)))
+            pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
+            driver.set_active(_Driver())
+            self.specialised.add((name, _specialisation(kernel, pointers, given)))
+            self.kernels.add(kernel)
+            if self.compiles:
+                _RUN(kernel, *pointers, grid=grid, warmup=True, **given)
 
     @contextmanager
     def graph(self, graph: object, pool: object) -> Iterator[None]:
@@ -126,6 +135,12 @@ class _Driver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
 
 class _Pointer:
     """As a launch sees a tensor: memory begins at a multiple of 16."""
@@ -139,12 +154,12 @@ class _Pointer:
 
 def _specialisation(kernel: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
     """Of each argument that is no constant: its type, and what is known of it."""
-    driver.set_active(_Driver())
     binder = kernel.device_caches[0][-1]
-    _, specialised, _ = binder(*(_Pointer(x) if isinstance(x, Tensor) else x for x in args), **_OPTIONS, **given)
+    _, specialised, _ = binder(*args, **_OPTIONS, **given)
     return str([one for one in specialised if one[0] != "constexpr"])
 
 
+_RUN = JITFunction.run
 _EMPTY = torch.empty
 _OPTIONS = {"debug": False, "instrumentation_mode": ""}
 

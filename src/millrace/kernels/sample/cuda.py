@@ -167,6 +167,15 @@ def draw(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> T
     rows, vocab = p.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=p.device)
     draw_rows[(rows,)](
-        p, top_k, top_p, min_p, u, tokens, vocab, BLOCK=min(BLOCK, triton.next_power_of_2(vocab)), num_warps=WARPS
+        p,
+        top_k,
+        top_p,
+        min_p,
+        u,
+        tokens,
+        vocab,
+        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
+        num_warps=WARPS,
+        enable_fp_fusion=False,  # each operation is rounded by itself, as the reference's are
     )
     return tokens
