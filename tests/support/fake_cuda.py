@@ -110,6 +110,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         name = kernel.fn.__name__
         for x in (*args, *given.values()):
             assert not isinstance(x, Tensor) or x.device == DEVICE, f"{name} is given a tensor of {x.device}"
+        assert "enable_fp_fusion" in given, f"{name} leaves open how it rounds: Triton's default is about to change"
         assert all(type(n) is int and n > 0 for n in grid) and max(grid[1:], default=1) <= MOST_PROGRAMS, (name, grid)
         self.launched.append(name)
         if isinstance(kernel, JITFunction):

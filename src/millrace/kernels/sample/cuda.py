@@ -49,12 +49,13 @@ def best(logits: Tensor, wrong: int) -> Tensor:
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     best_rows[(rows,)](
         logits, tokens, wrong, vocab, BLOCK=min(BEST_BLOCK, triton.next_power_of_2(vocab)),
-        **overlapping(logits.device), num_warps=BEST_WARPS,
+        **overlapping(logits.device), num_warps=BEST_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return tokens
 
 
-@triton.jit
+# However many there are, and wherever in a step's inputs: compiled once.
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["at", "drawn", "rows"])
 def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """tokens[at] = drawn[rows] (N,), 0 where that is none, which is negative."""
     lets_next_begin(PDL)
@@ -68,7 +69,9 @@ def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexp
 def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
     """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once."""
     n = len(at)
-    put_tokens[(triton.cdiv(n, 128),)](tokens, at, drawn, rows, n, BLOCK=128, **overlapping(tokens.device))
+    put_tokens[(triton.cdiv(n, 128),)](
+        tokens, at, drawn, rows, n, BLOCK=128, **overlapping(tokens.device), enable_fp_fusion=True
+    )
 
 
 @triton.jit
