@@ -1,18 +1,20 @@
-"""A step: how much of prompts it may have, its chunks, its way into the executor's arrays and back.
+"""A step: how much of prompts it may have, its chunks, its way into the executor's arrays and back; the thread of many.
 
 Python work per sequence, none per token.
 
 T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: inputs are valid until the next `build`.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MillraceError, has_stopped
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.history import PART, Parts
 from millrace.runtime.pages import PagePool
@@ -26,7 +28,10 @@ DEFAULT_GAP_LIMIT_S = 0.1
 DEFAULT_STRETCH = 1.9  # plain steps that one with prefill may last: so the longest gap stays below two usual ones
 DEFAULT_CHUNK_LOW = 4  # so that long prompts always go on; more could outlast the stretch where attention is deep
 SMOOTHING = 0.2  # weight of the newest step
+MAX_FAILURES_IN_A_ROW = 3  # steps
 OUTLIER = 4.0  # one measurement moves a cost by at most this factor towards itself: a step may have been descheduled
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -230,21 +235,11 @@ class BatchBuilder:
         masks, masks_ready = self._fill_masks(sampling, rows, drawing)
         history, drawn_history = _fill_history(sampling, rows, drawing, row_before)
         return StepInputs(
-            tokens=self._tokens[:n_tokens],
-            positions=self._positions[:n_tokens],
-            starts=self._starts[: S + 1],
-            pages=self._pages[:n_pages],
-            page_starts=self._page_starts[: S + 1],
-            sampling=sampling,
-            history=history,
-            bias_ids=bias_ids,
-            bias_values=bias_values,
-            masks=masks,
-            masks_ready=masks_ready,
-            copies=_pairs(copies),
-            drawn=_pairs(drawn),
-            drawn_history=_pairs(drawn_history),
-        )
+            tokens=self._tokens[:n_tokens], positions=self._positions[:n_tokens], starts=self._starts[: S + 1],
+            pages=self._pages[:n_pages], page_starts=self._page_starts[: S + 1], sampling=sampling, history=history,
+            bias_ids=bias_ids, bias_values=bias_values, masks=masks, masks_ready=masks_ready, copies=_pairs(copies),
+            drawn=_pairs(drawn), drawn_history=_pairs(drawn_history),
+        )  # fmt: skip
 
     def _fill_masks(
         self, sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]
@@ -295,9 +290,7 @@ def _fill_history(
 
     row_before: of sequences, the row of that step
     """
-    parts: list[IntArray] = []
-    drawn: list[tuple[int, int]] = []
-    at = 0
+    parts, drawn, at = list[IntArray](), list[tuple[int, int]](), 0
     for r, seq in zip(rows, drawing, strict=True):
         if seq.request.resolved.needs_history:
             sampling["history_start"][r] = at
@@ -315,9 +308,7 @@ def _fill_history(
 def _fill_bias(
     sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]
 ) -> tuple[IntArray, NDArray[np.float32]]:
-    ids: list[IntArray] = []
-    values: list[NDArray[np.float32]] = []
-    at = 0
+    ids, values, at = list[IntArray](), list[NDArray[np.float32]](), 0
     for r, seq in zip(rows, drawing, strict=True):
         resolved = seq.request.resolved
         if len(resolved.bias_ids):
@@ -333,3 +324,76 @@ def token_logprobs(outputs: StepOutputs, row: int, n_top: int) -> TokenLogprobs:
     best = zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)
     top = tuple((token, logprob) for token, logprob in best if token >= 0)
     return TokenLogprobs(int(outputs.tokens[row]), float(outputs.logprobs[row]), int(outputs.ranks[row]), top)
+
+
+class EngineThread:
+    """The life of a loop, of whatever engine: its thread, when it last got on, and why it stopped.
+
+    `changed` guards `stopping` and `dead_because`, and what the loop hands over between threads.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.stopping = False
+        self.dead_because = ""  # what went wrong, so that the loop has ended for ever
+        self._thread: threading.Thread | None = None
+        self._failed_in_row = 0
+        self._progress_s = clock()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in it."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def silent_s(self) -> float:
+        """Since the loop last got on."""
+        return self.clock() - self._progress_s
+
+    def start(self, run: Callable[[], None]) -> None:
+        assert self._thread is None, "the loop is already running"
+        self.stopping = False
+        self._thread = threading.Thread(target=run, name="millrace-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Waits for the step in progress, and whatever the loop does at its end. False: it had no thread."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+        if self._thread is None:
+            return False
+        self._thread.join()
+        self._thread = None
+        return True
+
+    def check_open(self) -> None:
+        """Under `changed`, before the loop is given work. raises BusyError"""
+        if self.stopping or self.dead_because:
+            raise has_stopped(self.dead_because)
+
+    def progressed(self) -> None:
+        """Also when work comes to an idle loop: to wait for it was no lack of progress."""
+        self._progress_s = self.clock()
+
+    def step_done(self) -> None:
+        self._failed_in_row = 0
+
+    def step_failed(self, what: str, error: Exception, check: Callable[[], object]) -> None:
+        """Only what was in the step fails with it; but a loop that computes nothing any more has ended.
+
+        check: computes something else, as one request may have come again and again. raises what a step raises
+        """
+        self._failed_in_row += 1
+        log.error("%s failed, %d in a row", what, self._failed_in_row, exc_info=error)
+        if self._failed_in_row == MAX_FAILURES_IN_A_ROW:
+            try:
+                check()
+                self._failed_in_row = 0
+            except (RuntimeError, MillraceError) as failed:
+                self.dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, then one of its own: {failed}"

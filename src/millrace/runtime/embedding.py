@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from millrace.engine.engine import Engine
 from millrace.engine.texts import Ids, text_inputs
 from millrace.errors import EngineError, MillraceError, RequestError, has_stopped
-from millrace.runtime.thread import EngineThread
+from millrace.runtime.batch import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
 Step = list[tuple["EmbeddingJob", int]]  # and which of its texts

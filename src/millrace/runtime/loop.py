@@ -22,7 +22,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import MillraceError, RequestError
-from millrace.runtime.batch import BatchBuilder, Flight, Step, TokenBudget, check, token_logprobs
+from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, TokenBudget, check, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
@@ -31,7 +31,6 @@ from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_p
 from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.stats import Counters, LoopStats
-from millrace.runtime.thread import EngineThread
 from millrace.runtime.tier import Tier
 
 log = logging.getLogger(__name__)
