@@ -78,7 +78,7 @@ class CudaExecutor(Walk, Executor):
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
-            if way is None:
+            if way is None:  # so had the step before that drew a penalty's last token: it is in no replay's memory
                 found = sample(self.logits(step), step, self._kernels.draw, self._drawn)
             else:
                 self._copy_pages(step)
