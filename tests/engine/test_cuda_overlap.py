@@ -30,7 +30,7 @@ PARAMS = [
     SamplingParams(
         max_tokens=24 + 6 * i, temperature=(0.0, 0.8, 1.0)[i % 3], seed=i,
         stop=[(), ("toys",), ("shoes", "fish")][i % 3],
-        presence_penalty=0.5 * (i == 5), logprobs=2 if i == 2 else None, ignore_eos=i % 2 == 0, n=1 + (i == 1),
+        presence_penalty=2.0 * (i in (5, 6)), logprobs=2 if i == 2 else None, ignore_eos=i % 2 == 0, n=1 + (i == 1),
     )
     for i in range(8)
 ]  # fmt: skip
@@ -97,6 +97,25 @@ def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...
     executor.launch(blind)
     assert executor.wait().tokens[0] < NOT_FINITE and executor.wait().tokens[0] == want[0]
     first.sampling["mask"] = 0
+
+
+def test_a_penalty_counts_what_the_step_before_draws(plainly: CudaExecutor) -> None:
+    """Each row's own: where presence is a reward, it draws just that."""
+    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", device="cpu")
+    first = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
+    first.sampling["token"] = [1, 4]
+    a, b = executor.run(first).tokens.tolist()
+    second = step_of(
+        [([0], 2, [0]), ([0], 3, [1])], plain_rows(2), drawn=i32([[0, 0], [1, 1]]), history=i32([1, 0, 1, 7, 0]),
+        drawn_history=i32([[1, 0], [4, 1]]),
+    )  # fmt: skip
+    of = second.sampling
+    of["token"], of["history_start"], of["history_prompt"], of["history_output"] = [0, 1], [0, 2], [1, 2], 1
+    of["presence_penalty"] = -1000
+    executor.launch(first)
+    executor.launch(second)
+    assert executor.wait().tokens.tolist() == executor.wait().tokens.tolist() == [a, b] and a != b
+    assert second.history.tolist() == [1, 0, 1, 7, 0], "inputs stay as they are"
 
 
 def test_a_step_that_runs_out_of_memory_is_alone(plainly: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
