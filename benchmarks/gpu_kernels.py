@@ -39,7 +39,7 @@ _HEADS = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64}
 _TILE = {"DEEP": 128, "WIDTH": 128}
 _WIDE = {"D": 256, "DV": 256, "DEEP": 256, "WIDTH": 256}
 _TYPES = {
-    "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "work": "*i32", "merges": "*i32",
+    "positions": "*i32", "slots": "*i32", "tables": "*i32", "work": "*i32", "merges": "*i32",
     "found_in": "*fp32", "sums_in": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32",
     "q_row": "i32", "k_row": "i32", "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16",
     "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32",

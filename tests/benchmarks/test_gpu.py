@@ -31,6 +31,24 @@ def told(folder: Path) -> dict[str, dict[str, Any]]:
     return {f["row"]: f for f in found}
 
 
+def test_rows_are_done_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A check, one user and a row of the table; the same command again has nothing to do."""
+    monkeypatch.setattr(script, "ROWS", tuple(r for r in ROWS if r.name in ("answers", "user-fp8", "128/128")))
+    run = ["--dry-run", "--out", str(tmp_path), "--model", str(shared("models/stories260K"))]
+    script.main(run)
+    found = told(tmp_path)
+    assert found.keys() == {"answers", "user-fp8", "128/128"}
+    assert found["answers"]["models"][0]["kl"] <= 1e-3 and found["answers"]["ok"]
+    assert found["128/128"]["ended"] and found["128/128"]["share_of_roofline"] > 0
+    assert found["user-fp8"]["made"]["captures"] == 6 and found["user-fp8"]["made"]["memory"]["planned"] > 0
+    assert "tokens_per_s" not in capsys.readouterr().out, "a dry run has no figures"
+    script.main(run)
+    assert capsys.readouterr().out == "all rows are done\n" and len(list(tmp_path.glob("gpu-*.json"))) == 3
+
+
+@pytest.mark.nightly
 def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(shared("models/stories260K"))
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])

@@ -18,6 +18,7 @@ from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_checkpoint
+from tests.support.compressed_files import FP8_PER_TOKEN, Kind, write_compressed
 
 LIKELIEST = SamplingParams(max_tokens=12, temperature=0)
 
@@ -86,6 +87,19 @@ def test_fp8_is_e4m3_on_both_sides(halves: Path) -> None:
     engine, _ = engine_of(halves, precision="fp8")
     assert engine.manifest.precision == {"default": "fp8", "lm_head": "w8a16"}
     assert not engine_of(halves, precision="fp8a16")[0].model.fp8_rows
+
+
+@pytest.mark.parametrize("activations", [FP8_PER_TOKEN, None], ids=["of fp8", "of floats"])
+def test_a_checkpoint_in_fp8_has_the_rows_that_it_means(activations: object, tmp_path: Path, halves: Path) -> None:
+    """By its own configuration: E4M3 on both sides, or weights alone. The head is not compressed."""
+    kind = Kind("float-quantized", 8, None, floats=True, scale="float32", activations=activations)  # type: ignore[arg-type]
+    write_compressed(tmp_path / "c", halves, kind)
+    with LLM(tmp_path / "c", device="cuda", max_batch=2, max_context=64) as llm:
+        executor = llm._opened.executor  # type: ignore[union-attr]
+        assert isinstance(executor, CudaExecutor)
+        met = {executor._takes_e4m3(node) for node in executor._loaded.coded if "lm_head" not in node.origin}
+        assert met == {activations is not None}
+        assert llm.generate([[5, 17, 300]], LIKELIEST)[0].finished
 
 
 def test_vllms_names(halves: Path) -> None:

@@ -81,12 +81,17 @@ def test_attention_means_the_inputs_of_these_names(what: str) -> None:
         plan_engine(Source.from_module(Elsewhere(what), weights, max_context=64), BuildOptions(max_batch=4))
 
 
-@pytest.fixture
-def source() -> Source:
+def mixed() -> Source:
+    """Random weights."""
     rng = np.random.default_rng(4)
     shapes = {name: tuple(d for d in p.shape if isinstance(d, int)) for name, p in Mixed().parameters()}
     weights = {n: (rng.standard_normal(s) * 1.5 / np.sqrt(s[-1])).astype(np.float32) for n, s in shapes.items()}
     return Source.from_module(Mixed(), weights, max_context=256)
+
+
+@pytest.fixture
+def source() -> Source:
+    return mixed()
 
 
 def test_a_language_model_has_a_context(source: Source) -> None:

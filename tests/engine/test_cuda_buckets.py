@@ -10,14 +10,21 @@ import torch
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.compile.pipeline import gpu, pipeline, run_passes
+from millrace.compile.precision import precision_map
 from millrace.engine.cuda.buckets import Bucket, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.sampling import Way
+from millrace.engine.cuda.sampling import Way, way_of
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
+from millrace.engine.reference import ReferenceExecutor
+from millrace.kernels.catalogue import operators
+from millrace.model.module import trace_model
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from tests.engine.test_caches import VOCAB as MIXED_VOCAB
+from tests.engine.test_caches import mixed
 from tests.engine.test_cuda import LIMITS, both, step_of
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import random_checkpoint
@@ -57,6 +64,18 @@ def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | Non
     assert bucket_of(step, (1, 4, 6)) == size
 
 
+@pytest.mark.parametrize(("field", "value", "way"), [
+    ("top_k", 5, Way.LIKELIEST), ("temperature", 1e-6, Way.LIKELIEST), ("temperature", 0.5, Way.DRAWN),
+    ("n_top", 0, None), ("target", 3, None), ("mask", 1, None), ("bias_count", 1, None),
+    ("repetition_penalty", 1.1, None), ("presence_penalty", -0.5, None), ("frequency_penalty", 0.5, None),
+])  # fmt: skip
+def test_what_a_capture_draws(field: str, value: float, way: Way | None) -> None:
+    """One row asks for one thing: what is more than a token, by itself, no capture draws."""
+    rows = plain_rows(3)
+    rows[field][1] = value
+    assert way_of(step_of([([5], 3, [i]) for i in range(3)], rows)) is way
+
+
 def test_what_fills_a_bucket_is_nobodys() -> None:
     """Padding rows write to the page that no sequence has; the host's tables of the step before are gone."""
     bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1, ((2, 1),))
@@ -93,6 +112,23 @@ def test_bucketed_steps_are_the_others(kv: KvFormat | None, tmp_path: Path) -> N
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
     assert sorted(bucketed._inputs) == [1, 4] and not plainly._replays
+
+
+def test_several_kinds_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers whose heads differ in number and size: a prompt, then a bucket through the interpreted kernels."""
+    kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
+    source, wanted = mixed(), precision_map("fp32")
+    traced = trace_model(source.module, source.weights, operators())
+    limits = replace(LIMITS, vocab_size=MIXED_VOCAB)
+    ours = CudaExecutor(run_passes(traced, gpu(wanted)), limits, dtype="fp32", buckets=(4,), device="cpu")
+    exact = ReferenceExecutor(run_passes(traced, pipeline(wanted)), limits, kv=KvFormat.F32, bf16_table=False)
+    pages = [[3, 5], [9]]
+    prompts = step_of([([i % 7 for i in range(70)], 0, pages[0]), ([7], 0, pages[1])], plain_rows(1))
+    for step in (prompts, decode([70, 1], pages, [1, 0])):
+        got, want = ours.logits(step).numpy(), exact.logits(step)
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+        monkeypatch.setattr(ours, "_kernels", kernels)
+    assert len(ours._inputs[4].kinds) == 3
 
 
 def test_a_warm_executor_has_captured_all(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Launches(TorchDispatchMode):  # type: ignore[misc]
         return found
 
     def kernels(self) -> SimpleNamespace:
-        """Of which each is one launch, but for attention in splits, which are merged by another."""
+        """Of which each is one launch, but for attention in parts, which another merges."""
 
         def counted(name: str) -> Any:
             def kernel(*args: Any, **more: Any) -> Any:

@@ -1,6 +1,7 @@
 """Steps of a GPU that overlap: what one draws is the next one's input without the host, here on tensors of this CPU."""
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.engine.cuda import executor as executor_
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.transfer import there
@@ -30,7 +32,7 @@ PARAMS = [
     SamplingParams(
         max_tokens=24 + 6 * i, temperature=(0.0, 0.8, 1.0)[i % 3], seed=i,
         stop=[(), ("toys",), ("shoes", "fish")][i % 3],
-        presence_penalty=0.5 * (i == 5), logprobs=2 if i == 2 else None, ignore_eos=i % 2 == 0, n=1 + (i == 1),
+        presence_penalty=2.0 * (i in (5, 6)), logprobs=2 if i == 2 else None, ignore_eos=i % 2 == 0, n=1 + (i == 1),
     )
     for i in range(8)
 ]  # fmt: skip
@@ -97,6 +99,55 @@ def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...
     executor.launch(blind)
     assert executor.wait().tokens[0] < NOT_FINITE and executor.wait().tokens[0] == want[0]
     first.sampling["mask"] = 0
+
+
+def test_a_penalty_counts_what_the_step_before_draws(plainly: CudaExecutor) -> None:
+    """Each row's own: where presence is a reward, it draws just that."""
+    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", device="cpu")
+    first = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
+    first.sampling["token"] = [1, 4]
+    a, b = executor.run(first).tokens.tolist()
+    second = step_of(
+        [([0], 2, [0]), ([0], 3, [1])], plain_rows(2), drawn=i32([[0, 0], [1, 1]]), history=i32([1, 0, 1, 7, 0]),
+        drawn_history=i32([[1, 0], [4, 1]]),
+    )  # fmt: skip
+    of = second.sampling
+    of["token"], of["history_start"], of["history_prompt"], of["history_output"] = [0, 1], [0, 2], [1, 2], 1
+    of["presence_penalty"] = -1000
+    executor.launch(first)
+    executor.launch(second)
+    assert executor.wait().tokens.tolist() == executor.wait().tokens.tolist() == [a, b] and a != b
+    assert second.history.tolist() == [1, 0, 1, 7, 0], "inputs stay as they are"
+
+
+def test_a_replay_may_write_over_what_the_one_before_gave(
+    plainly: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """As captures do that share memory: what a later step still wants of it was taken before."""
+    outputs: list[torch.Tensor] = []
+
+    def sharing(compute: Callable[[], torch.Tensor], *_: object) -> Callable[[], torch.Tensor]:
+        def replay() -> torch.Tensor:
+            found = compute()
+            for x in outputs:
+                x.fill_(7)
+            outputs[:] = [found]
+            return found
+
+        return replay
+
+    monkeypatch.setattr(executor_, "captured", sharing)
+    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", buckets=(2,), device="cpu")
+    first = step_of([([1], 0, [0]), ([403], 0, [1])], plain_rows(2))
+    first.sampling["token"] = [0, 1]
+    a, b = executor.run(first).tokens.tolist()
+    second = step_of(
+        [([0], 1, [0]), ([0], 1, [1])], first.sampling.copy(), drawn=i32([[0, 0], [1, 1]]), history=i32([0, 0]),
+        drawn_history=i32([[0, 0], [1, 1]]),
+    )  # fmt: skip
+    second.sampling["history_start"], second.sampling["history_output"] = [0, 1], 1
+    second.sampling["presence_penalty"] = -1000
+    assert executor.run(second).tokens.tolist() == [a, b] and 7 not in (a, b)
 
 
 def test_a_step_that_runs_out_of_memory_is_alone(plainly: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

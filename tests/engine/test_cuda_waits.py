@@ -101,9 +101,12 @@ def test_what_waits_is_seen(device: FakeCuda) -> None:
         x.copy_(device.pinned(host, x.device), non_blocking=True)
 
 
-def test_no_step_has_a_kernel_compiled_anew() -> None:
+@pytest.mark.parametrize("precision", [
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bf16", "w4a16")), "fp8a16",
+])  # fmt: skip
+def test_no_step_has_a_kernel_compiled_anew(precision: str) -> None:
     """Beside its constants: by how long a step is, or where its tables lie. A compilation stops everybody's tokens."""
-    command = [sys.executable, "-m", "tests.support.compilations"]
+    command = [sys.executable, "-m", "tests.support.compilations", "anew", precision]
     found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == []

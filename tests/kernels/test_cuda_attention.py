@@ -95,7 +95,7 @@ class Drawn:
     ("f32", torch.float32), ("f16", torch.float16), ("int8", torch.float32), ("int8", torch.bfloat16),
     ("int8", torch.float16), ("fp8", torch.float32), ("fp8", torch.bfloat16), ("fp8", torch.float16),
 ])  # fmt: skip
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 6))])
 def test_drawn_steps(kept: str, dtype: torch.dtype, seed: int) -> None:
     """Decode rows beside prompts, groups of 1 to 20, heads of any multiple of 8, contexts that end anywhere, values of
     very different magnitudes; on devices of 1 to 60 multiprocessors, so that blocks have one part or many. The
@@ -139,6 +139,24 @@ def test_a_buckets_work(group: int, multiprocessors: int) -> None:
         y = triton_kernels.attention(q, tables, drawn.pages, 0.2)
         drawn.check(y[: len(counts)], 0.2, torch.float32)
         assert y.isfinite().all(), "rows that fill it, too: what draws from them ends"
+
+
+def test_a_bucket_of_several_kinds() -> None:
+    """Each kind of attention finds its own work, whatever the others have."""
+    kinds = (1, 3), (5, 1)
+    bucket = Bucket(2, 999, 6, PAGE, CPU, 9, kinds)
+    for group, K in kinds:
+        drawn = Drawn.of(5, [(300, 1), (63, 1)], (group * K, K, 16, 24), "f16", torch.float16)
+        bucket.fill(drawn.step)
+        y = triton_kernels.attention(drawn.q, bucket.tables(group, K), drawn.pages, 0.2)
+        drawn.check(y, 0.2, torch.float16)
+
+
+@pytest.mark.parametrize("at", [30, 61, 62, 63, 64])
+def test_no_token_sees_the_next(at: int) -> None:
+    """A page goes without masks when a block's first token sees all of it, and not when it sees all but one key."""
+    drawn = Drawn.of(at, [(at, 40)], (2, 1, 16, 16), "f32", torch.float32)
+    drawn.check(triton_kernels.attention(drawn.q, drawn.tables(Processors(1)), drawn.pages, 0.3), 0.3, torch.float32)
 
 
 @pytest.mark.parametrize("n", [1, 40])

@@ -157,7 +157,9 @@ def test_a_graph_has_them_where_they_are_neighbours(precision: str, tmp_path: Pa
     np.testing.assert_allclose(found, apart, atol=2e-6 * np.abs(apart).max() if precision == "fp8a16" else 0.02)
 
 
-@pytest.mark.parametrize(("precision", "far"), [("fp8a16", 1e-3), ("w8a8", 1e-2)])
+@pytest.mark.parametrize(("precision", "far"), [
+    ("fp8a16", 1e-3), pytest.param("w8a8", 1e-2, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_a_model_through_the_interpreter(precision: str, far: float, tmp_path: Path) -> None:
     """All kernels of a step at once, over the executor's own tensors, beside plain PyTorch.
 

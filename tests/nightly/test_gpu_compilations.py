@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 def test_all_that_is_launched_compiles(precision: str) -> None:
     """Steps of buckets, mixed ones, and each tile that a start may time; and no more kernels than there are constants:
     each takes a GPU's first start some tenths of a second."""
-    command = [sys.executable, "-m", "tests.support.compilations", precision]
+    command = [sys.executable, "-m", "tests.support.compilations", "all", precision]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr[-2000:]
     found = Counter(json.loads(done.stdout))

@@ -1,7 +1,7 @@
 """What steps on a GPU that computes nothing have compiled, as JSON; in a process of its own that interprets no kernel.
 
-python -m tests.support.compilations            what drawn steps would have compiled anew after the first few
-python -m tests.support.compilations fp8        compiles whatever two layers of Llama-3.1-8B's shape launch
+python -m tests.support.compilations anew fp8a16   what drawn steps would have compiled after the first few
+python -m tests.support.compilations all fp8       compiles whatever two layers of Llama-3.1-8B's shape launch
 """
 
 import json
@@ -33,11 +33,10 @@ from tests.support.one_step import i32
 FIRST = [1], [2, 3], [70], [1] * 8
 
 
-def executors() -> Iterator[CudaExecutor]:
+def executor(precision: str) -> CudaExecutor:
+    kv = {"bf16": None, "w4a16": KvFormat.INT8, "fp8a16": KvFormat.FP8}[precision]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = random_checkpoint(Path(folder) / "llama", "llama", seed=5)
-        for precision, kv in (("bf16", None), ("w4a16", KvFormat.INT8), ("fp8a16", KvFormat.FP8)):
-            yield both(checkpoint, precision, kv=kv)[0]
+        return both(random_checkpoint(Path(folder) / "llama", "llama", seed=5), precision, kv=kv)[0]
 
 
 def drawn_steps(seed: int, n: int) -> Iterator[StepInputs]:
@@ -57,22 +56,21 @@ def launched(there: CudaExecutor, step: StepInputs) -> None:
     there._flights.clear()
 
 
-def found() -> list[tuple[str, str]]:
-    new: list[tuple[str, str]] = []
-    for plainly in executors():
-        with pytest.MonkeyPatch.context() as patched, on_fake_cuda(patched) as device:
-            there = executor_like(plainly, replace(LIMITS, n_pages=32), (1, 4))
-            device.warming = True
-            for lengths in FIRST:
-                step = dummy_step(lengths, 0, 2 * len(lengths), vocab=VOCAB)
-                for drawn in (None, i32([[0, 0]])):
-                    launched(there, replace(step, drawn=drawn))
-            known = set(device.specialised)
-            assert {name for name, _ in known} >= {"attend", "rotate_and_keep", "normalise", "gated"}
-            for step in drawn_steps(1, 30):
-                launched(there, step)
-            new += sorted(device.specialised - known)
-    return new
+def anew(precision: str) -> list[tuple[str, str]]:
+    """Kernels, and what is known of their arguments."""
+    plainly = executor(precision)
+    with pytest.MonkeyPatch.context() as patched, on_fake_cuda(patched) as device:
+        there = executor_like(plainly, replace(LIMITS, n_pages=32), (1, 4))
+        device.warming = True
+        for lengths in FIRST:
+            step = dummy_step(lengths, 0, 2 * len(lengths), vocab=VOCAB)
+            for drawn in (None, i32([[0, 0]])):
+                launched(there, replace(step, drawn=drawn))
+        known = set(device.specialised)
+        assert {name for name, _ in known} >= {"attend", "rotate_and_keep", "normalise", "gated"}
+        for step in drawn_steps(1, 30):
+            launched(there, step)
+        return sorted(device.specialised - known)
 
 
 def compiled(precision: str) -> list[str]:
@@ -102,4 +100,5 @@ def compiled(precision: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(compiled(sys.argv[1]) if sys.argv[1:] else found()))
+    _, what, of = sys.argv
+    sys.stdout.write(json.dumps({"anew": anew, "all": compiled}[what](of)))

@@ -78,8 +78,10 @@ class CudaExecutor(Walk, Executor):
         assert len(self._flights) < self.depth, "too many steps at a time"
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
-            if way is None:  # so had the step before that drew a penalty's last token: it is in no replay's memory
-                found = sample(self.logits(step), step, self._kernels.draw, self._drawn)
+            if way is None:
+                # A replay may write over what the one before drew, and penalties count it behind this one.
+                before = None if step.drawn_history is None or self._drawn is None else self._drawn.clone()
+                found = sample(self.logits(step), step, self._kernels.draw, before)
             else:
                 self._copy_pages(step)
                 tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)

@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU, in Triton: keys and values are rotated and written, then attended to in parts.
+"""Attention over pages on a GPU, in Triton: keys are rotated, they and values written, then attended to in parts.
 
 Pages of one layer lie as (P, K, PAGE, D), so that a tile of keys is a page: one look-up, one contiguous read. A
 program has up to BLOCK_M rows (tokens of one sequence x the query heads that share a KV head) and their pages, or a
@@ -23,11 +23,9 @@ from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, ove
 
 KEEP_WARPS = 1  # of a program of `rotate_and_keep`: a head has few elements, and 32 such programs fit on a processor
 LOG2E = tl.constexpr(1.4426950408889634)
-# A step's tables lie one behind the other, at whatever place: compiled once for all of them, not for each that is met.
-TABLES = "positions", "slots", "blocks", "starts", "tables", "table_starts"
 
 
-@triton.jit(do_not_specialize_on_alignment=TABLES)
+@triton.jit
 def rotate_and_keep(
     q, k, v, positions, table, slots, rotated, keys, values, key_scales, value_scales, q_row, k_row, v_row,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, ROTATES: tl.constexpr,
@@ -93,7 +91,7 @@ def _scale(most, dtype: tl.constexpr):
     return tl.where(is_nothing, 0.0, scale), tl.where(is_nothing, 0.0, inverse)
 
 
-@triton.jit(do_not_specialize_on_alignment=TABLES)
+@triton.jit
 def attend(
     q, keys, values, key_scales, value_scales, y, found_in, sums_in, work, tables, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -84,8 +84,8 @@ class StepTables:
     """All i32 on the device; T tokens, S sequences.
 
     positions, slots (T,): a slot is a page's number times its tokens, and the place in it
-    starts, table_starts (S + 1,) | tables: the sequences' pages, one after the other
-    work: each token's is in one of these
+    starts, table_starts (S + 1,): for plain PyTorch alone | tables: the sequences' pages, one after the other
+    work: for kernels, each token's in one of these
     """
 
     positions: Tensor
