@@ -1,8 +1,11 @@
 """Decode steps in buckets: what a GPU captures once and replays, here by calls, over inputs at fixed places."""
 
 import random
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.engine.cuda.buckets import Bucket, bucket_of, usual_buckets
+from millrace.engine.cuda.buckets import Bucket, Graphs, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.executor import StepInputs, plain_rows
@@ -123,3 +126,81 @@ def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
         outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
         found.append([o.outputs[0].token_ids for o in outputs])
     assert found[0] == found[1] and set(bucketed._inputs) >= {1, 2, 4}
+
+
+@dataclass(eq=False)
+class Stream:
+    """waited: for which others, in turn"""
+
+    waited: list["Stream"] = field(default_factory=list)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited.append(other)
+
+
+class Captures:
+    """torch.cuda as far as captures need it. As PyTorch's, one that cannot end (CUDAGraph::capture_end raises) leaves
+    its stream the current one, and its memory taken (CUDACachingAllocator::beginAllocateToPool raises)."""
+
+    def __init__(self) -> None:
+        self.current = self.usual = Stream()
+        self.taken, self.handles, self.ends = set[int](), 0, True
+        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        self.Stream = lambda device: Stream()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    def graph_pool_handle(self) -> int:
+        self.handles += 1
+        return self.handles
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        if pool in self.taken:
+            raise RuntimeError("already recording")
+        self.taken.add(pool)
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            if not self.ends:
+                raise RuntimeError("the capture was invalidated")
+            self.taken.remove(pool)
+            self.current = before
+
+
+@pytest.mark.parametrize(("fails", "why"), [
+    ("before", "the first run"), ("within", "out of memory"), ("end", "invalidated"),
+])  # fmt: skip
+def test_a_capture_that_fails_leaves_nothing(fails: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs next waits for what has begun, on the stream as before, and the same can be captured later."""
+    cuda = Captures()
+    for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    graphs, runs, own = Graphs(torch.device("cuda:0")), list[Stream](), torch.zeros(2)
+
+    def compute() -> torch.Tensor:
+        runs.append(cuda.current)
+        if fails == "before":
+            raise RuntimeError("the first run")
+        if fails == "within" and len(runs) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return own
+
+    cuda.ends = fails != "end"
+    with pytest.raises(RuntimeError, match=why):
+        graphs.captured(compute)
+    side = runs[0]
+    assert cuda.current is cuda.usual is not side and cuda.usual.waited == [side] and side.waited == [cuda.usual]
+    fails, cuda.ends = "", True
+    assert graphs.captured(compute)() is own and set(runs) == {side}
+    assert cuda.handles == (2 if why == "invalidated" else 1), "memory that can be shared is shared"

@@ -80,6 +80,7 @@ def test_a_capture_copies_nothing(
         there.warm()
     device.warming = False
     assert set(there._replays) == {(n, way) for n in (1, 4) for way in Way} and device.captures == 4
+    assert device.streams == 1, "libraries keep a workspace for each stream that they meet"
     device.launched.clear()
     device.called.clear()
     launched(there, dummy_step([1, 1, 1], 5, 3, vocab=VOCAB))
@@ -97,7 +98,10 @@ def test_what_waits_is_seen(device: FakeCuda) -> None:
     for wrong, why in waits:
         with pytest.raises(AssertionError, match=why):
             wrong()
-    with device.graph(None, None), pytest.raises(AssertionError, match="within a capture"):
+    with (
+        device.graph(None, None, device.stream(DEVICE), "thread_local"),
+        pytest.raises(AssertionError, match="within a capture"),
+    ):
         x.copy_(device.pinned(host, x.device), non_blocking=True)
 
 

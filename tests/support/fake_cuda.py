@@ -54,6 +54,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         self.specialised, self.compiles = set[tuple[str, str]](), False
         self.kernels = set[Any]()
         self.captures, self.capturing, self.warming = 0, False, False
+        self.streams = 0  # that were asked for
         self._pinned = dict[int, Tensor]()  # by `id`, and held: tensors compare element by element
 
     def __torch_dispatch__(
@@ -121,9 +122,18 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
             if self.compiles:
                 _RUN(kernel, *pointers, grid=grid, warmup=True, **given)
 
+    def stream(self, device: object) -> SimpleNamespace:
+        """In place of `torch.cuda.Stream`."""
+        self.streams += 1
+        return SimpleNamespace(wait_stream=lambda other: None)
+
     @contextmanager
-    def graph(self, graph: object, pool: object) -> Iterator[None]:
+    def graph(
+        self, graph: object, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:  # fmt: skip
         """In place of `torch.cuda.graph`."""
+        assert capture_error_mode == "thread_local", "another thread's first kernel would end it"
+        assert stream is not None, "PyTorch's own is of the device that met the first capture"
         assert not self.capturing
         self.capturing, self.captures = True, self.captures + 1
         yield
@@ -174,7 +184,7 @@ def on_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     instead: dict[str, Any] = {
         "init": lambda: None, "get_device_properties": lambda of: told, "graph_pool_handle": lambda: (0, 1),
-        "device": lambda of: nullcontext(), "Event": lambda: event, "Stream": lambda of: stream,
+        "device": lambda of: nullcontext(), "Event": lambda: event, "Stream": device.stream,
         "current_stream": lambda of: stream, "stream": lambda of: nullcontext(), "graph": device.graph,
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: device.launched.append("replay")),
     }  # fmt: skip
