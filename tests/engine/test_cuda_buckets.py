@@ -181,12 +181,18 @@ class Captures:
 @pytest.mark.parametrize(("fails", "why"), [
     ("before", "the first run"), ("within", "out of memory"), ("end", "invalidated"),
 ])  # fmt: skip
-def test_a_capture_that_fails_leaves_nothing(fails: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_capture_that_fails_leaves_nothing(
+    fails: str, why: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """What runs next waits for what has begun, on the stream as before, and the same can be captured later."""
     cuda = Captures()
     for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     graphs, runs, own = Graphs(torch.device("cuda:0")), list[Stream](), torch.zeros(2)
+    for _ in range(others):
+        graphs.captured(lambda: own)
+    cuda.usual.waited.clear()
 
     def compute() -> torch.Tensor:
         runs.append(cuda.current)
@@ -196,11 +202,12 @@ def test_a_capture_that_fails_leaves_nothing(fails: str, why: str, monkeypatch: 
             raise torch.OutOfMemoryError("out of memory")
         return own
 
-    cuda.ends = fails != "end"
+    cuda.ends, fails_late = fails != "end", fails != "before"
     with pytest.raises(RuntimeError, match=why):
         graphs.captured(compute)
     side = runs[0]
-    assert cuda.current is cuda.usual is not side and cuda.usual.waited == [side] and side.waited == [cuda.usual]
+    assert cuda.current is cuda.usual is not side and cuda.usual.waited == [side]
+    assert side.waited[-1] is cuda.usual
     fails, cuda.ends = "", True
     assert graphs.captured(compute)() is own and set(runs) == {side}
-    assert cuda.handles == (2 if why == "invalidated" else 1), "memory that can be shared is shared"
+    assert cuda.handles == 1 + (fails_late and (why == "invalidated" or not others)), "what can be shared is shared"

@@ -142,7 +142,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory, self._captured = torch.cuda.graph_pool_handle(), 0
 
     def captured(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """raises RuntimeError where it cannot be: nothing is left of it, and others can"""
@@ -163,11 +163,12 @@ class Graphs:
                 graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
             ):  # fmt: skip
                 output = compute()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            # Of no use to others: what no graph is left of, and what a capture that cannot end still takes memory from.
+            if not self._captured or not isinstance(error, torch.OutOfMemoryError):
+                self._memory = torch.cuda.graph_pool_handle()
             raise
-        except RuntimeError:  # to PyTorch a capture that cannot end still takes memory from there: no other one may
-            self._memory = torch.cuda.graph_pool_handle()
-            raise
+        self._captured += 1
 
         def replay() -> Tensor:
             graph.replay()
