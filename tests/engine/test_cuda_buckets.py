@@ -1,7 +1,10 @@
 """Decode steps in buckets: what a GPU captures once and replays, here by calls, over inputs at fixed places."""
 
 import random
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,10 +146,20 @@ class Captures:
     its stream the current one, and its memory taken (CUDACachingAllocator::beginAllocateToPool raises)."""
 
     def __init__(self) -> None:
-        self.current = self.usual = Stream()
-        self.taken, self.handles, self.ends = set[int](), 0, True
+        self.threads = threading.local()
+        self.usual = Stream()
+        self.taken, self.handles, self.ends, self.capturing = set[int](), 0, True, False
         self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
         self.Stream = lambda device: Stream()
+
+    @property
+    def current(self) -> Stream:
+        found: Stream = getattr(self.threads, "current", self.usual)
+        return found
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self.threads.current = stream
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
@@ -165,17 +178,42 @@ class Captures:
 
     @contextmanager
     def graph(self, graph: object, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        if pool in self.taken:
+        if pool in self.taken or self.capturing:
             raise RuntimeError("already recording")
         self.taken.add(pool)
-        before, self.current = self.current, stream
+        before, self.current, self.capturing = self.current, stream, True
         try:
             yield
         finally:
+            self.capturing = False
             if not self.ends:
                 raise RuntimeError("the capture was invalidated")
             self.taken.remove(pool)
             self.current = before
+
+
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    cuda = Captures()
+    for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
+def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models that are loaded at a time."""
+    cuda, own, started = captures(monkeypatch), torch.zeros(1), threading.Barrier(2, timeout=10)
+
+    def compute() -> torch.Tensor:
+        time.sleep(0.01 if cuda.capturing else 0)
+        return own
+
+    def some(graphs: Graphs) -> list[torch.Tensor]:
+        started.wait()
+        return [graphs.captured(compute)() for _ in range(5)]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [f.result() for f in [pool.submit(some, Graphs(torch.device("cuda:0"))) for _ in range(2)]]
+    assert found == [[own] * 5] * 2
 
 
 @pytest.mark.parametrize(("fails", "why"), [
@@ -186,9 +224,7 @@ def test_a_capture_that_fails_leaves_nothing(
     fails: str, why: str, others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """What runs next waits for what has begun, on the stream as before, and the same can be captured later."""
-    cuda = Captures()
-    for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    cuda = captures(monkeypatch)
     graphs, runs, own = Graphs(torch.device("cuda:0")), list[Stream](), torch.zeros(2)
     for _ in range(others):
         graphs.captured(lambda: own)

@@ -4,6 +4,7 @@ A step of S sequences, one token each, goes into the least bucket that has room.
 position 0 of a page that no sequence has: they write and read there, and nobody reads what they give.
 """
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables, Work
 
 Tables = Callable[[int, int], StepTables]  # of query heads for each KV head, and of KV heads
+_CAPTURE = threading.Lock()  # of a process, one at a time: each begins by waiting for its device, which no other bears
 
 
 def usual_buckets(most: int) -> tuple[int, ...]:
@@ -151,7 +153,8 @@ class Graphs:
         try:
             with torch.cuda.stream(self._stream):  # a capture that fails at its end leaves its stream the current one
                 compute()  # kernels are compiled, libraries ready
-                return self._graph(compute)
+                with _CAPTURE:
+                    return self._graph(compute)
         finally:  # what has begun there may still read inputs that are filled next
             before.wait_stream(self._stream)
 
