@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
+from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
 from tests.support.checkpoints import random_checkpoint
@@ -75,11 +75,18 @@ def test_a_capture_copies_nothing(
     """From the host, that is; a replay then is one launch, behind the copies of what the host has for it."""
     there = executor_like(plainly, LIMITS, (1, 4))
     device.warming = True
+    lengths = list[int]()
+
+    def run(step: StepInputs) -> None:
+        lengths.append(len(step.tokens))
+        launched(there, step)
+
     with monkeypatch.context() as patched:
-        patched.setattr(there, "run", partial(launched, there))
+        patched.setattr(there, "run", run)
         there.warm()
     device.warming = False
     assert set(there._replays) == {(n, way) for n in (1, 4) for way in Way} and device.captures == 4
+    assert lengths == [4, 4, 1, 1, LIMITS.max_step_tokens], "what a step leaves to the next one a capture gives back"
     assert device.streams == 1, "libraries keep a workspace for each stream that they meet"
     device.launched.clear()
     device.called.clear()

@@ -66,12 +66,13 @@ class CudaExecutor(Walk, Executor):
         longest = min(limits.max_step_tokens, limits.context_tokens)
         each = -(-longest // limits.page_tokens)
         n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, limits.n_pages // each))
-        steps = [dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)]
+        steps = []
         for m in self._buckets[::-1]:  # the largest has room for what others compute
             if m <= limits.n_pages:
                 steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
                 steps[-1].sampling["temperature"] = 1
-        for step in steps:
+        # Last: a capture gives all memory back to the device that PyTorch holds and nobody uses.
+        for step in (*steps, dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)):
             self.run(step)
 
     def launch(self, step: StepInputs) -> None:
