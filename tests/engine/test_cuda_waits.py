@@ -69,6 +69,16 @@ def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None
     assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._fp8_rows)
 
 
+def test_a_prompts_first_part_draws_nothing(plainly: CudaExecutor, device: FakeCuda) -> None:
+    """No row goes through the head, and no kernel behind it is launched; the next step has its tokens all the same."""
+    there = executor_like(plainly, LIMITS, ())
+    step = dummy_step([70], 0, 2, vocab=VOCAB)
+    device.warming = True
+    launched(there, replace(step, sampling=step.sampling[:0]))
+    assert device.launched.count("attend") == 2 and "best_rows" not in device.launched
+    assert there._drawn is not None and there._drawn.shape == (0,)
+
+
 def test_a_capture_copies_nothing(
     plainly: CudaExecutor, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
