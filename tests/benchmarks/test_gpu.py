@@ -1,6 +1,7 @@
 """The script for a GPU goes through all of its rows without one, and does each once."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import bench as bench_
+from benchmarks.gpu import checks
 from benchmarks.gpu import rows as rows_
 from benchmarks.gpu.bench import MODEL_S, Bench, Row
 from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of, weight_of
@@ -18,8 +20,10 @@ from benchmarks.gpu.profile import Kernel, table
 from benchmarks.gpu.roofline import Rates
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import commit
+from millrace.engine.cuda import executor
 from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.random_weights import random_loaded
+from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from tests.support.shared import shared
 
@@ -73,6 +77,19 @@ def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert "6 of 30,000 requests" in printed and "tokens_per_s" not in printed, "a dry run has no figures"
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])
     assert capsys.readouterr().out == "all rows are done\n" and len(list(tmp_path.glob("gpu-*.json"))) == len(ROWS)
+
+
+def test_what_kernels_are_held_against_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain attention asks the device for the sequences' lengths, which ends a capture."""
+    captured = list[object]()
+
+    def seen(compute: Callable[[], torch.Tensor], graphs: object) -> Callable[[], torch.Tensor]:
+        captured.append(compute)
+        return compute
+
+    monkeypatch.setattr(executor, "captured", seen)
+    found = checks._apart("tiny", "fp8", KvFormat.FP8, "cpu", [3, 40, 1, 70])
+    assert found["ok"] and len(captured) == 1, "the kernels' decode step"
 
 
 def test_no_row_is_begun_that_would_not_be_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,14 @@
 """Decode steps in buckets: what a GPU captures once and replays, here by calls, over inputs at fixed places."""
 
 import random
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +18,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
-from millrace.engine.cuda.buckets import Bucket, bucket_of, usual_buckets
+from millrace.engine.cuda.buckets import Bucket, Graphs, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way, way_of
 from millrace.engine.executor import StepInputs, plain_rows
@@ -159,3 +165,121 @@ def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
         outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
         found.append([o.outputs[0].token_ids for o in outputs])
     assert found[0] == found[1] and set(bucketed._inputs) >= {1, 2, 4}
+
+
+@dataclass(eq=False)
+class Stream:
+    """waited: for which others, in turn"""
+
+    waited: list["Stream"] = field(default_factory=list)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited.append(other)
+
+
+class Captures:
+    """torch.cuda as far as captures need it. As PyTorch's, one that cannot end (CUDAGraph::capture_end raises) leaves
+    its stream the current one, and its memory taken (CUDACachingAllocator::beginAllocateToPool raises)."""
+
+    def __init__(self) -> None:
+        self.threads = threading.local()
+        self.usual = Stream()
+        self.taken, self.handles, self.ends, self.capturing = set[int](), 0, True, False
+        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        self.Stream = lambda device: Stream()
+
+    @property
+    def current(self) -> Stream:
+        found: Stream = getattr(self.threads, "current", self.usual)
+        return found
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self.threads.current = stream
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    def graph_pool_handle(self) -> int:
+        self.handles += 1
+        return self.handles
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        if pool in self.taken or self.capturing:
+            raise RuntimeError("already recording")
+        self.taken.add(pool)
+        before, self.current, self.capturing = self.current, stream, True
+        try:
+            yield
+        finally:
+            self.capturing = False
+            if not self.ends:
+                raise RuntimeError("the capture was invalidated")
+            self.taken.remove(pool)
+            self.current = before
+
+
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    cuda = Captures()
+    for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
+def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models that are loaded at a time."""
+    cuda, own, started = captures(monkeypatch), torch.zeros(1), threading.Barrier(2, timeout=10)
+
+    def compute() -> torch.Tensor:
+        time.sleep(0.01 if cuda.capturing else 0)
+        return own
+
+    def some(graphs: Graphs) -> list[torch.Tensor]:
+        started.wait()
+        return [graphs.captured(compute)() for _ in range(5)]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [f.result() for f in [pool.submit(some, Graphs(torch.device("cuda:0"))) for _ in range(2)]]
+    assert found == [[own] * 5] * 2
+
+
+@pytest.mark.parametrize(("fails", "why"), [
+    ("before", "the first run"), ("within", "out of memory"), ("end", "invalidated"),
+])  # fmt: skip
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_capture_that_fails_leaves_nothing(
+    fails: str, why: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What runs next waits for what has begun, on the stream as before, and the same can be captured later."""
+    cuda = captures(monkeypatch)
+    graphs, runs, own = Graphs(torch.device("cuda:0")), list[Stream](), torch.zeros(2)
+    for _ in range(others):
+        graphs.captured(lambda: own)
+    cuda.usual.waited.clear()
+
+    def compute() -> torch.Tensor:
+        runs.append(cuda.current)
+        if fails == "before":
+            raise RuntimeError("the first run")
+        if fails == "within" and len(runs) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return own
+
+    cuda.ends, fails_late = fails != "end", fails != "before"
+    with pytest.raises(RuntimeError, match=why):
+        graphs.captured(compute)
+    side = runs[0]
+    assert cuda.current is cuda.usual is not side and cuda.usual.waited == [side]
+    assert side.waited[-1] is cuda.usual
+    fails, cuda.ends = "", True
+    assert graphs.captured(compute)() is own and set(runs) == {side}
+    assert cuda.handles == 1 + (fails_late and (why == "invalidated" or not others)), "what can be shared is shared"

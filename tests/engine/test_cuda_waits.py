@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
+from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
 from tests.support.checkpoints import random_checkpoint
@@ -69,17 +69,35 @@ def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None
     assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._fp8_rows)
 
 
+def test_a_prompts_first_part_draws_nothing(plainly: CudaExecutor, device: FakeCuda) -> None:
+    """No row goes through the head, and no kernel behind it is launched; the next step has its tokens all the same."""
+    there = executor_like(plainly, LIMITS, ())
+    step = dummy_step([70], 0, 2, vocab=VOCAB)
+    device.warming = True
+    launched(there, replace(step, sampling=step.sampling[:0]))
+    assert device.launched.count("attend") == 2 and "best_rows" not in device.launched
+    assert there._drawn is not None and there._drawn.shape == (0,)
+
+
 def test_a_capture_copies_nothing(
     plainly: CudaExecutor, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """From the host, that is; a replay then is one launch, behind the copies of what the host has for it."""
     there = executor_like(plainly, LIMITS, (1, 4))
     device.warming = True
+    lengths = list[int]()
+
+    def run(step: StepInputs) -> None:
+        lengths.append(len(step.tokens))
+        launched(there, step)
+
     with monkeypatch.context() as patched:
-        patched.setattr(there, "run", partial(launched, there))
+        patched.setattr(there, "run", run)
         there.warm()
     device.warming = False
     assert set(there._replays) == {(n, way) for n in (1, 4) for way in Way} and device.captures == 4
+    assert lengths == [4, 4, 1, 1, LIMITS.max_step_tokens], "what a step leaves to the next one a capture gives back"
+    assert device.streams == 1, "libraries keep a workspace for each stream that they meet"
     device.launched.clear()
     device.called.clear()
     launched(there, dummy_step([1, 1, 1], 5, 3, vocab=VOCAB))
@@ -97,7 +115,10 @@ def test_what_waits_is_seen(device: FakeCuda) -> None:
     for wrong, why in waits:
         with pytest.raises(AssertionError, match=why):
             wrong()
-    with device.graph(None, None), pytest.raises(AssertionError, match="within a capture"):
+    with (
+        device.graph(None, None, device.stream(DEVICE), "thread_local"),
+        pytest.raises(AssertionError, match="within a capture"),
+    ):
         x.copy_(device.pinned(host, x.device), non_blocking=True)
 
 

@@ -54,6 +54,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         self.specialised, self.compiles = set[tuple[str, str]](), False
         self.kernels = set[Any]()
         self.captures, self.capturing, self.warming = 0, False, False
+        self.streams = 0  # that were asked for
         self._pinned = dict[int, Tensor]()  # by `id`, and held: tensors compare element by element
 
     def __torch_dispatch__(
@@ -111,8 +112,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         for x in (*args, *given.values()):
             assert not isinstance(x, Tensor) or x.device == DEVICE, f"{name} is given a tensor of {x.device}"
         assert "enable_fp_fusion" in given, f"{name} leaves open how it rounds: Triton's default is about to change"
-        assert all(type(n) is int and n > 0 for n in grid) and max(grid[1:], default=1) <= MOST_PROGRAMS, (name, grid)
-        self.launched.append(name)
+        assert all(type(n) is int and n >= 0 for n in grid) and max(grid[1:], default=1) <= MOST_PROGRAMS, (name, grid)
+        if all(grid):  # Triton launches nothing of no programs (its driver.c, as of 3.6 and 3.9)
+            self.launched.append(name)
         if isinstance(kernel, JITFunction):
             pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
             driver.set_active(_Driver())
@@ -121,9 +123,18 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
             if self.compiles:
                 _RUN(kernel, *pointers, grid=grid, warmup=True, **given)
 
+    def stream(self, device: object) -> SimpleNamespace:
+        """In place of `torch.cuda.Stream`."""
+        self.streams += 1
+        return SimpleNamespace(wait_stream=lambda other: None)
+
     @contextmanager
-    def graph(self, graph: object, pool: object) -> Iterator[None]:
+    def graph(
+        self, graph: object, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:  # fmt: skip
         """In place of `torch.cuda.graph`."""
+        assert capture_error_mode == "thread_local", "another thread's first kernel would end it"
+        assert stream is not None, "PyTorch's own is of the device that met the first capture"
         assert not self.capturing
         self.capturing, self.captures = True, self.captures + 1
         yield
@@ -174,7 +185,7 @@ def on_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     instead: dict[str, Any] = {
         "init": lambda: None, "get_device_properties": lambda of: told, "graph_pool_handle": lambda: (0, 1),
-        "device": lambda of: nullcontext(), "Event": lambda: event, "Stream": lambda of: stream,
+        "device": lambda of: nullcontext(), "Event": lambda: event, "Stream": device.stream,
         "current_stream": lambda of: stream, "stream": lambda of: nullcontext(), "graph": device.graph,
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: device.launched.append("replay")),
     }  # fmt: skip

@@ -4,10 +4,10 @@ A step of S sequences, one token each, goes into the least bucket that has room.
 position 0 of a page that no sequence has: they write and read there, and nobody reads what they give.
 """
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables, Work
 
 Tables = Callable[[int, int], StepTables]  # of query heads for each KV head, and of KV heads
+_CAPTURE = threading.Lock()  # of a process, one at a time: each begins by waiting for its device, which no other bears
 
 
 def usual_buckets(most: int) -> tuple[int, ...]:
@@ -134,25 +135,54 @@ class Bucket:
         return [self._held[place] for place in self._places]
 
 
-def captured(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
+class Graphs:
+    """Where one executor's graphs are captured: on one stream, into memory that they share.
+
+    Kernels run once on that very stream before they are captured: cuBLAS has a workspace for each stream that it meets,
+    on Hopper of 32 MiB, which it keeps, and PyTorch as many streams as one asks for, up to 32.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._memory, self._captured = torch.cuda.graph_pool_handle(), 0
+
+    def captured(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """raises RuntimeError where it cannot be: nothing is left of it, and others can"""
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):  # a capture that fails at its end leaves its stream the current one
+                compute()  # kernels are compiled, libraries ready
+                with _CAPTURE:
+                    return self._graph(compute)
+        finally:  # what has begun there may still read inputs that are filled next
+            before.wait_stream(self._stream)
+
+    def _graph(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Other threads, such as one that loads another model, may do meanwhile what a capture must not."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+            ):  # fmt: skip
+                output = compute()
+        except RuntimeError as error:
+            # Of no use to others: what no graph is left of, and what a capture that cannot end still takes memory from.
+            if not self._captured or not isinstance(error, torch.OutOfMemoryError):
+                self._memory = torch.cuda.graph_pool_handle()
+            raise
+        self._captured += 1
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def captured(compute: Callable[[], Tensor], graphs: Graphs | None) -> Callable[[], Tensor]:
     """What computes it again, from inputs where they were and into the same output: a CUDA graph, on a GPU.
 
-    There it runs once before, so that kernels are compiled and libraries ready; on a CPU it is called as it is
-    pool: memory (`torch.cuda.graph_pool_handle`) that it shares with other captures: each may write over their outputs
+    There each may write over what another one gave. graphs: None on a CPU, where it is called as it is
     """
-    if device.type == "cpu":
-        return compute
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        compute()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = compute()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
+    return compute if graphs is None else graphs.captured(compute)

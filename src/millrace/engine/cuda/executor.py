@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.buckets import Bucket, Tables, bucket_of, captured
+from millrace.engine.cuda.buckets import Bucket, Graphs, Tables, bucket_of, captured
 from millrace.engine.cuda.gpu import CODES, check_runs
 from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.memory import ATTENTION, head_bytes, kinds_of
@@ -51,7 +51,7 @@ class CudaExecutor(Walk, Executor):
         self._processors = Processors() if on_cpu else _processors(self.device, head_bytes(graph, self.dtype.itemsize))
         self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._tables: Tables
-        self._graph_memory = None if on_cpu else torch.cuda.graph_pool_handle()
+        self._graphs = None if on_cpu else Graphs(self.device)
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
         self._replays = dict[tuple[int, Way | None], Callable[[], Tensor]]()
         self._flights: deque[OnItsWay] = deque()
@@ -66,12 +66,13 @@ class CudaExecutor(Walk, Executor):
         longest = min(limits.max_step_tokens, limits.context_tokens)
         each = -(-longest // limits.page_tokens)
         n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, limits.n_pages // each))
-        steps = [dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)]
+        steps = []
         for m in self._buckets[::-1]:  # the largest has room for what others compute
             if m <= limits.n_pages:
                 steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
                 steps[-1].sampling["temperature"] = 1
-        for step in steps:
+        # Last: a capture gives all memory back to the device that PyTorch holds and nobody uses.
+        for step in (*steps, dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)):
             self.run(step)
 
     def launch(self, step: StepInputs) -> None:
@@ -147,7 +148,7 @@ class CudaExecutor(Walk, Executor):
         self._put_drawn(bucket.inputs()["tokens"], step)
         if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
-            self._replays[size, way] = captured(compute, self.device, self._graph_memory)
+            self._replays[size, way] = captured(compute, self._graphs)
         return self._replays[size, way]()[: len(step.sampling)]
 
     def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:

@@ -48,7 +48,8 @@ class LayerPages:
         if not self.coded:
             return self.keys[pages], self.values[pages]
         kept = (self.keys, self.key_scales), (self.values, self.value_scales)
-        keys, values = (x[pages].float() * scales[pages][..., None] for x, scales in kept)
+        codes = (x.view(torch.int8)[pages].view(x.dtype) for x, _ in kept)  # not every PyTorch looks E4M3 up
+        keys, values = (x.float() * scales[pages][..., None] for x, (_, scales) in zip(codes, kept, strict=True))
         return keys, values
 
     def copy(self, source: int, target: int) -> None:
