@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import page_rows
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import bench as bench_
 from benchmarks.gpu import checks
@@ -37,7 +38,9 @@ def told(folder: Path) -> dict[str, dict[str, Any]]:
     return {f["row"]: f for f in found}
 
 
-def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_goes_through_all_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = str(shared("models/stories260K"))
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])
     found = told(tmp_path)
@@ -58,6 +61,9 @@ def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert all(s["ms"] > 0 and s["busy_ms"] > 0 and s["kernels"][0]["us"] > 0 for s in profiled)
     assert found["user-fp8"]["made"]["captures"] == 6 and found["user-fp8"]["made"]["memory"]["planned"] > 0
+    monkeypatch.setattr(page_rows, "of_kind", lambda kind: [("", {"date": "", **f}) for f in found.values()])
+    page = {row[0].rpartition(": ")[2]: row[1] for row in page_rows._gpu()}
+    assert page.keys() == found.keys() and "decode, 1 sequences: " in page["profile-fp8"]
     printed = capsys.readouterr().out
     assert "6 of 30,000 requests" in printed and "tokens_per_s" not in printed, "a dry run has no figures"
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])
