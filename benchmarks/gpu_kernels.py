@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_kernels
 
-Compiles each for the shapes of Llama-3.1-8B in bfloat16, for the architectures of an A100, an L4 and an H200: registers
-of a thread, shared memory of a program, and bytes that registers spill. Writes results/gpu-kernels-TIME-COMMIT.json.
+Compiles each for the shapes of Llama-3.1-8B in bfloat16, attention of whole texts for encoders', for the architectures
+of an A100, an L4 and an H200: registers of a thread, shared memory of a program, and bytes that registers spill.
+Writes results/gpu-kernels-TIME-COMMIT.json.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from triton.compiler import ASTSource
 from benchmarks.record import provenance, write_result
 from millrace.engine.cuda.work import FEW_ROWS, MOST_PARTS, SOME_ROWS
 from millrace.engine.cuda.work import MANY_ROWS as PROMPT_ROWS
+from millrace.kernels.attention import texts_cuda
 from millrace.kernels.attention.cuda import KEEP_WARPS, attend, compiled_for, merge, rotate_and_keep
+from millrace.kernels.attention.texts_cuda import attend_texts
 from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
@@ -40,6 +43,7 @@ _TILE = {"DEEP": 128, "WIDTH": 128}
 _WIDE = {"D": 256, "DV": 256, "DEEP": 256, "WIDTH": 256}
 _TYPES = {
     "positions": "*i32", "slots": "*i32", "tables": "*i32", "work": "*i32", "merges": "*i32",
+    "blocks": "*i32", "starts": "*i32",
     "found_in": "*fp32", "sums_in": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32",
     "q_row": "i32", "k_row": "i32", "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16",
     "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32",
@@ -84,6 +88,24 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     ),
     (attend, "decode, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": FEW_ROWS}),
     (attend, "prompts, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": SOME_ROWS}),
+    *(
+        (
+            attend_texts,
+            f"{rows} rows, {heads} heads of {size}",
+            {
+                "H": heads,
+                "K": heads,
+                "D": size,
+                "DV": size,
+                "DEEP": size,
+                "WIDTH": size,
+                "BLOCK_M": rows,
+                "BLOCK_N": texts_cuda.BLOCK_N,
+            },
+        )
+        for heads, size in ((12, 64), (12, 32))
+        for rows in (FEW_ROWS, SOME_ROWS)
+    ),
     (merge, "", {**_HEADS, "PARTS": MOST_PARTS, "WIDTH": 128}),
     (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": 0}),
     *(
@@ -136,6 +158,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if kernel is attend:
         element = 1 if "pages of" in about else 2
         options |= compiled_for(constants["BLOCK_M"], constants["D"], element, arch >= 90)
+    if kernel is attend_texts:
+        options["num_warps"] = texts_cuda.warps(constants["BLOCK_M"])
     if kernel is rotate_and_keep:
         options["num_warps"] = KEEP_WARPS
     if "WARPS" in constants:

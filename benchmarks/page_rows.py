@@ -177,15 +177,22 @@ def _hadamard() -> Iterator[list[str]]:
 
 def _gpu() -> Iterator[list[str]]:
     """Rows of a GPU's script; how many requests they count stands with them."""
+    units = (("tokens_per_s", "tokens/s"), ("ttft_ms", "ms"), ("ready_s", "s from its start until it is ready"))
     for _, r in of_kind("gpu"):
-        figures = [f"{r[k]:,.1f} {unit}" for k, unit in (("tokens_per_s", "tokens/s"), ("ttft_ms", "ms")) if k in r]
+        figures = [f"{r[k]:,.1f} {unit}" for k, unit in units if k in r]
+        if r["row"].startswith("profile"):
+            figures += [f"{step['what']}: {step['ms']:,.2f} ms" for step in r.get("steps", ())]
         if "share_of_roofline" in r:
             figures.append(f"{r['share_of_roofline']:.0%} of what the device reads and multiplies")
         if "requests" in r:
             figures.append(f"{r['requests']:,} of {r['requests_of_the_table']:,} requests")
         if "ok" in r:
             figures.append("agrees" if r["ok"] else "does not agree")
-        yield [f"{r['shape']} on {r['device']['name']}: {r['row']}", ", ".join(figures or [r["refused"]]), label(r)]
+        yield [
+            f"{r['shape']} on {r['device']['name']}: {r['row']}",
+            ", ".join(figures or [r.get("refused", "")]),
+            label(r),
+        ]
 
 
 def _gpu_kernels() -> Iterator[list[str]]:

@@ -7,9 +7,13 @@
 A row is one result file, written when it is done; rows that this commit has a file of are not run again, and none is
 begun that would not be through within --minutes of the process's start: so the same command, again and again, does all
 of it, in some 15 minutes together. What tells most comes first, and what a run before has begun in vain comes last.
-Where the first row does not agree, nothing else is measured. A device that has failed ends the process (exit code 1):
-its context does not come back. Requests are a tenth to a quarter of the table's, as each file says; shares are of what
-this device was seen to reach in the same run. A start needs some 11 GB of the disk for a checkpoint.
+A row that fails is written with its whole traceback, and the next one runs. What does not agree in the first row is
+tried without overlapping kernels, then without graphs, and the rows behind go the way in which most agrees; a precision
+that does not agree even so is not measured. A device that has failed ends the process (exit code 1): its context does
+not come back; where that was the first row, the next run begins one way further.
+
+Requests are a tenth to a quarter of the table's, as each file says; shares are of what this device was seen to reach in
+the same run. A start needs some 11 GB of the disk for a checkpoint.
 """
 
 import argparse
@@ -17,47 +21,87 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton.errors import TritonError
 
-from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.bench import WAYS, Bench, Row, Way
 from benchmarks.gpu.checks import device_told
-from benchmarks.gpu.roofline import measured, wait_for
+from benchmarks.gpu.failures import FAILURES, traced
+from benchmarks.gpu.model import gpu_of
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import RESULTS, commit, provenance, write_result
 from millrace.engine.cuda.gpu import check_gpu
-from millrace.errors import MillraceError
+from millrace.engine.cuda.rates import DeviceRates, measured, wait_for
+from millrace.errors import MachineError
 from millrace.machine.process import age_s
+from millrace.size.hardware import named_hardware
 
 SHAPE = "llama-3.1-8b"
 
 
+NOTHING = "nothing is measured of what does not agree"
 BEGUN = "gpu-begun.txt"  # in the results' folder: a commit and a row a line
 
 
 def tried(folder: Path, device: str, of: str) -> tuple[set[str], set[str]]:
     """Rows that a commit has a file of, on a device of that name; and those that it has begun in vain."""
-    files = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
-    own = [f for f in files if "row" in f and f["commit"] == of and f["device"]["name"] == device]
+    own = _own(folder, device, of)
     done = {f["row"] for f in own if "refused" not in f}
+    return done, ({*_begun(folder, of)} | {f["row"] for f in own}) - done
+
+
+def _own(folder: Path, device: str, of: str) -> list[dict[str, Any]]:
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
+    return [f for f in files if "row" in f and f["commit"] == of and f["device"]["name"] == device]
+
+
+def _begun(folder: Path, of: str) -> list[str]:
     lines = (folder / BEGUN).read_text().splitlines() if (folder / BEGUN).exists() else []
-    begun = {row for commit_, _, row in (line.partition(" ") for line in lines) if commit_ == of}
-    return done, (begun | {f["row"] for f in own}) - done
+    return [row for commit_, _, row in (line.partition(" ") for line in lines) if commit_ == of]
+
+
+def known_way(folder: Path, device: str, of: str) -> tuple[Way, list[str] | None]:
+    """How a commit's steps are run on a device, and which precisions agreed; None: that is not known yet.
+
+    As its first row found, or where that was begun in vain, each time without one thing more
+    """
+    first = {row.name for row in ROWS if row.first}
+    for found in reversed(_own(folder, device, of)):
+        if found["row"] in first and "refused" not in found:
+            return Way(**found["way"]), found["agree"]
+    return WAYS[min(sum(row in first for row in _begun(folder, of)), len(WAYS) - 1)], None
+
+
+def rates_of(device: str) -> tuple[DeviceRates, str]:
+    """As they are measured; where that fails as the datasheet has them, and why."""
+    gpu = gpu_of(device)
+    try:
+        return measured(gpu, ("bf16", "fp8") if gpu.capability >= (8, 9) else ("bf16",)), ""
+    except MachineError:
+        why, sheet = traced(), named_hardware(gpu.name).device
+        return DeviceRates(sheet.bandwidth, sheet.bandwidth, dict(sheet.peaks)), why
 
 
 def run(bench: Bench, row: Row, of: str) -> dict[str, Any]:
     told = {
         **provenance("benchmarks.gpu"), "commit": of, "shape": "tiny" if bench.dry_run else SHAPE, "row": row.name,
-        "dry_run": bench.dry_run, "device": device_told(bench.device), "rates": bench.rates.told(),
+        "dry_run": bench.dry_run, "device": device_told(bench.device), "rates": asdict(bench.rates),
+        "way": asdict(bench.way),
     }  # fmt: skip
     try:
         found = row.run(bench, row)
-    except (MillraceError, RuntimeError, TritonError) as error:  # it lacks something, or fails: the next may go well
-        bench.release()
-        return {**told, "refused": (str(error) or type(error).__name__).splitlines()[0]}
+    except FAILURES as error:  # it lacks something, or fails: the next may go well
+        refused = {"refused": (str(error) or type(error).__name__).splitlines()[0], "traceback": traced()}
+    else:
+        refused = {}
+    if refused:  # behind the error, which holds what the row had
+        with suppress(RuntimeError):  # of a device that has failed
+            bench.release()
+        return {**told, **refused}
     return {**told, **found, "goals": [] if bench.dry_run else goals(row, found)}
 
 
@@ -84,29 +128,60 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _rows(args: argparse.Namespace, folder: Path, device: str) -> None:
-    wanted = [row for row in ROWS if not args.rows or row.name in args.rows]
-    done, in_vain = tried(folder, device_told(device)["name"], args.commit)
-    if not args.rows:
-        wanted = sorted((row for row in wanted if row.name not in done), key=lambda row: row.name in in_vain)
-    bench = Bench(device, measured(torch.device(device)), tuple(args.model), args.dry_run)
+    name = device_told(device)["name"]
+    way, agree = known_way(folder, name, args.commit)
+    if agree == [] and not args.rows:
+        print(NOTHING)
+        return
+    wanted = _wanted(args, folder, name)
+    rates, why = rates_of(device)
+    if why:
+        print(f"rates are the datasheet's: {why}")
+    bench = Bench(device, rates, tuple(args.model), args.dry_run)
     ends_s = 60 * args.minutes + (age_s() if args.dry_run else 0)  # of a dry run in a process that is old already
     left = [row.name for row in wanted]
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in wanted:
-        if age_s() + bench.seconds_of(row) > ends_s:
-            continue
-        with (folder / BEGUN).open("a") as begun:
-            begun.write(f"{args.commit} {row.name}\n")
-        result = run(bench, row, args.commit)
-        path = write_result(f"gpu-{row.name.replace('/', '-')}", result, folder)
-        left.remove(row.name)
-        print(f"{age_s():.0f} s:", _told(result), path.name, flush=True)
-        if "refused" in result and not _works(device):
-            sys.exit("the device has failed; start again")
-        if row.first and not result.get("ok"):
-            print("nothing is measured of what does not agree")
-            return
+    with ExitStack() as ways:
+        ways.enter_context(bench.going(way))
+        for row in wanted:
+            if agree is not None and row.precision and row.precision not in agree:
+                left.remove(row.name)
+                print(f"{row.name}: left out, {row.precision} does not agree")
+                continue
+            if age_s() + bench.seconds_of(row) > ends_s:
+                continue
+            result = _run_and_write(bench, row, args.commit, folder)
+            left.remove(row.name)
+            if "refused" in result and not _works(device):
+                sys.exit("the device has failed; start again")
+            if row.first and not result.get("ok"):
+                print(NOTHING)
+                return
+            if row.first:
+                agree = result["agree"]
+                ways.enter_context(bench.going(Way(**result["way"])))
     print(f"left: {', '.join(left)}; run it again" if left else "all rows are done")
+
+
+def _wanted(args: argparse.Namespace, folder: Path, device: str) -> list[Row]:
+    """What was begun in vain comes last, but for the first row as long as there is another way for it to go."""
+    if args.rows:
+        return [row for row in ROWS if row.name in args.rows]
+    done, in_vain = tried(folder, device, args.commit)
+    begun = _begun(folder, args.commit)
+    last = in_vain - {row.name for row in ROWS if row.first and begun.count(row.name) < len(WAYS)}
+    return sorted((row for row in ROWS if row.name not in done), key=lambda row: row.name in last)
+
+
+def _run_and_write(bench: Bench, row: Row, of: str, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / BEGUN).open("a") as begun:
+        begun.write(f"{of} {row.name}\n")
+    result = run(bench, row, of)
+    path = write_result(f"gpu-{row.name.replace('/', '-')}", result, folder)
+    print(f"{age_s():.0f} s:", _told(result), path.name, flush=True)
+    if "traceback" in result:
+        print(result["traceback"], flush=True)
+    return result
 
 
 def _works(device: str) -> bool:
@@ -128,9 +203,21 @@ def _told(result: dict[str, Any]) -> str:
         figures.append(f"{result['requests']:,} of {result['requests_of_the_table']:,} requests")
     if "ok" in result:
         figures.append("agrees" if result["ok"] else "DOES NOT AGREE")
+    wrong = [check for check in result.get("checks", ()) if not check["ok"]]
+    figures += [f"{c['what']}: {_where(c)}" for c in wrong]
+    if result["way"] != asdict(WAYS[0]):
+        figures.append(f"overlap {result['way']['overlap']}, graphs {result['way']['graphs']}")
     dry = " (a dry run: no figures)" if result["dry_run"] else ""
     verdicts = "; ".join(g["verdict"] for g in result["goals"])
     return f"{result['row']}{dry}: {', '.join(figures)} {verdicts}".rstrip()
+
+
+def _where(check: dict[str, Any]) -> str:
+    """The kernels that are furthest from what they should give; what failed, and of which kernel."""
+    if "traceback" in check:
+        return "; ".join(check["traceback"].strip().splitlines()[-2:])
+    furthest = sorted(check.get("by_kernel", {}).items(), key=lambda one: -one[1]["apart"])[:3]
+    return "; ".join(f"{name} {seen['apart']:.2g} of {seen['of']}" for name, seen in furthest)
 
 
 if __name__ == "__main__":

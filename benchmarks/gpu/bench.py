@@ -1,7 +1,9 @@
 """What the rows of a run have in common: one device, its rates, and the model that the row before has left."""
 
+import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,13 +12,14 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import LLAMA_8B, TINY, RandomExecutor, random_executor
-from benchmarks.gpu.roofline import Rates, wait_for
 from millrace.checkpoint.config import ModelConfig
 from millrace.compile.device_tune import DeviceTuner, check_choice, machine_key
 from millrace.compile.timings import TimingCache
 from millrace.engine.cuda.found import CPU, find_gpu
-from millrace.engine.cuda.memory import needs_of
+from millrace.engine.cuda.rates import DeviceRates, wait_for
+from millrace.kernels import gpu_launch
 
 CONTEXT = 4160  # of the longest row, and a page
 MOST_SEQUENCES = 512
@@ -39,13 +42,25 @@ class Row:
     with_: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How steps are run: whether kernels overlap, and whether graphs are replayed, which a fault may be of."""
+
+    overlap: bool = True
+    graphs: bool = True
+
+
+WAYS = Way(), Way(overlap=False), Way(overlap=False, graphs=False)  # what is given up first comes first
+
+
 @dataclass(slots=True)
 class Bench:
     device: str
-    rates: Rates
+    rates: DeviceRates
     models: tuple[Path, ...] = ()
     dry_run: bool = False
-    _held: tuple[str, RandomExecutor] | None = field(init=False, default=None)
+    way: Way = WAYS[0]
+    _held: tuple[str, Way, RandomExecutor] | None = field(init=False, default=None)
     made: dict[str, Any] = field(init=False, default_factory=dict)
 
     @property
@@ -57,12 +72,22 @@ class Bench:
         there = not row.precision or (self._held is not None and self._held[0] == row.precision)
         return row.about_s + (0 if there or self.dry_run else MODEL_S)
 
+    @contextmanager
+    def going(self, way: Way) -> Iterator[None]:
+        """So, from here to its end."""
+        before, overlap = self.way, gpu_launch.OVERLAP
+        self.way, gpu_launch.OVERLAP = way, way.overlap
+        try:
+            yield
+        finally:
+            self.way, gpu_launch.OVERLAP = before, overlap
+
     def executor(self, precision: str) -> RandomExecutor:
         """Warm; the one that the row before had, where it has the same. `made` says what it took."""
-        if self._held is None or self._held[0] != precision:
+        if self._held is None or self._held[:2] != (precision, self.way):
             self.release()
-            self._held = precision, self._made(precision)
-        return self._held[1]
+            self._held = precision, self.way, self._made(precision)
+        return self._held[2]
 
     def _made(self, precision: str) -> RandomExecutor:
         begun = time.perf_counter()
@@ -74,22 +99,30 @@ class Bench:
             return begun - before
 
         sequences = 4 if self.dry_run else MOST_SEQUENCES
-        made = random_executor(self.config, precision, sequences, self.rates, self.device)
+        made = random_executor(self.config, precision, sequences, self.rates, self.device, graphs=self.way.graphs)
         self.made = {"weights_s": passed()}
         if self.device != CPU:
             made.tiles, self.made["tiles"] = _tuned(made, self.device)
             self.made["tuned_s"] = passed()
-        made.warm()
-        self.made |= {"warm_s": passed(), "captures": len(made._replays), "memory": _memory(made)}
+        try:
+            made.warm()
+        except FAILURES:  # to be measured nevertheless, if prompts' way works
+            if not self.way.graphs:
+                raise
+            self.made["without_graphs"] = traced()
+            made.without_graphs()
+            made.warm()
+        self.made |= {"warm_s": passed(), "captures": made.captures(), "memory": _memory(made)}
         return made
 
     def release(self) -> None:
         """The model, and the memory that it has on the device."""
         if self._held is not None:
-            self._held[1].close()
+            self._held[2].close()
             self._held = None
-            if self.device != CPU:
-                torch.cuda.empty_cache()
+        if self.device != CPU:
+            gc.collect()  # what a row that failed has left
+            torch.cuda.empty_cache()
 
 
 def _tuned(executor: RandomExecutor, device: str) -> tuple[Any, Any]:
@@ -103,14 +136,10 @@ def _tuned(executor: RandomExecutor, device: str) -> tuple[Any, Any]:
 
 def _memory(executor: RandomExecutor) -> dict[str, Any]:
     """The plan beside what is taken: bytes."""
-    limits, gpu = executor.limits, executor.device.type == "cuda"
-    needs = needs_of(
-        executor._graph, limits, dtype="bf16", kv=executor._kept, buckets=executor._buckets,
-        multiprocessors=find_gpu(str(executor.device)).multiprocessors if gpu else 1,
-    )  # fmt: skip
+    needs, n_pages, gpu = executor.needs(), executor.limits.n_pages, executor.device.type == "cuda"
     taken = torch.cuda.max_memory_allocated() if gpu else 0
     reserved = torch.cuda.memory_reserved() if gpu else 0
     return {
-        **asdict(needs), "n_pages": limits.n_pages, "planned": needs.total_bytes(limits.n_pages), "allocated": taken,
+        **asdict(needs), "n_pages": n_pages, "planned": needs.total_bytes(n_pages), "allocated": taken,
         "reserved": reserved,
     }  # fmt: skip

@@ -8,16 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import LLAMA_8B, PRECISIONS, TINY, graph_of
+from benchmarks.gpu.watched import Watched, apart
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.cuda import plain
+from millrace.engine.cuda import plain, triton_kernels
 from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.found import CPU
 from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
+from millrace.engine.cuda.rates import wait_for
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
@@ -30,6 +35,7 @@ TOLERANCE = {"bf16": 0.03, "w8a16": 0.03, "w4a16": 0.03, "w8a8": 0.06, "fp8": 0.
 MOST_KL = 1e-3  # in BF16, of a real model, in nats a token
 PAGES_EACH = 4  # of a sequence's context
 LENGTHS = [128, 5, 130, 200]  # of prompts
+DRAWN_ROWS = 33
 TEXTS, LENGTH = 4, 96  # random tokens of each text that is compared
 
 
@@ -52,32 +58,73 @@ def kernels_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
     return found
 
 
-def shape_agrees(device: str, dry_run: bool) -> list[dict[str, Any]]:
-    """What is measured, of few rows and of many."""
+def shape_agrees(device: str, dry_run: bool, graphs: bool = True) -> list[dict[str, Any]]:
+    """What is measured, of few rows and of many: each precision whatever becomes of the others."""
     name = "tiny" if dry_run else "two layers"
     measured = (("fp8", KvFormat.FP8), ("bf16", None), ("w4a16", None))
-    return [_apart(name, precision, kv, device, LENGTHS) for precision, kv in measured]
+    return [_apart(name, precision, kv, device, LENGTHS, graphs) for precision, kv in measured]
 
 
-def _apart(name: str, precision: str, kv: KvFormat | None, device: str, lengths: list[int]) -> dict[str, Any]:
+def _apart(
+    name: str, precision: str, kv: KvFormat | None, device: str, lengths: list[int], graphs: bool = True
+) -> dict[str, Any]:  # fmt: skip
+    """by_kernel: how far each is from plain PyTorch, one at a time; apart: all of them in turn, replayed where graphs
+    are. What fails is told with its traceback, which names the kernel."""
+    what = f"{name}, {precision}, pages {kv.name.lower() if kv else 'bf16'}, {len(lengths)} sequences"
+    told: dict[str, Any] = {"what": what, "precision": precision, "by_kernel": {}}
+    try:
+        return {**told, **_compared(name, precision, kv, device, lengths, graphs, told["by_kernel"])}
+    except FAILURES:
+        wait_for(torch.device(device))  # raises where the device has failed with it: no row goes on there
+        return {**told, "ok": False, "traceback": traced()}
+
+
+def _compared(
+    name: str, precision: str, kv: KvFormat | None, device: str, lengths: list[int], graphs: bool,
+    by_kernel: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     config = replace(TINY if name == "tiny" else replace(LLAMA_8B, n_layers=2), max_context=256)
     graph = graph_of(config, precision)
     names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
-    executor = CudaExecutor(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names, buckets=(1, 4),
-                            device=device, load=random_loaded)  # fmt: skip
-    n = len(lengths)
+    executor = CudaExecutor(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names,
+                            buckets=(1, 4) if graphs else (), device=device, load=random_loaded)  # fmt: skip
+    n, buckets, kernels = len(lengths), executor._buckets, executor._kernels
     steps = [dummy_step(lengths, 0, PAGES_EACH * n, vocab=config.vocab_size), _decode(lengths, config.vocab_size)]
-    kernels, worst = executor._kernels, 0.0
-    told = {"kernels": [executor.logits(step).cpu().numpy().copy() for step in steps]}
-    executor._kernels, executor._buckets = plain, ()  # whose attention asks the device for numbers: no capture may
-    told["plain"] = [executor.logits(step).cpu().numpy().copy() for step in steps]
-    for got, want in zip(told["kernels"], told["plain"], strict=True):
-        worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))
+
+    def logits(used: Any, buckets: tuple[int, ...]) -> list[Tensor]:
+        executor._kernels, executor._buckets = used, buckets
+        return [executor.logits(step).clone() for step in steps]
+
+    logits(Watched(kernels, executor.device, by_kernel).kernels(), ())  # one at a time, before several may be at fault
+    got, want = logits(kernels, buckets), logits(plain, ())  # which waits for the device: nothing that is captured may
+    worst = max(map(apart, got, want))
     bound = max(TOLERANCE[precision], 0.06 if kv else 0)
-    return {
-        "what": f"{name}, {precision}, pages {kv.name.lower() if kv else 'bf16'}, {n} sequences",
-        "apart": worst, "bound": bound, "kernels": _named(kernels), "ok": bool(worst <= bound),
-    }  # fmt: skip
+    return {"apart": worst, "bound": bound, "kernels": _named(kernels), "ok": bool(worst <= bound)}
+
+
+def draws_agree(device: str, dry_run: bool) -> dict[str, Any]:
+    """The likeliest tokens of rows with ties and of one that is not finite, and drawn ones, of the real vocabulary."""
+    told: dict[str, Any] = {"what": "likeliest and drawn tokens", "by_kernel": {}}
+    vocab = (TINY if dry_run else LLAMA_8B).vocab_size
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((DRAWN_ROWS, vocab), generator=generator).mul(4).bfloat16().to(device)
+    logits[1, 7] = torch.nan
+    p = (logits.double() - logits.double().amax(1, keepdim=True)).exp().nan_to_num(1)
+    asked = torch.rand((3, DRAWN_ROWS), generator=generator).double().to(device)
+    top_k = torch.tensor([0, 1, 40] * (DRAWN_ROWS // 3), device=device)
+    try:
+        kernels = Watched(executor_kernels(device), torch.device(device), told["by_kernel"]).kernels()
+        kernels.best(logits, -1)
+        kernels.draw(p, top_k, 0.5 + asked[0] / 2, asked[1] / 100, asked[2])
+    except FAILURES:
+        wait_for(torch.device(device))
+        return {**told, "ok": False, "traceback": traced()}
+    return {**told, "ok": not any(seen["apart"] for seen in told["by_kernel"].values())}
+
+
+def executor_kernels(device: str) -> ModuleType:
+    """As an executor there has them."""
+    return plain if device == CPU else triton_kernels
 
 
 def _named(kernels: ModuleType) -> str:

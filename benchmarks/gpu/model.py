@@ -1,12 +1,11 @@
 """What is measured: Llama-3.1-8B's shape with random weights made on the device, and the least time its steps take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from benchmarks.gpu.roofline import Rates
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.config import ModelConfig, RopeConfig
 from millrace.compile.pipeline import gpu, run_passes
@@ -14,8 +13,11 @@ from millrace.compile.precision import precision_map
 from millrace.compile.random_source import source_of
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.found import CPU, Gpu, find_gpu
+from millrace.engine.cuda.memory import Needs, needs_of, plan_device
 from millrace.engine.cuda.placement import PRODUCTS, coded_products
 from millrace.engine.cuda.random_weights import random_loaded
+from millrace.engine.cuda.rates import DeviceRates
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
@@ -33,9 +35,10 @@ TINY = replace(
     SHAPES["tinyllama-1.1b"], hidden_size=80, intermediate_size=208, n_layers=2, n_heads=5, n_kv_heads=1, head_dim=16,
     vocab_size=503,
 )  # fmt: skip
-STEP_TOKENS, RESERVE = 8192, 8 << 30  # of a step at most; bytes for what a step computes
+STEP_TOKENS = 8192  # at most
 _FLOATS = {"bf16": "bf16", "fp8": "fp8a16", "w4a16": "w4a16", "w8a16": "w8a16", "w8a8": "w8a8"}
 PRECISIONS = tuple(_FLOATS)  # fp8: weights, activations, keys and values of E4M3, as TensorRT-LLM's table has them
+KV = {precision: KvFormat.FP8 if precision == "fp8" else None for precision in PRECISIONS}
 
 
 def graph_of(config: ModelConfig, precision: str) -> Graph:
@@ -70,15 +73,17 @@ class RandomExecutor(CudaExecutor):
     """Of random weights. bound_s: what its steps would have taken at the rates that this device was seen to have:
     each step's products by their bytes or their operations, whichever takes longer, and then all keys and values."""
 
-    def __init__(self, graph: Graph, limits: ExecutorLimits, precision: str, rates: Rates, device: str) -> None:
+    def __init__(
+        self, graph: Graph, limits: ExecutorLimits, precision: str, rates: DeviceRates, device: str,
+        buckets: Sequence[int],
+    ) -> None:  # fmt: skip
         names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
-        kv = KvFormat.FP8 if precision == "fp8" else None
         super().__init__(
-            graph, limits, dtype="bf16", kv=kv, fp8_rows=names, buckets=usual_buckets(limits.max_sequences),
-            device=device, load=random_loaded,
+            graph, limits, dtype="bf16", kv=KV[precision], fp8_rows=names, buckets=buckets, device=device,
+            load=random_loaded,
         )  # fmt: skip
         self.bound_s, self._rates, self._weight = 0.0, rates, weight_of(graph)
-        self._rate = rates.fp8 if precision == "fp8" else rates.bf16
+        self._rate = rates.products["fp8" if precision == "fp8" else "bf16"]
         pages = next(iter(self._pages.values()))
         self._kv_bytes = sum(x[0].nbytes for p in self._pages.values() for x in (p.keys, p.values)) / pages.tokens
 
@@ -87,7 +92,8 @@ class RandomExecutor(CudaExecutor):
         w, bandwidth = self._weight, self._rates.read
         read = float((step.positions[step.starts[1:] - 1] + 1).sum()) * self._kv_bytes
         self.bound_s += max(w.bytes / bandwidth, w.operations * len(step.tokens) / self._rate)
-        self.bound_s += max(w.head_bytes / bandwidth, w.head_operations * len(step.sampling) / self._rates.bf16)
+        head_s = w.head_operations * len(step.sampling) / self._rates.products["bf16"]
+        self.bound_s += max(w.head_bytes / bandwidth, head_s)
         self.bound_s += read / bandwidth
 
     def warm(self) -> None:
@@ -96,31 +102,55 @@ class RandomExecutor(CudaExecutor):
         self.run(dummy_step([3, 5], 0, 2, vocab=self.limits.vocab_size))
         self.bound_s = 0.0
 
+    def without_graphs(self) -> None:
+        """From here on every step goes as prompts do."""
+        self._buckets, self._inputs, self._replays = (), {}, {}
+
+    def captures(self) -> int:
+        return len(self._replays)
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """Nothing is captured yet; what was is back behind it."""
+        inputs, replays = self._inputs, self._replays
+        self._inputs, self._replays = {}, {}
+        try:
+            yield
+        finally:
+            self._inputs, self._replays = inputs, replays
+
+    def needs(self) -> Needs:
+        """By the plan that an engine of this kind is made by."""
+        return planned(self._graph, self.limits, self._kept, self._buckets, str(self.device))
+
+
+def gpu_of(device: str) -> Gpu:
+    return Gpu(CPU, "tensors of a CPU", (9, 0), 2 << 30, 1) if device == CPU else find_gpu(device)
+
+
+def planned(
+    graph: Graph, limits: ExecutorLimits, kv: KvFormat | None, buckets: Sequence[int], device: str
+) -> Needs:  # fmt: skip
+    return needs_of(graph, limits, dtype="bf16", kv=kv, buckets=buckets, multiprocessors=gpu_of(device).multiprocessors)
+
 
 def random_executor(
-    config: ModelConfig, precision: str, sequences: int, rates: Rates, device: str
+    config: ModelConfig, precision: str, sequences: int, rates: DeviceRates, device: str, *, graphs: bool = True
 ) -> RandomExecutor:  # fmt: skip
-    """With room for as many pages as the device has left, or in a dry run for all."""
+    """With pages for all sequences, or as many as an engine would take of the device. graphs: False: all is eager
+
+    raises MachineError where not one sequence has room
+    """
     graph, context = graph_of(config, precision), config.max_context
+    buckets = usual_buckets(sequences) if graphs else ()
     limits = ExecutorLimits(
         max_step_tokens=max(sequences, min(STEP_TOKENS, 2 * context)), max_sequences=sequences, max_rows=sequences + 8,
-        max_context=context, page_tokens=PAGE_TOKENS, n_pages=_pages(config, graph, precision, sequences, device),
-        vocab_size=config.vocab_size,
+        max_context=context, page_tokens=PAGE_TOKENS, n_pages=0, vocab_size=config.vocab_size,
     )  # fmt: skip
-    return RandomExecutor(graph, limits, precision, rates, device)
-
-
-def _pages(config: ModelConfig, graph: Graph, precision: str, sequences: int, device: str) -> int:
-    most = sequences * -(-config.max_context // PAGE_TOKENS)
-    if device == "cpu":
-        return most
-    weight = weight_of(graph)
-    element = 1 if precision == "fp8" else 2
-    page = 2 * config.n_layers * config.n_kv_heads * PAGE_TOKENS * (config.head_dim * element + 4)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    table = 2 * config.vocab_size * config.hidden_size
-    return min(most, int((free - 1.05 * weight.bytes - weight.head_bytes - table - RESERVE) // page))
+    needs = planned(graph, limits, KV[precision], buckets, device)
+    plan = plan_device(needs, gpu_of(device).free_bytes, sequences * needs.least_pages)
+    limits = replace(limits, n_pages=plan.n_pages)
+    return RandomExecutor(graph, limits, precision, rates, device, buckets)
 
 
 def prompts_of(config: ModelConfig, n: int, length: int, seed: int = 1) -> Sequence[list[int]]:

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import RandomExecutor
-from benchmarks.gpu.roofline import seconds, wait_for
+from millrace.engine.cuda.rates import seconds, wait_for
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import PAGE_TOKENS

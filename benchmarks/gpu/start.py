@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import write_fp8_checkpoint
+from benchmarks.gpu.model import gpu_of
 from millrace.bench.server_process import ServerProcess
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.compile.device import device_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import CPU, Gpu
-
-DRY = Gpu(CPU, "tensors of a CPU", (9, 0), 2 << 30, 1)
+from millrace.engine.cuda.found import CPU
 
 
 def started(config: ModelConfig, device: str, start_s: float) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def started(config: ModelConfig, device: str, start_s: float) -> dict[str, Any]:
         write_fp8_checkpoint(config, folder)
         weights_bytes = (folder / "model.safetensors").stat().st_size
         if device == CPU:
-            engine = device_engine("dry", Checkpoint.open(folder), BuildSettings(max_batch=4), DRY, None)
+            engine = device_engine("dry", Checkpoint.open(folder), BuildSettings(max_batch=4), gpu_of(CPU), None)
             engine.on_gpu(engine.pages_per_sequence).close()
             engine.close()
             return {"checkpoint_bytes": weights_bytes}

@@ -4,27 +4,32 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import page_rows
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import bench as bench_
 from benchmarks.gpu import checks
 from benchmarks.gpu import rows as rows_
-from benchmarks.gpu.bench import MODEL_S, Bench, Row
+from benchmarks.gpu.bench import MODEL_S, WAYS, Bench, Row
 from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of, weight_of
 from benchmarks.gpu.profile import Kernel, table
-from benchmarks.gpu.roofline import Rates
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import commit
-from millrace.engine.cuda import executor
+from millrace.engine.cuda import executor as executor_
+from millrace.engine.cuda import plain, walk
+from millrace.engine.cuda.found import Gpu
 from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.random_weights import random_loaded
+from millrace.engine.cuda.rates import DeviceRates
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
+from millrace.kernels import gpu_launch
 from tests.support.shared import shared
 
 PER_TOKEN = 6.98e9  # weights of the layers of Llama-3.1-8B, by its config: 32 * (2 * 4096^2 + 2 * 4096 * 1024 + ...)
@@ -53,14 +58,17 @@ def test_rows_are_done_once(
 
 
 @pytest.mark.nightly
-def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_goes_through_all_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = str(shared("models/stories260K"))
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])
     found = told(tmp_path)
     assert list(found) and found.keys() == {row.name for row in ROWS}
     assert not any("refused" in f or f["goals"] for f in found.values())
     assert all(
-        f["dry_run"] and f["shape"] == "tiny" and set(f["rates"]) == set(Rates.__slots__) for f in found.values()
+        f["dry_run"] and f["shape"] == "tiny" and set(f["rates"]["products"]) == {"fp32", "bf16", "fp8"}
+        for f in found.values()
     )
     assert found["checks"]["ok"] and len(found["checks"]["checks"]) == 15
     assert found["answers"]["models"][0]["kl"] <= 1e-3 and found["answers"]["ok"]
@@ -73,6 +81,9 @@ def test_a_dry_run_goes_through_all_rows(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert all(s["ms"] > 0 and s["busy_ms"] > 0 and s["kernels"][0]["us"] > 0 for s in profiled)
     assert found["user-fp8"]["made"]["captures"] == 6 and found["user-fp8"]["made"]["memory"]["planned"] > 0
+    monkeypatch.setattr(page_rows, "of_kind", lambda kind: [("", {"date": "", **f}) for f in found.values()])
+    page = {row[0].rpartition(": ")[2]: row[1] for row in page_rows._gpu()}
+    assert page.keys() == found.keys() and "decode, 1 sequences: " in page["profile-fp8"]
     printed = capsys.readouterr().out
     assert "6 of 30,000 requests" in printed and "tokens_per_s" not in printed, "a dry run has no figures"
     script.main(["--dry-run", "--out", str(tmp_path), "--model", model])
@@ -87,7 +98,7 @@ def test_what_kernels_are_held_against_is_not_captured(monkeypatch: pytest.Monke
         captured.append(compute)
         return compute
 
-    monkeypatch.setattr(executor, "captured", seen)
+    monkeypatch.setattr(executor_, "captured", seen)
     found = checks._apart("tiny", "fp8", KvFormat.FP8, "cpu", [3, 40, 1, 70])
     assert found["ok"] and len(captured) == 1, "the kernels' decode step"
 
@@ -100,7 +111,7 @@ def test_no_row_is_begun_that_would_not_be_through(tmp_path: Path, capsys: pytes
 
 def test_what_is_asked_of_a_device_is_bounded() -> None:
     """15 minutes in all, models included, of which each is made once; a tenth to a quarter of the table's requests."""
-    bench = Bench("cuda", Rates(1, 1, 1, 1))
+    bench = Bench("cuda", DeviceRates(1, 1, {"bf16": 1, "fp8": 1}))
     models = [row.precision for row in ROWS if row.precision]
     assert len([a for a, b in pairwise(["", *models]) if a != b]) == len(set(models)) == 3
     assert sum(row.about_s for row in ROWS) + 3 * MODEL_S <= 15 * 60
@@ -121,13 +132,16 @@ def test_without_a_device_nothing_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_refused_is_told_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nand more")
 
     with monkeypatch.context() as patched:
         patched.setattr(bench_, "random_executor", fails)
         script.main(["--dry-run", "--out", str(tmp_path), "--rows", "user-bf16"])
     assert told(tmp_path)["user-bf16"]["refused"] == "CUDA error: out of memory"
+    traceback = told(tmp_path)["user-bf16"]["traceback"]
+    assert "RuntimeError: CUDA error: out of memory\nand more" in traceback and "in one_user" in traceback
+    assert str(Path(script.__file__).parents[2]) not in traceback, "no paths of a machine"
     done, in_vain = script.tried(tmp_path, "tensors of a CPU", commit())
     assert not done and in_vain == {"user-bf16"}
 
@@ -136,12 +150,12 @@ def test_what_was_begun_in_vain_comes_last(tmp_path: Path, monkeypatch: pytest.M
     """A row that ends the process, whatever it is: the next run goes on behind it."""
 
     def ends(*_: object) -> None:
-        raise KeyError("of a library")
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "ROWS", tuple(r for r in ROWS if r.name in ("user-fp8", "ttft-1024")))
     with monkeypatch.context() as patched:
         patched.setattr(rows_, "prompts_of", ends)
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyboardInterrupt):
             script.main(["--dry-run", "--out", str(tmp_path), "--commit", "c0ffee"])
     assert not told(tmp_path)
     script.main(["--dry-run", "--out", str(tmp_path), "--commit", "c0ffee"])
@@ -153,9 +167,97 @@ def test_what_was_begun_in_vain_comes_last(tmp_path: Path, monkeypatch: pytest.M
 def test_nothing_is_measured_of_what_does_not_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_, "shape_agrees", lambda *_: [{"ok": False}])
+    wrong = {"what": "fp8", "precision": "fp8", "ok": False, "by_kernel": {"product": {"apart": 2, "of": "(3, 4)"}}}
+    monkeypatch.setattr(rows_, "shape_agrees", lambda *_: [wrong])
     script.main(["--dry-run", "--out", str(tmp_path)])
-    assert told(tmp_path).keys() == {"first"} and "DOES NOT AGREE" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert told(tmp_path).keys() == {"first"} and "DOES NOT AGREE, fp8: product 2 of (3, 4)" in out
+    assert len(told(tmp_path)["first"]["tried"]) == 3, "with overlap, without, and without graphs"
+    script.main(["--dry-run", "--out", str(tmp_path)])
+    assert told(tmp_path).keys() == {"first"} and "nothing is measured" in capsys.readouterr().out
+
+
+def test_a_row_goes_the_way_in_which_most_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 agrees in none, BF16 where nothing overlaps; so is what comes behind, in this run and in the next."""
+
+    def agrees(device: str, dry_run: bool, graphs: bool) -> list[dict[str, Any]]:
+        right = {"fp8": False, "bf16": not gpu_launch.OVERLAP}
+        return [{"what": p, "precision": p, "ok": ok, "traceback": "E\nin product"} for p, ok in right.items()]
+
+    monkeypatch.setattr(rows_, "shape_agrees", agrees)
+    names = ("first", "user-fp8", "user-bf16", "ttft-1024", "answers")
+    monkeypatch.setattr(script, "ROWS", tuple(r for r in ROWS if r.name in names[:3]))
+    script.main(["--dry-run", "--out", str(tmp_path)])
+    found, way = told(tmp_path), {"overlap": False, "graphs": True}
+    assert found.keys() == {"first", "user-bf16"} and found["first"]["ok"]
+    assert [one["agree"] for one in found["first"]["tried"]] == [[], ["bf16"], ["bf16"]]
+    assert found["first"]["way"] == found["user-bf16"]["way"] == way and gpu_launch.OVERLAP
+    monkeypatch.setattr(script, "ROWS", tuple(r for r in ROWS if r.name in names))
+    script.main(["--dry-run", "--out", str(tmp_path)])
+    assert told(tmp_path).keys() == {"first", "user-bf16", "answers"} and told(tmp_path)["answers"]["way"] == way
+
+
+def test_a_first_row_that_ends_the_process_goes_on_with_less(tmp_path: Path) -> None:
+    ways = []
+    for _ in range(4):
+        ways.append(script.known_way(tmp_path, "tensors of a CPU", "c0ffee"))
+        begun = "c0ffee first\nc0ffee answers\nother first\n" * len(ways)
+        (tmp_path / script.BEGUN).write_text(begun)
+    assert ways == [(way, None) for way in (*WAYS, WAYS[-1])]
+
+
+def test_a_capture_that_fails_is_told_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(executor_, "captured", fails)
+    bench = Bench("cpu", DeviceRates(1e9, 1e9, {"bf16": 1e12, "fp8": 2e12}), dry_run=True)
+    found = rows_.one_user(bench, Row("user", 1, rows_.one_user, "fp8"))
+    assert found["tokens_per_s"] > 0 and found["made"]["captures"] == 0
+    assert "not permitted when stream is capturing" in found["made"]["without_graphs"]
+
+
+def test_overlap_is_off_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured with it is there again behind that."""
+    seen = []
+    monkeypatch.setattr(rows_, "_one_user", lambda executor, *_: seen.append((gpu_launch.OVERLAP, executor.captures())))
+    bench = Bench("cpu", DeviceRates(1e9, 1e9, {"bf16": 1e12, "fp8": 2e12}), dry_run=True)
+    before = bench.executor("fp8").captures()
+    rows_.without_overlap(bench, next(row for row in ROWS if row.run is rows_.without_overlap))
+    assert seen == [(False, 1)] and gpu_launch.OVERLAP and bench.executor("fp8").captures() == before > 1
+
+
+def test_a_kernel_that_errs_is_named_with_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gives what is no number, and one that fails; plain PyTorch is nowhere captured: it waits."""
+    wrong = SimpleNamespace(**{name: getattr(plain, name) for name in dir(plain)})
+    wrong.silu_mul = lambda *given: plain.add_norm(*given)
+    found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
+    assert found["ok"] and found["by_kernel"].keys() >= {"product", "silu_mul", "keep_rotated", "attention"}
+    monkeypatch.setattr(walk, "plain", wrong)
+    found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
+    assert not found["ok"] and "in silu_mul of bfloat16 (43, 208), strides (416, 1), bfloat16" in found["traceback"]
+    wrong.silu_mul = lambda *given: plain.silu_mul(*given) * torch.nan
+    found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
+    assert not found["ok"] and found["apart"] == np.inf and found["by_kernel"]["product"]["apart"] == 0
+    assert found["by_kernel"]["silu_mul"]["apart"] == np.inf
+    monkeypatch.setattr(executor_, "captured", lambda compute, *_: _not_plain(compute, wrong))
+    wrong.silu_mul = plain.silu_mul
+    assert checks._apart("tiny", "bf16", None, "cpu", [3, 40, 1, 70])["ok"]
+
+
+def _not_plain(compute: Any, kernels: Any) -> Any:
+    assert compute.func.__self__._kernels is kernels
+    return compute
+
+
+def test_rates_that_cannot_be_measured_are_the_datasheet_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MachineError("it failed", "a GPU that works", "see nvidia-smi")
+
+    monkeypatch.setattr(script, "gpu_of", lambda device: Gpu("cpu", "NVIDIA H200", (9, 0), 1 << 30, 132))
+    monkeypatch.setattr(script, "measured", fails)
+    rates, why = script.rates_of("cuda")
+    assert rates.read == 4800e9 and rates.products["fp8"] > rates.products["bf16"] and "it failed" in why
 
 
 def test_a_device_that_has_failed_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +290,7 @@ def test_the_bound_counts_what_a_step_must_read_and_multiply() -> None:
     weight = weight_of(graph_of(LLAMA_8B, "fp8"))
     assert weight.bytes == pytest.approx(PER_TOKEN, rel=1e-3) == weight.operations / 2
     assert weight.head_bytes == 2 * 128256 * 4096 == weight.head_operations
-    bench = Bench("cpu", Rates(read=1e9, copied=1e9, bf16=1e12, fp8=2e12), dry_run=True)
+    bench = Bench("cpu", DeviceRates(1e9, 1e9, {"bf16": 1e12, "fp8": 2e12}), dry_run=True)
     executor = bench.executor("fp8")
     w, kv = weight_of(executor._graph), 2 * TINY.n_layers * TINY.n_kv_heads * TINY.head_dim
     rows_.one_user(bench, Row("user", 1, rows_.one_user, "fp8"))

@@ -245,8 +245,8 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     )
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {
-        "add_normalise", "attend", "best_rows", "code_rows", "coded_product", "draw_rows", "gated", "merge",
-        "normalise", "put_tokens", "rotate_and_keep",
+        "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows", "gated",
+        "merge", "normalise", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
     early = {node.name for _, node in jitted() if overlaps(node)}
     asking = {node.name for _, node in jitted() if "asks_for" in calls(node)}
