@@ -15,7 +15,7 @@ triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reas
     ("lengths", "heads", "kv_heads", "size", "value_size"),
     [
         ([1], 1, 1, 8, 8), ([3, 1, 12], 3, 3, 32, 32), ([1, 70, 64, 5], 4, 4, 24, 40), ([40, 129], 6, 2, 16, 24),
-        ([9, 2], 8, 2, 64, 64),
+        ([9, 2], 8, 2, 64, 64), ([63, 64, 65, 128], 2, 1, 8, 8),
     ],
 )  # fmt: skip
 def test_every_token_sees_all_of_its_text(
