@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 # The files beside the weights that decide what a checkpoint does.
+NOT_FOLLOWED = "random weights do not follow config.json's quantization_config: name a precision, such as fp8"
 SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
@@ -64,7 +65,8 @@ class Checkpoint:
     def without_weights(folder: Path) -> "Checkpoint":
         """A Hugging Face folder's configuration and tokenizer. Weights need not be there. raises as `open`"""
         said = _read_folder(folder)
-        return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, said.notes)
+        notes = (*said.notes, *((NOT_FOLLOWED,) if said.compression else ()))
+        return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, notes)
 
     @property
     def decoder(self) -> ModelConfig:

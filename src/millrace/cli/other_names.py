@@ -8,7 +8,7 @@ _SAME = {
     "--max-model-len": "--max-context", "--ctx-size": "--max-context", "-c": "--max-context",
     "--max-num-seqs": "--max-batch", "--parallel": "--max-batch", "--dtype": "--precision",
     "--quantization": "--precision", "--n-predict": "--max-tokens", "--temp": "--temperature",
-    "--cache-type-k": "--kv-cache-dtype", "--model": "MODEL", "-m": "MODEL",
+    "--cache-type-k": "--kv-cache-dtype", "--gpu-memory-utilization": "--kv-memory", "--model": "MODEL", "-m": "MODEL",
     # Triton's
     "--model-store": REPOSITORY, "--http-port": "--port", "--http-address": "--host", "--grpc-address": "--host",
     "--metrics-address": "--host", "--reuse-http-port": "--reuse-port", "--reuse-grpc-port": "--reuse-port",
@@ -21,8 +21,10 @@ _SAME = {
 _GPU, _FOLDER = "there is no GPU that tensor models run on", "backends are packages: docs/extending/tensor-backend.md"
 _THREADS, _PARAMETERS = "one event loop takes all requests", "parameters { } in a model's config.pbtxt say it"
 _ALWAYS = "configurations are always completed"
-# Of Triton's that have no counterpart: why nothing is lost without them.
+# Of Triton's, and some of vLLM's, that have no counterpart: why nothing is lost without them.
 _UNNEEDED = {
+    "--tensor-parallel-size": "a model runs on one GPU", "-tp": "a model runs on one GPU",
+    "--enforce-eager": "decode steps are captured at the start, and nothing else is",
     "--allow-http": "HTTP is always there", "--strict-model-config": _ALWAYS,
     "--disable-auto-complete-config": _ALWAYS,
     "--exit-on-error": "a mistake in a repository ends it, a model that cannot be loaded keeps it from being ready",

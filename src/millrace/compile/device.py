@@ -16,7 +16,7 @@ from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled
 from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
 from millrace.compile.digests import checkpoint_identity
-from millrace.compile.gpu_precision import GpuPrecision, gpu_precision
+from millrace.compile.gpu_precision import IN_PLACE_OF, GpuPrecision, gpu_precision
 from millrace.compile.pipeline import gpu as passes
 from millrace.compile.pipeline import run_passes
 from millrace.compile.precision import precision_map
@@ -106,7 +106,7 @@ def device_engine(
         raise no_tokenizer(checkpoint.folder)
     is_random = not checkpoint.tensors
     source = (random_source if is_random else Source.from_checkpoint)(checkpoint, build.max_context)
-    alone, build = gpu_precision(build, source, precisions is not None)
+    alone, build = gpu_precision(build, source, precisions)
     options = _options(build, source, precisions)
     if is_encoder := isinstance(checkpoint.config, EncoderConfig):
         check_encoder(build, options.precision)
@@ -169,7 +169,9 @@ def _unpriced(source: Source, chosen: Settled, alone: GpuPrecision) -> tuple[str
     asked = alone.described(chosen.precision.described(None))["default"]
     if alone.is_own or (chosen.precision.meaning == source.own_precision.meaning and asked != alone.name):
         return ()
-    return (f"what {asked} costs in answers is not measured on a GPU: millrace build measures it on a CPU",)
+    on_cpu = IN_PLACE_OF.get(asked)
+    measures = f"measures {on_cpu}, which is near it," if on_cpu else "measures it"
+    return (f"what {asked} costs in answers is not measured on a GPU: millrace build {measures} on a CPU",)
 
 
 def _needs(model: GpuModel, gpu: Gpu) -> Needs:

@@ -40,7 +40,7 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     """What a GPU would multiply, of these precisions and of what the checkpoint says where nothing is asked."""
     source = Source.from_checkpoint(Checkpoint.open(folder), build.max_context)
     kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
-    alone, build = gpu_precision(build, source, precisions is not None)
+    alone, build = gpu_precision(build, source, precisions)
     asked = asked_precision(build, source.own_precision, precisions)
     chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
     dtype = alone.named("fp32" if chosen.table == "f32" else "bf16")

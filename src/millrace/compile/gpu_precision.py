@@ -7,14 +7,19 @@ In `fp8` weights have a scale for each output and activations one for each token
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from millrace.compile.precision import MEANT
+from millrace.compile.pricing import AUTO
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
+from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 
 # By the name in --precision: the precision of layers that a CPU has in its place.
 IN_PLACE_OF: Mapping[str, Precision] = {
     "fp16": Precision.BF16, "tf32": Precision.FP32, "fp8": Precision.FP8A16,
 }  # fmt: skip
+
+_MEANT_HERE = dict.fromkeys(("float16", "f16", "half"), "use fp16") | {"fp8_e4m3": "use fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +38,33 @@ class GpuPrecision:
         return {pattern: self.named(precision) for pattern, precision in precisions.items()}
 
 
-def gpu_precision(build: BuildSettings, source: Source, mapped: bool) -> tuple[GpuPrecision, BuildSettings]:
+def gpu_precision(
+    build: BuildSettings, source: Source, precisions: Mapping[str, str] | None
+) -> tuple[GpuPrecision, BuildSettings]:
     """And the settings as a CPU knows them. A checkpoint in float16 keeps that unless a precision is asked for.
 
-    mapped: by a map of layers
+    precisions: a map of layers. raises ConfigError for what is no precision, or none of a layer alone
     """
+    _check_names(build.precision, precisions or {})
     own = "fp16" if _in_float16(source) else ""
-    name = "" if mapped else own if build.precision is None else build.precision
+    name = "" if precisions is not None else own if build.precision is None else build.precision
     if name not in IN_PLACE_OF:
         return GpuPrecision(), build
     return GpuPrecision(name, is_own=name == own), replace(build, precision=IN_PLACE_OF[name].value)
+
+
+def _check_names(precision: str | None, precisions: Mapping[str, str]) -> None:
+    """raises ConfigError"""
+    known = f"one of {', '.join((*Precision, *IN_PLACE_OF))}"
+    for pattern, of_layers in precisions.items():
+        if of_layers in IN_PLACE_OF:
+            raise ConfigError(
+                f'"{pattern}" is to be {of_layers}, which is of a whole model', f"of layers {', '.join(Precision)}",
+                f"ask for {of_layers} without a map, or for {IN_PLACE_OF[of_layers]} here",
+            )  # fmt: skip
+    if precision is not None and precision not in (*Precision, *IN_PLACE_OF, AUTO):
+        mend = (MEANT | _MEANT_HERE).get(precision.lower(), "choose one of them")
+        raise ConfigError(f'precision "{precision}" is unknown', f"on a GPU {known}", mend)
 
 
 def _in_float16(source: Source) -> bool:

@@ -236,7 +236,7 @@ def _matches(origin: str, pattern: str) -> bool:
 
 
 _FLOAT16 = "float16 is for a GPU: here fp32 runs a float16 checkpoint exactly, bf16 in half the memory"
-_MEANT = {
+MEANT = {
     "fp16": _FLOAT16, "float16": _FLOAT16, "f16": _FLOAT16, "half": _FLOAT16,
     "float32": "use fp32", "f32": "use fp32", "float": "use fp32", "bfloat16": "use bf16",
     "tf32": "tf32 is for a GPU: use fp32",
@@ -251,7 +251,7 @@ def parse_precision(name: str) -> Precision:
     try:
         return Precision(name)
     except ValueError:
-        mend = _MEANT.get(name.lower(), "choose one of them, or auto for the whole model")
+        mend = MEANT.get(name.lower(), "choose one of them, or auto for the whole model")
         expected = f"one of {', '.join(Precision)}; or auto, for the whole model alone"
         raise ConfigError(f'precision "{name}" is unknown', expected, mend) from None
 

@@ -59,8 +59,13 @@ def known_gpu(device: str) -> Known:
 
 def check_name(device: str) -> None:
     """raises ConfigError"""
-    if not _NAMED.fullmatch(device):
-        mend = "write --device cuda" if device.lower() in ("gpu", "nvidia", "auto") else "choose one of them"
+    if not isinstance(device, str) or not _NAMED.fullmatch(device):  # from Python it may be anything
+        meant = str(device).lower()
+        if meant.isdecimal():
+            meant = f"cuda:{meant}"
+        if meant in ("gpu", "nvidia", "auto"):
+            meant = "cuda"
+        mend = f"write --device {meant}" if _NAMED.fullmatch(meant) else "choose one of them"
         raise ConfigError(f'--device is "{device}"', "cpu, cuda, or cuda:1 for the second GPU", mend)
 
 
