@@ -14,7 +14,7 @@ import torch
 from benchmarks import page_rows
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import bench as bench_
-from benchmarks.gpu import checks
+from benchmarks.gpu import checks, watched
 from benchmarks.gpu import rows as rows_
 from benchmarks.gpu.bench import MODEL_S, WAYS, Bench, Row
 from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of, weight_of
@@ -243,6 +243,15 @@ def test_a_kernel_that_errs_is_named_with_its_shapes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(executor_, "captured", lambda compute, *_: _not_plain(compute, wrong))
     wrong.silu_mul = plain.silu_mul
     assert checks._apart("tiny", "bf16", None, "cpu", [3, 40, 1, 70])["ok"]
+
+
+def test_what_cannot_be_held_against_plain_pytorch_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise NotImplementedError("no such operator of E4M3 on this device")
+
+    monkeypatch.setattr(watched, "_floats", fails)
+    found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
+    assert found["ok"] and "no such operator" in found["by_kernel"]["product"]["traceback"]
 
 
 def _not_plain(compute: Any, kernels: Any) -> Any:

@@ -12,6 +12,7 @@ from millrace.compile import find
 from millrace.errors import ConfigError
 from millrace.runtime.open import RunSettings
 from tests.e2e.test_on_gpu import HERE
+from tests.support.checkpoints import random_encoder
 from tests.support.shared import shared
 
 SMALL: dict[str, Any] = {"device": "cuda", "max_batch": 2, "max_context": 64}
@@ -34,6 +35,12 @@ def test_a_precision_that_is_none_there(precision: Any, words: list[str]) -> Non
     with pytest.raises(ConfigError) as refused:
         LLM("tiny", precision=precision, **SMALL)
     assert all(w in str(refused.value) for w in words), str(refused.value)
+
+
+def test_an_encoder_in_fp8(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="precision fp8 is not measured for encoders") as refused:
+        LLM(random_encoder(tmp_path), device="cuda", precision="fp8")
+    assert refused.value.expected == "one of fp32, bf16, w8a8, fp16, tf32"
 
 
 @pytest.mark.parametrize(("device", "mend"), [

@@ -109,6 +109,9 @@ def device_engine(
     alone, build = gpu_precision(build, source, precisions)
     options = _options(build, source, precisions)
     if is_encoder := isinstance(checkpoint.config, EncoderConfig):
+        if alone.name == "fp8":
+            expected = f"one of {', '.join((*OF_ENCODERS, 'fp16', 'tf32'))}"
+            raise ConfigError("precision fp8 is not measured for encoders", expected, "choose one of them")
         check_encoder(build, options.precision)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
     chosen = settled(source, options)
