@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ PROMPTS = [np.random.default_rng(5).integers(0, VOCAB, n).tolist() for n in (3, 
 
 def both(
     folder: Path,
-    precision: str,
+    precision: str | Mapping[str, str],
     limits: ExecutorLimits = LIMITS,
     *,
     dtype: str = "",
@@ -62,7 +62,8 @@ def both(
 ) -> tuple[CudaExecutor, ReferenceExecutor]:
     """dtype: of ours, where it is not the precision's; with fp32 all but the coded products is of float32"""
     source = Source.from_checkpoint(Checkpoint.open(folder))
-    wanted = precision_map(precision, head=None if precision in DTYPES else "fp32" if dtype == "fp32" else "bf16")
+    head = "fp32" if dtype == "fp32" else "bf16"
+    wanted = precision_map(precision, head=head if isinstance(precision, str) and precision not in DTYPES else None)
     traced = trace_model(source.module, source.weights, operators())
     own = dtype or ("fp32" if precision == "fp32" else "bf16")
     whole = own == "fp32"
@@ -111,6 +112,14 @@ def test_rows_of_fp8_agree(biased: Path) -> None:
     assert len(names) == 14 and "lm_head" not in names
     assert apart(both(biased, "fp8a16", dtype="fp32", fp8_rows=names)) <= 1e-5
     assert apart(both(biased, "fp8a16", fp8_rows=names)) <= 0.15
+
+
+def test_rows_that_some_layers_have_in_fp8(biased: Path) -> None:
+    """One norm, two readers: keys and values, of INT8 weights, get floats, not what queries make of them."""
+    layers = {"default": "fp8a16", "lm_head": "fp32", "*.k_proj": "w8a16", "*.v_proj": "w8a16"}
+    coded = both(biased, layers, dtype="fp32")[0]._loaded.coded
+    names = {o for node in coded for o in node.origin if not o.endswith(("k_proj", "v_proj"))}
+    assert len(names) == 10 and apart(both(biased, layers, dtype="fp32", fp8_rows=names)) <= 1e-5
 
 
 @pytest.mark.parametrize(("kv", "sharp", "plain"), [(KvFormat.INT8, 0.001, 0.03), (KvFormat.FP8, 0.02, 0.06)])
