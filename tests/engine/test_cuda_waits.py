@@ -122,9 +122,8 @@ def test_what_waits_is_seen(device: FakeCuda) -> None:
         x.copy_(device.pinned(host, x.device), non_blocking=True)
 
 
-@pytest.mark.parametrize("precision", [
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bf16", "w4a16")), "fp8a16",
-])  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["bf16", "w4a16", "fp8a16"])
 def test_no_step_has_a_kernel_compiled_anew(precision: str) -> None:
     """Beside its constants: by how long a step is, or where its tables lie. A compilation stops everybody's tokens."""
     command = [sys.executable, "-m", "tests.support.compilations", "anew", precision]
