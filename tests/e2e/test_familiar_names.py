@@ -38,6 +38,8 @@ def test_vllms_names_are_taken(llm: LLM) -> None:
         ({"tensor_parallel_size": 2}, ["tensor_parallel_size is 2", "threads="]),
         ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization is 0.9", 'kv_memory="4G"']),
         ({"quantization": "awq"}, ["quantization is 'awq'", "precision="]),
+        ({"quantization": "fp8", "device": "cuda"}, ["quantization is 'fp8'", "on a GPU also fp8"]),
+        ({"load_format": "dummy", "device": "cuda"}, ["load_format is 'dummy'", "random_weights=True"]),
         ({"trust_remote_code": True}, ["trust_remote_code is True", "own_model.py"]),
         ({"dtype": "float16"}, ["dtype is 'float16'", "bfloat16"]),
         ({"dtype": "bfloat16", "precision": "fp32"}, ["dtype and precision are both given"]),

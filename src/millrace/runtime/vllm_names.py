@@ -22,7 +22,9 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "pipeline_parallel_size": ((1,), "1: the whole model runs in this process"),
     "data_parallel_size": ((1,), "one LLM in each process"),
     "trust_remote_code": ((False,), "a model of your own, written as in examples/own_model.py"),
-    "quantization": ((None,), 'precision="w8a8" or another of fp32, bf16, w8a8, w8a16, w4a8, w4a16, fp8a16'),
+    "quantization": (
+        (None,), 'precision="w8a8" or another of fp32, bf16, w8a8, w8a16, w4a8, w4a16, fp8a16; on a GPU also fp8'
+    ),
     "gpu_memory_utilization": ((), 'kv_memory="4G", the memory of the KV cache on this machine'),
     "kv_cache_memory_bytes": ((), "kv_memory="),
     "swap_space": ((0,), "kv_tier=, a file for KV pages that memory has no room for, or kv_memory=, for more room"),
@@ -36,7 +38,8 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tokenizer": ((None,), "a checkpoint folder that holds the tokenizer's files"),
     "tokenizer_mode": (("auto",), "a checkpoint folder that holds the tokenizer's files"),
     "skip_tokenizer_init": ((False,), 'prompts as {"prompt_token_ids": [...]}; text is made all the same'),
-    "load_format": (("auto", "safetensors", "gguf"), "a checkpoint in safetensors or GGUF"),
+    "load_format": (("auto", "safetensors", "gguf"), "a checkpoint in safetensors or GGUF; for dummy weights "
+                    "random_weights=True, on a GPU"),
     "download_dir": ((None,), "the environment variable HF_HOME"),
     "hf_token": ((None,), "the environment variable HF_TOKEN"),
     "block_size": ((None, 64), "KV pages have 64 tokens"),
