@@ -97,6 +97,12 @@ class Settings:
             if value is not None:
                 _check(f, value)
 
+    @property
+    def asked(self) -> list[str]:
+        """Names of the fields that are not as nobody says otherwise."""
+        usual = type(self)()
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+
 
 def declared(f: "Field[Any]") -> Setting:
     found = f.metadata.get("setting")

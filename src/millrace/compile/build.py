@@ -355,8 +355,8 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     ]
     cpu = CpuSection(
         n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.memory.total_bytes,
-        activation_lower_bound=program.memory.lower_bound, inputs=list(map(_slot_entry, program.inputs)),
-        outputs=list(map(_slot_entry, program.outputs)), caches=caches,
+        activation_lower_bound=program.memory.lower_bound, inputs=list(map(slot_entry, program.inputs)),
+        outputs=list(map(slot_entry, program.outputs)), caches=caches,
         bf16_sums="tiles" if any(call.params.get("tiles") for call in program.calls) else "pairs",
     )  # fmt: skip
     return Manifest(
@@ -371,6 +371,6 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     )  # fmt: skip
 
 
-def _slot_entry(found: Slot) -> SlotEntry:
+def slot_entry(found: Slot) -> SlotEntry:
     shape = [d.name if isinstance(d, Symbol) else d for d in found.shape]
     return SlotEntry(found.name, shape, found.dtype, found.offset)

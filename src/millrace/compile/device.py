@@ -5,7 +5,7 @@ The weights go to the device as the checkpoint has them, so there is no folder t
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.tokenizer_files import no_tokenizer
-from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled
+from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled, slot_entry
 from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.gpu_precision import IN_PLACE_OF, GpuPrecision, gpu_precision
@@ -34,10 +34,11 @@ from millrace.engine.evaluation import Evaluation
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.hold import Hold
 from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS, KvFormat
-from millrace.engine.manifest import FORMAT, CpuSection, FileEntry, Manifest, SlotEntry, SymbolEntry
+from millrace.engine.manifest import FORMAT, CpuSection, FileEntry, Manifest, SymbolEntry
+from millrace.engine.slots import Slot
 from millrace.errors import ConfigError, plain
 from millrace.graph.rewrite import LOGITS, head_of
-from millrace.graph.types import Graph, Port, find
+from millrace.graph.types import Graph, find
 from millrace.kernels.catalogue import operators
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import check_multiplies
@@ -66,7 +67,7 @@ class _Traced:
 
     def model(self, chosen: Settled) -> GpuModel:
         graph = run_passes(self.graph, passes(chosen.precision))
-        dtype = self.alone.named("fp32" if chosen.table == "f32" else "bf16")
+        dtype = self.alone.floats(chosen.table)
         as_floats = KvFormat[chosen.table.upper()]
         batch, logits = chosen.max_batch, find(graph.outputs, LOGITS)
         rows, vocab = (batch + SCORED_ROWS, logits.width) if logits else (0, self.source.vocab_size)
@@ -146,9 +147,7 @@ def _options(build: BuildSettings, source: Source, precisions: Mapping[str, str]
 
 def _check(build: BuildSettings) -> None:
     """raises ConfigError"""
-    usual = BuildSettings()
-    asked = [f.name for f in fields(build) if f.name in _OF_CPUS and getattr(build, f.name) != getattr(usual, f.name)]
-    if asked:
+    if asked := [name for name in build.asked if name in _OF_CPUS]:
         raise ConfigError(
             f"{flag_of(asked[0])} is given for a GPU", "nothing: it is about kernels of a CPU", "leave it out"
         )
@@ -208,10 +207,6 @@ def _bits(precision: Precision) -> int:
     return {Precision.FP32: 32, Precision.BF16: 16}.get(precision, precision.bits)
 
 
-def _entry(port: Port) -> SlotEntry:
-    return SlotEntry(port.name, [d if isinstance(d, int) else d.name for d in port.value.shape], port.value.dtype, None)
-
-
 def _manifest(
     name: str, traced: _Traced, chosen: Settled, model: GpuModel, needs: Needs, identity: str, notes: tuple[str, ...]
 ) -> Manifest:
@@ -224,7 +219,8 @@ def _manifest(
     section = CpuSection(
         n_calls=0, weights_bytes=needs.weights_bytes, activation_bytes=needs.step_bytes + needs.graphs_bytes,
         activation_lower_bound=0, caches=[],
-        inputs=list(map(_entry, model.graph.inputs)), outputs=list(map(_entry, model.graph.outputs)),
+        inputs=[slot_entry(Slot.of(port)) for port in model.graph.inputs],
+        outputs=[slot_entry(Slot.of(port)) for port in model.graph.outputs],
     )  # fmt: skip
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,

@@ -1,7 +1,6 @@
 """MODEL, as every command and `LLM` take it: a folder (engine or checkpoint), a GGUF file, a hub id, a cached name."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,13 +114,13 @@ def _say_price(engine: Engine, say: Say | None) -> None:
 
 def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse."""
-    plain = BuildSettings()
-    for name in (f.name for f in fields(BuildSettings)):
-        if (value := getattr(build, name)) != getattr(plain, name):
-            raise ConfigError(
-                f"{flag_of(f'no_{name}' if value is False else name)} is given, but {folder} is already built",
-                "a checkpoint, where this is still open", "leave it out, or build the checkpoint again with it",
-            )  # fmt: skip
+    if build.asked:
+        name = build.asked[0]
+        flag = flag_of(f"no_{name}" if getattr(build, name) is False else name)
+        raise ConfigError(
+            f"{flag} is given, but {folder} is already built", "a checkpoint, where this is still open",
+            "leave it out, or build the checkpoint again with it",
+        )  # fmt: skip
 
 
 def find_built(name: str, env: Env, progress: Progress | None = None) -> Path:

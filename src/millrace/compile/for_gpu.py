@@ -43,7 +43,7 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     alone, build = gpu_precision(build, source, precisions)
     asked = asked_precision(build, source.own_precision, precisions)
     chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
-    dtype = alone.named("fp32" if chosen.table == "f32" else "bf16")
+    dtype = alone.floats(chosen.table)
     of = chosen.precision
     used = (of.default, of.of(HEAD, is_head=True), *(p for _, p in of.patterns))
     meets_fp8 = alone.name == "fp8"

@@ -30,8 +30,12 @@ class GpuPrecision:
     is_own: bool = False
 
     def named(self, precision: str) -> str:
-        """What stands in its place. Of an engine's floats it is those."""
+        """What stands in its place."""
         return self.name if IN_PLACE_OF.get(self.name) == precision else precision
+
+    def floats(self, table: str) -> str:
+        """An engine's activations, and weights that are not coded. table: "f32" or "bf16", as Settled has it"""
+        return self.named("fp32" if table == "f32" else "bf16")
 
     def described(self, precisions: Mapping[str, str]) -> dict[str, str]:
         """As manifests say it."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import RequestError
-from millrace.graph.types import DType, Shape, Symbol
+from millrace.graph.types import DType, Port, Shape, Symbol
 
 DTYPES = {DType.F32: np.dtype(np.float32), DType.I32: np.dtype(np.int32)}
 
@@ -21,6 +21,11 @@ class Slot:
     shape: Shape
     dtype: DType
     offset: int | None
+
+    @classmethod
+    def of(cls, port: Port) -> "Slot":
+        """Of a graph's, which lies nowhere."""
+        return cls(port.name, port.value.shape, port.value.dtype, None)
 
     def sized(self, sizes: Mapping[Symbol, int]) -> list[int]:
         """Its shape in a run where the symbols are so large."""

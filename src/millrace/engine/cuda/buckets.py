@@ -26,8 +26,8 @@ from millrace.engine.cuda.work import (
     bounds,
     bucket_parts,
     cut,
-    decode_rows,
     room,
+    rows_for,
 )  # fmt: skip
 from millrace.engine.executor import IntArray, StepInputs
 from millrace.kernels.attention.paged import StepTables, Work
@@ -97,10 +97,9 @@ class Bucket:
         padding = self.size - n
         table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
         tables[:used], tables[used : used + padding] = step.pages, self.scratch
-        starts = np.arange(self.size + 1)
-        of = Sequences(starts[:-1], np.ones(self.size, np.int32), positions, table_starts[:-1])
+        of = Sequences(np.arange(self.size), np.ones(self.size, np.int32), positions, table_starts[:-1])
         for (group, kv_heads), items, merges in zip(self.kinds, work[::2], work[1::2], strict=True):
-            rows_each = decode_rows(group)
+            rows_each = rows_for(group)
             most = room(rows_each, kv_heads, self.multiprocessors)
             found = cut(of, rows_each, group, self.page_tokens, most)
             for part, values in ((items, found.items.reshape(-1)), (merges, found.merges.reshape(-1))):
@@ -122,7 +121,7 @@ class Bucket:
         """A graph has captured programs for as much work as there may be; which there is, `fill` writes."""
         if (group, kv_heads) not in self._tables:
             _, positions, slots, _, table_starts, *work, tables = self._parts()
-            at, rows = self.kinds.index((group, kv_heads)), decode_rows(group)
+            at, rows = self.kinds.index((group, kv_heads)), rows_for(group)
             blocks = self.size * -(-group // rows)
             _, _, parts = bounds(blocks, room(rows, kv_heads, self.multiprocessors))
             items, merges = work[2 * at].view(-1, ITEM), work[2 * at + 1].view(-1, MERGE)

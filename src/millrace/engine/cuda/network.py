@@ -11,7 +11,7 @@ from millrace.engine.cuda.gpu import check_runs
 from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
-from millrace.engine.cuda.work import FEW_ROWS, SOME_ROWS
+from millrace.engine.cuda.work import blocks, rows_for
 from millrace.engine.slots import Slot, sizes_of
 from millrace.engine.texts import text_inputs
 from millrace.errors import RequestError
@@ -32,7 +32,7 @@ class CudaNetwork(Walk):
     ) -> None:  # fmt: skip
         check_runs(graph, None)
         super().__init__(graph, dtype=dtype, device=device, fp8_rows=fp8_rows, load=load)
-        self._inputs = tuple(Slot(p.name, p.value.shape, p.value.dtype, None) for p in graph.inputs)
+        self._inputs = tuple(map(Slot.of, graph.inputs))
         self._most = {Symbol(name): n for name, n in most.items()}
         self._lengths: NDArray[np.int32]
         self._texts: dict[int, TextTables] = {}  # of this run, by query heads for each KV head
@@ -73,10 +73,7 @@ class CudaNetwork(Walk):
 
 def text_tables(lengths: NDArray[np.int32], group: int, device: torch.device) -> TextTables:
     """lengths: tokens of each text; group: query heads for each KV head. One copy to the device"""
-    rows = FEW_ROWS if lengths.max(initial=1) * group <= FEW_ROWS else SOME_ROWS
-    counts = -(-lengths * group // rows)
-    text = np.repeat(np.arange(len(lengths)), counts)
-    first = (np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
-    starts, programs = np.append(0, np.cumsum(lengths)), np.stack([text, first], 1)
+    rows = rows_for(int(lengths.max(initial=1)) * group)
+    starts, programs = np.append(0, np.cumsum(lengths)), np.stack(blocks(lengths * group, rows), 1)
     whole = on_device(np.concatenate([starts, programs.reshape(-1)]).astype(np.int32), device)
     return TextTables(whole[: len(starts)], whole[len(starts) :].view(-1, 2), rows)

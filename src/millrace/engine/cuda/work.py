@@ -64,9 +64,7 @@ class Cut(NamedTuple):
 
 def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int) -> Cut:
     """rows: of a block; room: for how many parts of a block's pages all programs of one KV head have work"""
-    counts = -(-of.lengths * group // rows)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+    owner, first = blocks(of.lengths * group, rows)
     begins, lengths, at, tables = of.some(owner)
     pages = (at + np.minimum((first + rows - 1) // group, lengths - 1)) // page_tokens + 1
     each = max(1, -(-int(pages.sum()) // room), -(-int(pages.max(initial=0)) // MOST_PARTS))
@@ -83,6 +81,13 @@ def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int) -> Cu
     return Cut(np.stack(items, 1)[order].astype(np.int32), np.stack(merges, 1).astype(np.int32), int(shares.sum()))
 
 
+def blocks(lengths: Integers, rows: int) -> tuple[Integers, Integers]:
+    """lengths: rows of each sequence, in blocks of so many: for each block whose it is, and its first row"""
+    counts = -(-lengths // rows)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+
+
 def room(rows: int, kv_heads: int, processors: int) -> int:
     return max(1, PROGRAMS[rows] * processors // kv_heads)
 
@@ -96,9 +101,9 @@ def bounds(n_blocks: int, room: int) -> tuple[int, int, int]:
     return n_blocks + room, min(n_blocks, room), min(n_blocks * MOST_PARTS, 2 * room)
 
 
-def decode_rows(group: int) -> int:
-    """Of blocks of a step of one token a sequence."""
-    return FEW_ROWS if group <= FEW_ROWS else SOME_ROWS
+def rows_for(most: int) -> int:
+    """Of blocks of sequences that have at most so many: in a step of one token each, a KV head's query heads."""
+    return FEW_ROWS if most <= FEW_ROWS else SOME_ROWS
 
 
 def bucket_parts(sequences: int, most_pages: int, kinds: Iterable[Kind], processors: int) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ def bucket_parts(sequences: int, most_pages: int, kinds: Iterable[Kind], process
     attention items and merges; tables."""
     found = [sequences] * 4 + [sequences + 1]
     for group, kv_heads in kinds:
-        rows = decode_rows(group)
+        rows = rows_for(group)
         items, merges, _ = bounds(sequences * -(-group // rows), room(rows, kv_heads, processors))
         found += [ITEM * items, MERGE * merges]
     return (*found, sequences * most_pages)
