@@ -11,7 +11,7 @@ def other_rows() -> Iterator[list[str]]:
     """What was measured, the figure, and the run."""
     for of_a_kind in (
         _embeddings, _contexts, _starts, _serving, _sampling, _products, _hadamard, _tensors, _children, _batching,
-        _routes, _grammars, _calibrations, _mmlu, _versions, _gpu_kernels, _gpu,
+        _routes, _grammars, _calibrations, _mmlu, _versions, _loops, _gpu_kernels, _gpu,
     ):  # fmt: skip
         yield from of_a_kind()
 
@@ -133,6 +133,12 @@ def _grammars() -> Iterator[list[str]]:
             f", {r['share']:.1%} of one of {r['beside']}" if "share" in r else ""
         )
         yield [f"{r['rows']} masks of {r['rows']} grammars", f"{r['cost_s'] * 1e3:.2f} ms, {shares}", label(r)]
+
+
+def _loops() -> Iterator[list[str]]:
+    for _, r in of_kind("loop"):
+        by_answers = ", ".join(f"{seconds * 1e6:.1f} of {n}" for n, seconds in r["token_s"].items())
+        yield ["the loop beside the executor, us a token by answers at a time", by_answers, label(r)]
 
 
 def _calibrations() -> Iterator[list[str]]:

@@ -164,21 +164,28 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = not any(True for _ in self._visible(prompt))
-        self._utf8.decode(self._tail(prompt))
+        self._unfinished = b""  # the first bytes of a character
+        self._decode(self._tail(prompt))
 
     def push(self, ids: Sequence[int]) -> str:
         """The characters that `ids` complete."""
         parts = []
-        for i in self._visible(ids):
-            parts.append(self._tokenizer.token_bytes(i, first=self._first))
-            self._first = False
-        return self._utf8.decode(b"".join(parts))
+        for i in map(int, ids):
+            if i not in self._skip and (data := self._tokenizer.token_bytes(i)):
+                parts.append(self._tokenizer.token_bytes(i, first=True) if self._first else data)
+                self._first = False
+        return self._decode(b"".join(parts))
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character, or nothing."""
-        return self._utf8.decode(b"", final=True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, new: bytes, final: bool = False) -> str:
+        data = self._unfinished + new
+        text, n_read = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[n_read:]
+        return text
 
     def _visible(self, ids: Iterable[int]) -> Iterator[int]:
         return (i for i in map(int, ids) if i not in self._skip and self._tokenizer.token_bytes(i))

@@ -9,16 +9,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
+from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, plain_rows
 from millrace.errors import ConfigError, MillraceError, has_stopped
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.history import PART, Parts
 from millrace.runtime.pages import PagePool
-from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Request, Sequence, Stage
 
 _NO_IDS = np.empty(0, dtype=np.int32)
@@ -94,8 +95,7 @@ def _moved(old: float | None, sample: float, weight: float) -> float:
     return old + weight * (min(sample, OUTLIER * old) - old)
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(Struct, gc=False):
     """Tokens `start` .. `start + n - 1` of a sequence, to be computed in this step."""
 
     sequence: Sequence
@@ -103,11 +103,6 @@ class Chunk:
     n: int
     draws: bool  # the chunk reaches the sequence's last token: draw the next one
     n_scored: int = 0  # of the prompt's tokens from `request.n_scored` on: what follows up to them is in the chunk
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of logits: first those of the scored tokens, then that of the draw."""
-        return self.n_scored + self.draws
 
 
 @dataclass(slots=True)
@@ -123,10 +118,13 @@ class Step:
     def leads_on(self) -> bool:
         """Whether the next one can be made before it is computed, and it can be undone: it copies no page, and those
         that sit the next one out, as their masks wait for what this one draws, are fewer than the others."""
-        drawing = [chunk.sequence for chunk in self.chunks if chunk.draws]
-        held = sum(seq.matcher is not None for seq in drawing)
-        copies = any(chunk.sequence.source is not None for chunk in self.chunks)
-        return not copies and (not held or 2 * held < len(drawing))
+        n_drawing = n_held = 0
+        for chunk in self.chunks:
+            if chunk.sequence.source is not None:
+                return False
+            n_drawing += chunk.draws
+            n_held += chunk.draws and chunk.sequence.matcher is not None
+        return not n_held or 2 * n_held < n_drawing
 
     def by_request(self) -> list["Step"]:
         """The same for each of its requests alone."""
@@ -146,16 +144,22 @@ class Step:
         return Step(chunks, n, n_prefill, sum(chunk.n_scored for chunk in chunks))
 
     def rows(self) -> Iterator[tuple[Chunk, int, int]]:
-        """Of each chunk its first row and the one behind its last."""
+        """Of each chunk its first row and the one behind its last: those of scored tokens, then that of its draw."""
         row = 0
         for chunk in self.chunks:
-            yield chunk, row, row + chunk.n_rows
-            row += chunk.n_rows
+            first, row = row, row + chunk.n_scored + chunk.draws
+            yield chunk, first, row
 
     def seen(self) -> tuple[Parts, tuple[str, ...]]:
         """As the history keeps it: its chunks, and the ids of their requests."""
-        ids = tuple(chunk.sequence.request.id for chunk in self.chunks)
-        return np.array([_seen(chunk, chunk.sequence) for chunk in self.chunks], PART), ids
+        chunks, sequences = self.chunks, [chunk.sequence for chunk in self.chunks]
+        parts = np.empty(len(chunks), PART)
+        parts["request"] = [seq.request.order for seq in sequences]
+        parts["choice"] = [seq.request.first + seq.index for seq in sequences]
+        parts["start"], parts["n"], parts["draws"] = zip(*[(c.start, c.n, c.draws) for c in chunks], strict=True)
+        in_prompt = np.array([seq.n_prompt for seq in sequences], np.int32) - parts["start"]
+        parts["n_prompt"] = np.minimum(np.maximum(in_prompt, 0), parts["n"])
+        return parts, tuple([seq.request.id for seq in sequences])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +169,6 @@ class Flight:
     step: Step
     started_s: float
     ahead: bool
-
-
-def _seen(chunk: Chunk, seq: Sequence) -> tuple[int, int, int, int, int, bool]:
-    """The fields of a PART."""
-    n_prompt = min(chunk.n, max(0, seq.n_prompt - chunk.start))
-    return seq.request.order, seq.request.first + seq.index, chunk.start, chunk.n, n_prompt, chunk.draws
 
 
 class BatchBuilder:
@@ -187,62 +185,66 @@ class BatchBuilder:
         self._pages = np.empty(S * -(-limits.max_context // limits.page_tokens), dtype=np.int32)
         self._page_starts = np.zeros(S + 1, dtype=np.int32)
         self._sampling = np.zeros(R, dtype=SAMPLING)
-        self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)
+        self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)  # copied with less ado
 
     def build(self, step: Step, before: Step | None = None) -> StepInputs:
         """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order.
 
         before: the step that is under way, and draws the last tokens of some of them
         """
-        n_tokens = n_pages = R = 0
-        starts, page_starts = [0], [0]
-        drawing: list[Sequence] = []
-        draws: list[tuple[int, int, int]] = []  # (row, token of the step, position to draw)
-        copies: list[tuple[int, int]] = []
-        drawn: list[tuple[int, int]] = []  # (token of the step, row of the step before)
+        chunks, size = step.chunks, self._page_tokens
+        starts = [0, *accumulate([chunk.n for chunk in chunks])]
+        n_own = [-(-(chunk.start + chunk.n) // size) for chunk in chunks]
+        page_starts = [0, *accumulate(n_own)]
+        S, n_tokens, n_pages = len(chunks), starts[-1], page_starts[-1]
         row_before = {c.sequence: row - 1 for c, _, row in before.rows() if c.draws} if before else {}
-        for chunk in step.chunks:
+        tokens: list[IntArray] = []  # of each chunk: put together in one go, as its pages
+        drawn: list[tuple[int, int]] = []  # (token of the step, row of the step before)
+        for chunk, at in zip(chunks, starts, strict=False):
             seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
-            n_known = min(end, seq.n_tokens) - start
-            self._tokens[n_tokens : n_tokens + n_known] = seq.tokens.array[start:end]
-            if n_known < chunk.n:
-                self._tokens[n_tokens + n_known] = 0
-                drawn.append((n_tokens + n_known, row_before[seq]))
-            self._positions[n_tokens : n_tokens + chunk.n] = self._offsets[start:end]
-            n_tokens += chunk.n
-            starts.append(n_tokens)
-            n_own = -(-end // self._page_tokens)
-            self._pages[n_pages : n_pages + n_own] = seq.pages.array[:n_own]
-            n_pages += n_own
-            if seq.source is not None:
-                copies.append((seq.source, int(seq.pages.array[start // self._page_tokens])))
-            page_starts.append(n_pages)
-            if chunk.n_scored:
-                _score(self._sampling[R : R + chunk.n_scored], chunk, n_tokens - chunk.n)
-                R += chunk.n_scored
-            if chunk.draws:
-                self._sampling_bytes[R] = seq.row
-                draws.append((R, n_tokens - 1, end))
-                drawing.append(seq)
-                R += 1
-        S = len(step.chunks)
+            if end <= len(seq.tokens):
+                tokens.append(seq.tokens.part(start, end))
+            else:
+                tokens += [seq.tokens.part(start, end - 1), _UNKNOWN] if chunk.n > 1 else [_UNKNOWN]
+                drawn.append((at + chunk.n - 1, row_before[seq]))
+        np.concatenate(tokens, out=self._tokens[:n_tokens])
+        pages = [chunk.sequence.pages.part(0, n) for chunk, n in zip(chunks, n_own, strict=True)]
+        np.concatenate(pages, out=self._pages[:n_pages])
         self._starts[: S + 1], self._page_starts[: S + 1] = starts, page_starts
+        firsts = np.array([chunk.start for chunk in chunks], np.int32) - self._starts[:S]
+        if n_tokens > S:
+            firsts = np.repeat(firsts, np.diff(self._starts[: S + 1]))
+        np.add(firsts, self._offsets[:n_tokens], out=self._positions[:n_tokens])
+        rows = [row - 1 for chunk, _, row in step.rows() if chunk.draws]
+        drawing = [chunk.sequence for chunk in chunks if chunk.draws]
+        R = len(rows) + step.n_scored
         sampling = self._sampling[:R]
-        rows, tokens, positions = np.array(draws, dtype=np.int32).reshape(-1, 3).T
-        if draws:
-            sampling["token"][rows], sampling["position"][rows] = tokens, positions
+        for (chunk, first, _), at in zip(step.rows(), starts, strict=False) if step.n_scored else ():
+            if chunk.n_scored:
+                _score(sampling[first : first + chunk.n_scored], chunk, at)
+        if rows:
+            own = np.frombuffer(b"".join([seq.row for seq in drawing]), np.uint8)
+            where = rows if step.n_scored else slice(R)
+            self._sampling_bytes[:R][where] = own.reshape(-1, SAMPLING.itemsize)
+            last = [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.draws]
+            sampling["token"][where] = last
+            sampling["position"][where] = self._positions[last] + 1
         bias_ids, bias_values = _fill_bias(sampling, rows, drawing)
         masks, masks_ready = self._fill_masks(sampling, rows, drawing)
         history, drawn_history = _fill_history(sampling, rows, drawing, row_before)
         return StepInputs(
             tokens=self._tokens[:n_tokens], positions=self._positions[:n_tokens], starts=self._starts[: S + 1],
             pages=self._pages[:n_pages], page_starts=self._page_starts[: S + 1], sampling=sampling, history=history,
-            bias_ids=bias_ids, bias_values=bias_values, masks=masks, masks_ready=masks_ready, copies=_pairs(copies),
-            drawn=_pairs(drawn), drawn_history=_pairs(drawn_history),
+            bias_ids=bias_ids, bias_values=bias_values, masks=masks, masks_ready=masks_ready,
+            copies=self._copies(chunks), drawn=_pairs(drawn), drawn_history=_pairs(drawn_history),
         )  # fmt: skip
 
+    def _copies(self, chunks: list[Chunk]) -> IntArray | None:
+        taking = [(chunk, chunk.sequence.source) for chunk in chunks if chunk.sequence.source is not None]
+        return _pairs([(s, int(c.sequence.pages.array[c.start // self._page_tokens])) for c, s in taking])
+
     def _fill_masks(
-        self, sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]
+        self, sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence]
     ) -> tuple[NDArray[np.uint32] | None, IntArray | None]:
         """What may come next in the sequences that are held to something: while the step runs, or where that has all
         cores before it, with all cores."""
@@ -284,13 +286,15 @@ def _pairs(pairs: list[tuple[int, int]]) -> IntArray | None:
 
 
 def _fill_history(
-    sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence], row_before: Mapping[Sequence, int]
+    sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence], row_before: Mapping[Sequence, int]
 ) -> tuple[IntArray, list[tuple[int, int]]]:
     """Prompt and output of the sequences that have a penalty, one after the other; what the step before draws of it.
 
     row_before: of sequences, the row of that step
     """
-    parts, drawn, at = list[IntArray](), list[tuple[int, int]](), 0
+    parts: list[IntArray] = []
+    drawn: list[tuple[int, int]] = []
+    at = 0
     for r, seq in zip(rows, drawing, strict=True):
         if seq.request.resolved.needs_history:
             sampling["history_start"][r] = at
@@ -306,24 +310,18 @@ def _fill_history(
 
 
 def _fill_bias(
-    sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]
+    sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence]
 ) -> tuple[IntArray, NDArray[np.float32]]:
-    ids, values, at = list[IntArray](), list[NDArray[np.float32]](), 0
+    biased, at = [], 0
     for r, seq in zip(rows, drawing, strict=True):
         resolved = seq.request.resolved
-        if len(resolved.bias_ids):
+        if n := resolved.bias_ids.size:
             sampling["bias_start"][r] = at
-            ids.append(resolved.bias_ids)
-            values.append(resolved.bias_values)
-            at += len(resolved.bias_ids)
-    return (np.concatenate(ids), np.concatenate(values)) if ids else (_NO_IDS, _NO_VALUES)
-
-
-def token_logprobs(outputs: StepOutputs, row: int, n_top: int) -> TokenLogprobs:
-    """The log probabilities of sampling row `row`, with its `n_top` best alternatives, or all that its mask allows."""
-    best = zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)
-    top = tuple((token, logprob) for token, logprob in best if token >= 0)
-    return TokenLogprobs(int(outputs.tokens[row]), float(outputs.logprobs[row]), int(outputs.ranks[row]), top)
+            biased.append(resolved)
+            at += n
+    if not biased:
+        return _NO_IDS, _NO_VALUES
+    return np.concatenate([own.bias_ids for own in biased]), np.concatenate([own.bias_values for own in biased])
 
 
 class EngineThread:

@@ -22,12 +22,12 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import MillraceError, RequestError
-from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, TokenBudget, check, token_logprobs
+from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, TokenBudget, check
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_prompt, resolve
 from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.stats import Counters, LoopStats
@@ -288,23 +288,24 @@ class EngineLoop:
     def _distribute(self, flight: Flight, outputs: StepOutputs, now_s: float) -> None:
         """Give each scored and each drawn token to its choice."""
         tokens: list[int] = outputs.tokens.tolist()
+        failed = min(tokens, default=0) < 0
         for chunk, first, row in flight.step.rows():
             seq = chunk.sequence
             if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago, or its answer had ended
                 continue
-            if min(tokens[first:row]) < 0:
+            if failed and min(tokens[first:row]) < 0:
                 self._end(seq.request, FinishReason.ERROR, *seq.why_not(min(tokens[first:row])))
                 continue
             resolved = seq.request.resolved
             if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
                 rows = range(first, first + chunk.n_scored)
-                scored = tuple(token_logprobs(outputs, r, n_top) for r in rows)
+                scored = tuple(TokenLogprobs.of(outputs, r, n_top) for r in rows)
                 for choice in seq.request.choices:  # the others wait for it: each tells of the prompt before its answer
                     self._add(choice, choice.scored(scored))
             if chunk.draws:
                 seq.n_ahead -= flight.ahead
                 self._scheduler.verified(seq, chunk.start + chunk.n)
-                logprobs = None if resolved.n_top is None else token_logprobs(outputs, row - 1, resolved.n_top)
+                logprobs = None if resolved.n_top is None else TokenLogprobs.of(outputs, row - 1, resolved.n_top)
                 self._count(seq, now_s)
                 self._add(seq, seq.take(tokens[row - 1], logprobs))
 
@@ -387,8 +388,9 @@ class EngineLoop:
         told = bool(self._pending)
         while self._pending:  # one by one: what a callback that raises leaves here is told by whoever ends the loop
             request = next(iter(self._pending))
-            request.deliver(self._pending.pop(request))
-            if not request.is_open:
+            deltas = self._pending.pop(request)
+            request.deliver(deltas)
+            if deltas[-1].finish_reason is not None and not request.is_open:
                 request.let_go()
         if told:
             self._after_step()

@@ -13,10 +13,11 @@ from enum import StrEnum
 from typing import TypeVar
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray
+from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import ContextError, RequestError, alike, nearest
 from millrace.runtime import vllm_names
 from millrace.runtime.structured import StructuredOutputsParams, structured
@@ -193,9 +194,15 @@ class TokenLogprobs:
     rank: int  # 1 = the likeliest of the vocabulary
     top: tuple[tuple[int, float], ...] = ()
 
+    @classmethod
+    def of(cls, outputs: StepOutputs, row: int, n_top: int) -> "TokenLogprobs":
+        """Of sampling row `row`, with its `n_top` best alternatives, or all that its mask allows."""
+        best = zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)
+        top = tuple((token, logprob) for token, logprob in best if token >= 0)
+        return cls(int(outputs.tokens[row]), float(outputs.logprobs[row]), int(outputs.ranks[row]), top)
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+
+class Delta(Struct, frozen=True):  # one a token: made in a tenth of a frozen dataclass's time
     """What one step added to one choice of a request: tokens, a finish, or log probabilities of the prompt's tokens."""
 
     index: int

@@ -175,6 +175,10 @@ class IntBuffer:
         """The values so far (n,), a view that the next append may outgrow."""
         return self._data[: self._n]
 
+    def part(self, start: int, end: int) -> IntArray:
+        """`array[start:end]`, of values that there are."""
+        return self._data[start:end]
+
     def append(self, value: int) -> None:
         if self._n == len(self._data):
             self._grow(self._n + 1)
@@ -290,14 +294,14 @@ class Sequence:
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_known", "source"),
+        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_known", "n_most", "source"),
     )
 
     def __init__(self, request: Request, index: int) -> None:
-        self.request, self.index = request, index
-        self.stage = Stage.WAITING
+        self.request, self.index, self.stage = request, index, Stage.WAITING
         self.tokens = IntBuffer(request.prompt)
         self.n_prompt = len(request.prompt)
+        self.n_most = self.n_prompt + request.resolved.max_tokens - 1  # that are ever computed: the last one is not
         self.n_computed = 0
         self.n_ahead = 0  # tokens behind these that launched steps draw: nobody but the device knows them yet
         self.pages = IntBuffer()
@@ -311,7 +315,7 @@ class Sequence:
         self.matcher = request.matchers[index] if request.matchers else None
         row = request.resolved.row.copy()
         row["choice"] = index
-        self.row = row.view(np.uint8)  # the bytes of its row of SAMPLING; what changes is filled in by the batch
+        self.row = row.tobytes()  # its row of SAMPLING; what changes is filled in by the batch
 
     @property
     def order(self) -> tuple[int, int]:
@@ -329,10 +333,7 @@ class Sequence:
     @property
     def n_left(self) -> int:
         """Tokens to compute before the next one can be drawn; 0: the last that it may have is being drawn."""
-        if not self.n_ahead:
-            return len(self.tokens) - self.n_computed
-        most = self.n_prompt + self.request.resolved.max_tokens - 1
-        return min(len(self.tokens) + self.n_ahead, most) - self.n_computed
+        return min(len(self.tokens) + self.n_ahead, self.n_most) - self.n_computed
 
     def page_keys(self, n_pages: int, page_tokens: int) -> list[Key]:
         """Of its first `n_pages`, which are full."""

@@ -108,7 +108,7 @@ class Scheduler:
         """The next step; empty only where there is no work, or none before a launched step has drawn."""
         step = Step([], 0, 0)
         self._take_single_tokens(step)
-        self.take_prompts(step, len(step.chunks))
+        self.take_prompts(step, len(step.chunks), len(step.chunks) == len(self.running))
         is_due = self.has_work and not any(seq.n_ahead for seq in self.running)
         assert step.chunks or not is_due, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
         return step
@@ -133,10 +133,10 @@ class Scheduler:
     @property
     def is_short(self) -> bool:
         """Whether the next step takes pages from somebody."""
-        size = self.limits.page_tokens
-        return self.pool.n_free < sum(
-            seq.n_left == 1 and seq.n_computed >= len(seq.pages) * size for seq in self.running
-        )
+        size, n_free = self.limits.page_tokens, self.pool.n_free
+        if n_free >= len(self.running):  # there is one for each
+            return False
+        return n_free < sum(seq.n_computed >= len(seq.pages) * size and seq.n_left == 1 for seq in self.running)
 
     def commit(self, step: Step, step_time_s: float) -> None:
         """The step was computed; tokens are appended after this."""
@@ -161,11 +161,14 @@ class Scheduler:
         """Its chunks count as computed."""
         for chunk in step.chunks:
             seq = chunk.sequence
-            self._drop_source(seq)
+            if seq.source is not None:
+                self._drop_source(seq)
             seq.n_computed = chunk.start + chunk.n
-            seq.request.n_scored += chunk.n_scored
-            if not self._order.is_plain:
-                self._order.computed(seq, chunk.n - chunk.draws, chunk.draws)
+            if chunk.n_scored:
+                seq.request.n_scored += chunk.n_scored
+        if not self._order.is_plain:
+            for chunk in step.chunks:
+                self._order.computed(chunk.sequence, chunk.n - chunk.draws, chunk.draws)
 
     # ------------------------------------------------------------------ chunks
 
@@ -316,8 +319,10 @@ class Scheduler:
         """
         page_tokens = self.limits.page_tokens
         seq.n_finite = seq.n_computed if n is None else n
-        if seq.n_finite < (seq.n_known + 1) * page_tokens and seq.leads is None and not seq.request.to_keep:
-            return  # nothing new: so it is for most tokens
+        next_full = (seq.n_known + 1) * page_tokens
+        nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # so it is for most tokens
+        if nothing_new and seq.leads is None and not seq.request.to_keep:
+            return
         n_full = min(seq.n_finite, self._n_public(seq)) // page_tokens
         for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_known :], seq.n_known):
             self._publish(seq, key, seq.content(i, page_tokens))
