@@ -158,3 +158,48 @@ def test_a_tile_counts_for_at_most_so_many_rows() -> None:
     a, b = Tile(16, 16, 2, 4), Tile(32, 64, 4, 4)
     found = Tiles({region_of(x, w): ((1, a), (16, b))})
     assert [found.of(x[:n], w) for n in (1, 2, 16, 17)] == [a, b, b, tiles(17)[0]]
+
+
+class Queue:
+    """A device of 2 GHz that does what is queued in turn, beside a host that takes 22 us for each launch."""
+
+    def __init__(self, takes_us: float) -> None:
+        self.takes_us, self.host_us, self.free_us = takes_us, 0.0, 0.0
+
+    def product(self, tile: Tile) -> None:
+        self.host_us += 22
+        self._do(self.takes_us)
+
+    def sleep(self, clocks: int) -> None:
+        self._do(clocks / 2e3)
+
+    def _do(self, us: float) -> None:
+        self.free_us = max(self.free_us, self.host_us) + us
+
+    def event(self, enable_timing: bool) -> "Event":
+        return Event(self)
+
+
+class Event:
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def record(self) -> None:
+        self._queue._do(0)
+        self.at_us = self._queue.free_us
+
+    def synchronize(self) -> None:
+        self._queue.host_us = max(self._queue.host_us, self.at_us)
+
+    def elapsed_time(self, other: "Event") -> float:
+        return (other.at_us - self.at_us) / 1e3
+
+
+@pytest.mark.parametrize("us", [2.0, 9.0, 60.0])
+def test_a_product_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch, us: float) -> None:
+    """Of one user's step the graph launches it, in no time: a host of 22 us would make all tiles alike."""
+    queue = Queue(us)
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    monkeypatch.setattr(torch.cuda, "_sleep", queue.sleep)
+    for products in (1, 32, 2):
+        assert device_tune.on_device([queue.product] * products, WIDE) == pytest.approx(us)
