@@ -30,7 +30,7 @@ from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, Coding
-from millrace.kernels.matmul.cuda import ASKED, BLOCK_K, coded_product
+from millrace.kernels.matmul.cuda import ASKED, BLOCK_K, WARP_K, coded_product, one_row
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
@@ -46,7 +46,7 @@ _TYPES = {
     "blocks": "*i32", "starts": "*i32",
     "found_in": "*fp32", "sums_in": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32",
     "q_row": "i32", "k_row": "i32", "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16",
-    "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "x_group": "i32", "group": "i32", "key_scales": "*fp32",
+    "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "key_scales": "*fp32",
     "value_scales": "*fp32", "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64",
     "top_p": "*fp64", "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
     "row_elements": "i32", "block_rows": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
@@ -63,9 +63,15 @@ _PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 
 def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, Any]:
     halves = _CODED[precision]["w"] == "*u8"
+    whole = _CODED[precision]["w"] == "*fp8e4nv"
     return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
-            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K, "ASKED": ASKED,
+            "WHOLE": whole, "GROUP": 0 if whole else 128, "X_GROUP": 0 if whole else 128, "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "ASKED": ASKED,
             "TILE": tile}  # fmt: skip
+
+
+def _by(tile: Tile) -> Any:
+    return coded_product if tile.rows > 1 else one_row
 
 
 # What rows become, by the end of a case's name.
@@ -116,11 +122,12 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *((add_normalise, f"4,096 columns{to}", _row(4096, to, whole=True)) for to in _ROWS),
     *((gated, f"{n:,} columns{to}", _row(n, to)) for n in (14336, 28672) for to in _ROWS),
     *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
-    *((coded_product, precision, _product(precision, tiles(1)[0])) for precision in _CODED),
+    (one_row, "fp8", _product("fp8", tiles(1)[0])),
+    *((coded_product, precision, _product(precision, tiles(16)[0])) for precision in _CODED),
     (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
     (sample.put_tokens, "any number", {"BLOCK": 128}),
     (sample.draw_rows, "any vocabulary", {"BLOCK": sample.BLOCK}),
-    (coded_product, "w4a16 minimums", _product("w4a16", tiles(1)[0], minimums=True)),
+    (coded_product, "w4a16 minimums", _product("w4a16", tiles(16)[0], minimums=True)),
     *(
         (coded_product, f"{precision} many", _product(precision, tiles(MANY_ROWS)[0]))
         for precision in ("fp8", "w8a8", "w4a8")
@@ -129,16 +136,18 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
 
 # The tiles that a device may choose beside the rule.
 TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = tuple(
-    (coded_product, f"{precision} {tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages",
+    (_by(tile), f"{precision} {tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages",
      _product(precision, tile))
-    for precision in TUNED for rows in (1, 32, MANY_ROWS) for tile in tiles(rows)[1:]
+    for precision in TUNED for rows in (1, 16, 32, MANY_ROWS) for tile in tiles(rows)[1:]
+    if (rows == 1) == (tile.rows == 1) and (rows > 1 or precision == "fp8")
 )  # fmt: skip
 
 
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
     """What one of them takes. Tensors that are not of another type by name are of bfloat16."""
     names = kernel.arg_names
-    types = _TYPES | _CODED[about.split()[0]] if kernel is coded_product else dict(_TYPES)
+    is_product = kernel in (coded_product, one_row)
+    types = _TYPES | _CODED[about.split()[0]] if is_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
     if kernel in (sample.best_rows, sample.put_tokens):
@@ -168,21 +177,41 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
         options["num_warps"] = sample.BEST_WARPS
     if kernel is sample.draw_rows:
         options |= {"num_warps": sample.WARPS, "enable_fp_fusion": False}
-    if kernel is coded_product:
+    if is_product:
         tile = constants["TILE"]
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
-        file.flush()
-        told = subprocess.run([OBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    told = _dumped(found.asm["cubin"], "-res-usage")
     usage = dict(part.split(":", 1) for part in told.split("Function", 1)[1].split() if part.count(":") == 1)
     return {
         "kernel": found.metadata.name, "about": about, "architecture": f"sm_{arch}", "registers": int(usage["REG"]),
         "shared_bytes": found.metadata.shared, "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
         "warps": found.metadata.num_warps, "overlaps": _overlaps(found.asm["ptx"]),
         "asks_ahead": "prefetch.L2" in found.asm["ptx"],
+        "under_way_bytes": _under_way(found) if is_product else 0,
     }  # fmt: skip
+
+
+def _dumped(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([OBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _under_way(kernel: Any) -> int:
+    """Bytes that a program has asked for when it waits for some of them, in its loop: by PTX where they go to shared
+    memory, group by group; else by the loads of 16 bytes for each thread in a row, which come before they are used."""
+    threads = 32 * int(kernel.metadata.num_warps)
+    before, waits, _ = kernel.asm["ptx"].partition("cp.async.wait_group")
+    if waits:
+        groups = [
+            16 * threads * part.count("cp.async.cg.shared") for part in before.split("cp.async.commit_group")[:-1]
+        ]
+        left = int(kernel.asm["ptx"][len(before) + len(waits) :].split(";", 1)[0])
+        return sum(groups[len(groups) - left :])
+    used = re.split(r"\bF2FP\b|\bFFMA\b", _dumped(kernel.asm["cubin"], "-sass").partition("ACQBULK")[2])
+    return 16 * threads * max(part.count("LDG.E.128") for part in used)
 
 
 def _overlaps(ptx: str) -> bool:

@@ -17,6 +17,7 @@ CONSTANTS = {
     "w_row",
     "ASKED",
     "N",
+    "K",
     "BLOCK_N",
     "GROUPS",
     "WIDTH",

@@ -22,7 +22,7 @@ def test_no_tile_spills_much(arch: int, spilled: int) -> None:
     assert len(found) >= 28
     shared = {row["about"]: row["shared_bytes"] for row in found}
     for precision in ("w4a16", "w8a8"):
-        assert shared[f"{precision} 16 x 32, 4 warps, 5 stages"] >= 24_000, shared
+        assert shared[f"{precision} 16 x 32, 4 warps, 9 stages"] >= 48_000, shared
     for row in found:
         assert row["registers"] <= 255 and row["shared_bytes"] <= 99 * 1024, row
         assert row["spilled_bytes"] <= spilled, row

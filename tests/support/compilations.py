@@ -24,7 +24,6 @@ from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
-from millrace.kernels.matmul.gpu_tiles import tiles
 from tests.engine.test_cuda import LIMITS, VOCAB, both
 from tests.support.checkpoints import random_checkpoint
 from tests.support.fake_cuda import DEVICE, executor_like, loaded_there, on_fake_cuda
@@ -93,7 +92,7 @@ def compiled(precision: str) -> list[str]:
         for lengths in ([1] * 512 + [128] * 8, [1] * 7 + [100], [128], [1000] * 4, [1] * 63):
             there.run(dummy_step(lengths, 0, 33 * len(lengths), vocab=VOCAB))
         for work in works_of(there):
-            for tile in tiles(work.rows):
+            for tile in work.tiles.values():
                 work.products(there)[0](tile)
         kernels = {f.__name__: f for f in device.kernels}
         return [name for name, kernel in sorted(kernels.items()) for _ in kernel.device_caches[0][0]]

@@ -27,12 +27,13 @@ from millrace.engine.cuda.transfer import there
 from millrace.engine.tactics import Choice, Comparison
 from millrace.kernels.matmul import cuda
 from millrace.kernels.matmul.coded import CodedRows, Matrix
-from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, Tiles, region_of, tiles
+from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, Tiles, region_of, takes, tiles
 
-KNOB = "tile"  # its value is a place among the tiles of so many rows; 0 is the rule
+KNOB = "tile"  # its value is a place among the tiles of so many rows; none is the rule
 ROWS = 1, 16, 32, MANY_ROWS - 1  # of decode steps; up to so many are alike
 MORE_ROWS = 2048  # of rows that the kernel takes however many they are
 AT_MOST = 32  # layers of a pass
+LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, what a launch takes a host at most
 Products = Sequence[Callable[[Tile], object]]
 
 
@@ -42,8 +43,10 @@ class Clock(Protocol):
 
 
 def on_device(products: Products, tile: Tile) -> float:
-    """By the device's own events: what the host takes between two launches is not among it as long as it is ahead."""
+    """By the device's own events. It sleeps first, so that all is queued when it begins: a launch takes the host longer
+    than a small product takes the device, and in a step's graph there is no host."""
     begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LAUNCH_CLOCKS * len(products))
     begun.record()
     for product in products:
         product(tile)
@@ -90,7 +93,7 @@ class DeviceTuner:
     def _timed(self, work: "Work", executor: CudaExecutor, enough_s: float, ends_s: float) -> Choice | None:
         """None: time was up before all tiles had samples enough."""
         products, us = work.products(executor), dict[int, list[float]]()
-        for value, tile in enumerate(tiles(work.rows)):
+        for value, tile in work.tiles.items():
             try:
                 self.clock(products, tile)  # compiled
             except OutOfResources:
@@ -102,22 +105,26 @@ class DeviceTuner:
             if now_s > (until_s if passes >= SAMPLES else ends_s):
                 break
             for value, samples in us.items():
-                samples.append(self.clock(products, tiles(work.rows)[value]))
+                samples.append(self.clock(products, work.tiles[value]))
         if any(len(samples) < SAMPLES for samples in us.values()):
             return None
         if not us:
             return Choice(work.rows, {}, [])
         tried = [summary(value, samples) for value, samples in us.items()]
         value = choose(tried)
-        return Choice(work.rows, {KNOB: value} if value else {}, [Comparison(KNOB, tried, value)])
+        return Choice(work.rows, {} if value == min(work.tiles) else {KNOB: value}, [Comparison(KNOB, tried, value)])
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The products of a region with one number of rows. meets: what makes of rows of 16-bit floats what they meet"""
+    """The products of a region with one number of rows. meets: what makes of rows of 16-bit floats what they meet
+
+    tiles: that take them, by their places among those of so many rows; the first is the rule
+    """
 
     region: str
     rows: int
+    tiles: Mapping[int, Tile]
     weights: Sequence[CodedRows]
     meets: Callable[[Tensor], Matrix]
 
@@ -140,12 +147,14 @@ def works_of(executor: CudaExecutor) -> list[Work]:
     regions: dict[str, tuple[list[CodedRows], Callable[[Tensor], Matrix]]] = {}
     for w, meets in executor.coded():
         regions.setdefault(region_of(met(w, meets, 1), w), ([], meets))[0].append(w)
-    return [
-        Work(region, rows, weights[:AT_MOST], meets)
-        for rows in (*ROWS, MORE_ROWS)
-        for region, (weights, meets) in regions.items()  # whose weights are alike
-        if cuda.goes_by_kernel(met(weights[0], meets, rows), weights[0], executor.dtype)
-    ]
+    found = []
+    for rows in (*ROWS, MORE_ROWS):
+        for region, (weights, meets) in regions.items():  # whose weights are alike
+            w, x = weights[0], met(weights[0], meets, rows)
+            if cuda.goes_by_kernel(x, w, executor.dtype):
+                which = {value: tile for value, tile in enumerate(tiles(rows)) if takes(tile, x, w)}
+                found.append(Work(region, rows, which, weights[:AT_MOST], meets))
+    return found
 
 
 def check_choice(region: str, choice: Choice) -> None:
@@ -160,6 +169,6 @@ def chosen(regions: Mapping[str, Sequence[Choice]]) -> Tiles:
     for region, choices in regions.items():
         by_rows = sorted(choices, key=lambda choice: choice.rows)
         found[region] = tuple(
-            (c.rows if c.rows < MORE_ROWS else inf, tiles(c.rows)[c.knobs.get(KNOB, 0)]) for c in by_rows
+            (c.rows if c.rows < MORE_ROWS else inf, tiles(c.rows)[c.knobs[KNOB]] if c.knobs else None) for c in by_rows
         )
     return Tiles(found)

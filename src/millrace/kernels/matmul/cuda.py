@@ -16,18 +16,21 @@ from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, rows_of
 
 BLOCK_K = 128  # what goes through at a time, at most
+WARP_K = 512  # of one row: 16 neighbours for each thread of a warp
 ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 
 
 @triton.jit(do_not_specialize=["M"])  # that only says which rows there are
-def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group, group,
+def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP: tl.constexpr, GROUP: tl.constexpr,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
+                  WHOLE: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   ASKED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
 
     CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
-    exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups unless a row is one.
+    exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups, which are 0 where a row
+    is one. WHOLE: each row has one scale, which meets its sum at the end
     w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16; elsewhere ASKED is 0
     """
     lets_next_begin(PDL)
@@ -51,17 +54,33 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, x_group
             part = _dot(even, low) + _dot(odd, high)
         else:
             part = _dot(rows, codes)
-        scale = tl.load(w_scales + column * tl.cdiv(K, group) + first // group, mask=is_column, other=0.0)
-        found = part.to(tl.float32) * scale.to(tl.float32)[None]
-        if MINIMUMS:
-            sums = tl.sum(rows.to(tl.float32), 1)
-            least = tl.load(minimums + column * tl.cdiv(K, group) + first // group, mask=is_column, other=0.0)
-            found += sums[:, None] * least.to(tl.float32)[None]
+        if WHOLE:
+            total += part
+        else:
+            scale = tl.load(w_scales + _group(column, first, K, GROUP), mask=is_column, other=0.0)
+            found = part.to(tl.float32) * scale.to(tl.float32)[None]
+            if MINIMUMS:
+                sums = tl.sum(rows.to(tl.float32), 1)
+                least = tl.load(minimums + _group(column, first, K, GROUP), mask=is_column, other=0.0)
+                found += sums[:, None] * least.to(tl.float32)[None]
+            if CODED_X:
+                found *= tl.load(x_scales + _group(row, first, K, X_GROUP), mask=is_row, other=0.0)[:, None]
+            total += found
+    if WHOLE:
+        total *= tl.load(w_scales + column, mask=is_column, other=0.0).to(tl.float32)[None]
         if CODED_X:
-            found *= tl.load(x_scales + row * tl.cdiv(K, x_group) + first // x_group, mask=is_row, other=0.0)[:, None]
-        total += found
+            total *= tl.load(x_scales + row, mask=is_row, other=0.0)[:, None]
     tl.store(y + row[:, None].to(tl.int64) * N + column[None], total.to(y.dtype.element_ty),
              mask=is_row[:, None] & is_column[None])  # fmt: skip
+
+
+@triton.jit
+def _group(row, first, K, GROUP: tl.constexpr):
+    """Among those of all rows. A constant, or the loop divides by it."""
+    if GROUP == 0:
+        return row
+    else:
+        return row * tl.cdiv(K, GROUP) + first // GROUP
 
 
 @triton.jit
@@ -75,6 +94,31 @@ def _dot(left, right):
     else:
         found = tl.dot(left, right.to(left.dtype))
     return found
+
+
+@triton.jit
+def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASKED: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    """One program: a row x (1, K) times BLOCK_N of w (N, K), both of E4M3 with a scale for each row; y (1, N).
+
+    By hand: tensor cores would multiply 15 rows of zeros beside it, which have to be loaded and made float16 by every
+    warp. A thread has the same 16 neighbours of x and of each row of w (BLOCK_K is WARP_K for each warp, or registers
+    would go through shared memory), so that all its loads are on their way at once; it meets others at the end.
+    """
+    lets_next_begin(PDL)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column, place = column < N, tl.arange(0, BLOCK_K)[None, :]
+    lines = w + column.to(tl.int64)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, ASKED, PDL)
+    after_those_before(PDL)
+    for first in range(0, K, BLOCK_K):
+        at = first + place
+        codes = tl.load(lines + at, mask=is_column[:, None] & (at < K), other=0.0)
+        row = tl.load(x + at, mask=at < K, other=0.0)
+        total += codes.to(tl.float16).to(tl.float32) * row.to(tl.float16).to(tl.float32)
+    scale = tl.load(w_scales + column, mask=is_column, other=0.0) * tl.load(x_scales)
+    tl.store(y + column, (tl.sum(total, 1) * scale).to(y.dtype.element_ty), mask=is_column)
 
 
 def product(
@@ -122,17 +166,37 @@ def block_k(x: Matrix, w: CodedRows) -> int:
 
 
 def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
-    given, scales, x_group = (x.codes, x.scales, x.group) if isinstance(x, CodedRows) else (x, w.scales, w.width)
+    given, scales = (x.codes, x.scales) if isinstance(x, CodedRows) else (x, w.scales)
     (m, k), n = given.shape, len(w.codes)
     y = torch.empty((m, n), dtype=dtype, device=given.device)
+    asked = ASKED if w.codes.shape[1] % 16 == 0 else 0
+    if tile.rows == 1:
+        one_row[(triton.cdiv(n, tile.columns),)](
+            given.contiguous(), scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
+            ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        return y
     coded_product[triton.cdiv(n, tile.columns), triton.cdiv(m, tile.rows)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
-        w.codes.shape[1], x_group, w.group, CODED_X=isinstance(x, CodedRows), HALVES=w.halves, ZERO=w.zero,
-        MINIMUMS=w.minimums is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=block_k(x, w), ASKED=ASKED if w.codes.shape[1] % 16 == 0 else 0, **overlapping(given.device),
+        w.codes.shape[1], X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, CodedRows), HALVES=w.halves,
+        ZERO=w.zero,
+        MINIMUMS=w.minimums is not None, WHOLE=is_whole(x, w), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        BLOCK_K=block_k(x, w), ASKED=asked, **overlapping(given.device),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return y
+
+
+def _parts(x: Matrix) -> int:
+    """Neighbours that share a scale; 0: a row is one."""
+    return x.group if isinstance(x, CodedRows) and x.group < x.width else 0
+
+
+def is_whole(x: Matrix, w: CodedRows) -> bool:
+    """Whether products are floats that one scale for each row meets; integers stay exact as far as they are int32."""
+    exact = isinstance(x, CodedRows) and x.codes.dtype == torch.int8
+    return not (_parts(x) or _parts(w) or exact or w.minimums is not None)
 
 
 def scaled_mm_takes(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:

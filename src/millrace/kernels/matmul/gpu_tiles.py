@@ -1,6 +1,6 @@
 """Tiles of the product with coded weights on a GPU: which there are, and by which of them each product goes.
 
-None of them changes what is summed in which order along a row's inputs.
+None of them changes what is summed in which order along a row's inputs, but for those of one row.
 """
 
 from collections.abc import Mapping
@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 
 MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and columns of a program, its warps, and how many blocks of weights are on their way at a time."""
+    """Rows and columns of a program, its warps, and how many blocks of weights are on their way at a time.
+
+    Of one row and one stage: of `one_row`, which multiplies without tensor cores; it holds its inputs itself
+    """
 
     rows: int
     columns: int
@@ -23,19 +26,29 @@ class Tile:
     stages: int = 3
 
 
+_ONE = (Tile(1, 4, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 8, 1), Tile(1, 4, 2, 1))
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
-    Tile(16, 32, 4), Tile(16, 16, 2, 4), Tile(16, 16, 4, 6), Tile(16, 32, 2, 5), Tile(16, 32, 4, 5), Tile(16, 64, 8, 6),
-    Tile(16, 64, 8, 4), Tile(16, 128, 8),
+    Tile(16, 32, 4, 5), Tile(16, 32, 4, 9), Tile(16, 32, 4), Tile(16, 32, 2, 5), Tile(16, 64, 8, 6), Tile(16, 64, 8, 4),
 )  # fmt: skip
 _SOME = (Tile(16, 32, 4), Tile(32, 32, 4), Tile(32, 64, 4, 4), Tile(64, 32, 4), Tile(64, 64, 4, 4), Tile(64, 64, 8))
 _MANY = (Tile(64, 64, 8), Tile(64, 128, 8), Tile(128, 64, 8))
 
 
 def tiles(rows: int) -> tuple[Tile, ...]:
-    """That products of so many rows may go by; the first is the rule."""
+    """That products of so many rows may go by; the first that takes them is the rule."""
+    if rows == 1:
+        return (*_ONE, *_FEW)
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
+
+
+def takes(tile: Tile, x: Matrix, w: CodedRows) -> bool:
+    """Whether a tile is of a kernel for such rows and weights: `one_row` is for E4M3, a scale for each row."""
+    if tile.rows > 1:
+        return True
+    whole = w.codes.dtype == E4M3 and w.group >= w.width
+    return whole and isinstance(x, CodedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
 
 
 def region_of(x: Matrix, w: CodedRows) -> str:
@@ -57,16 +70,20 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """found: by region, for at most so many rows a tile, ascending. What is not there goes by the rule."""
+    """found: by region, for at most so many rows a tile, ascending; None, or what is not there: it goes by the rule."""
 
-    found: Mapping[str, tuple[tuple[float, Tile], ...]] = field(default_factory=dict)
+    found: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
     def of(self, x: Matrix, w: CodedRows) -> Tile:
         n = rows_of(x)
         for most, tile in self.found.get(region_of(x, w), ()) if self.found else ():
             if n <= most:
-                return tile
-        return tiles(n)[0]
+                return tile or rule(x, w)
+        return rule(x, w)
+
+
+def rule(x: Matrix, w: CodedRows) -> Tile:
+    return next(tile for tile in tiles(rows_of(x)) if takes(tile, x, w))
 
 
 RULES = Tiles()
