@@ -58,6 +58,11 @@ def asks_for(w, first, rows, row_bytes, ROWS: tl.constexpr, BYTES: tl.constexpr,
         tl.inline_asm_elementwise(_ASKS, "=r,l,r", [addresses, asked], dtype=tl.int32, is_pure=False, pack=1)
 
 
+def cdiv(n: int, each: int) -> int:
+    """For launches, of which a step has hundreds: Triton's own takes some 3 us on the host."""
+    return -(-n // each)
+
+
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Of a launch there, to be handed to a kernel that has a PDL: the same answer for it and for the launch."""
     overlaps = OVERLAP and _may_overlap(device)

@@ -144,7 +144,7 @@ def _reshape(node: Node, run: Run) -> Tensor:
 
 
 def _split(node: Node, run: Run) -> tuple[Tensor, ...]:
-    return tuple(run.tensor(node.inputs[0]).split([v.width for v in node.outputs], 1))
+    return run.tensor(node.inputs[0]).split_with_sizes([v.width for v in node.outputs], 1)
 
 
 OPERATORS: Mapping[str, Callable[[Node, Run], Matrix | tuple[Tensor, ...]]] = {

@@ -104,7 +104,8 @@ class Walk:
         if isinstance(x, Tensor) and self._takes_e4m3(node):
             x = self.coded_rows(x, AS_E4M3)
         found = [self._kernels.product(x, w, self.dtype, bias, self.tiles) for w in self._loaded.matrices(node)]
-        return [part for y in found for part in y.split(node.output.width, 1)]
+        width = node.output.width
+        return [part for y in found for part in ([y] if y.shape[1] == width else y.split(width, 1))]
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""

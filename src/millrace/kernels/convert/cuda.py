@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.kernels import declare
-from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
+from millrace.kernels.gpu_launch import after_those_before, cdiv, lets_next_begin, overlapping
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Coding
 
 NOTHING = tl.constexpr(declare.NOTHING)
@@ -143,7 +143,7 @@ def shape_of(n: int, coding: Coding | None = None, *, whole: bool = False) -> Sh
     """
     coded, stages = coding is not None and (coding.group or n), 0
     group = coded or (n if whole else min(n, PART))
-    width, groups = triton.next_power_of_2(group), triton.cdiv(n, group)
+    width, groups = triton.next_power_of_2(group), cdiv(n, group)
     lines = triton.next_power_of_2(groups)
     if not whole:
         lines = min(lines, max(PART // width, 1))
@@ -151,7 +151,7 @@ def shape_of(n: int, coding: Coding | None = None, *, whole: bool = False) -> Sh
         stages = width.bit_length() - 1
     warps = min(max(lines * width // (512 if stages else 1024), 4), 32)
     sizes = {"N": n, "GROUP": group, "GROUPS": lines, "WIDTH": width, "STAGES": stages}
-    return Shape(sizes, triton.cdiv(groups, lines), warps)
+    return Shape(sizes, cdiv(groups, lines), warps)
 
 
 def is_made(coding: Coding, n: int) -> bool:
@@ -166,7 +166,7 @@ def empty_rows(rows: int, n: int, coding: Coding, device: torch.device) -> Coded
     """For codes of `rows` rows, and their scales."""
     group = coding.group or n
     codes = torch.empty((rows, n), dtype=E4M3 if coding.e4m3 else torch.int8, device=device)
-    return CodedRows(codes, torch.empty((rows, triton.cdiv(n, group)), device=device), n, group)
+    return CodedRows(codes, torch.empty((rows, cdiv(n, group)), device=device), n, group)
 
 
 def coded_rows(x: Tensor, coding: Coding) -> CodedRows:

@@ -4,13 +4,15 @@ Many rows of 16-bit floats meet weights that were made floats before, in cuBLAS'
 cuBLASLt. Rows of int8 meet integers, however many they are.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from millrace.kernels.gpu_launch import after_those_before, asks_for, lets_next_begin, overlapping
+from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
 from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, rows_of
@@ -158,28 +160,32 @@ def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
 
 def block_k(x: Matrix, w: CodedRows) -> int:
     """How many inputs of a row go through `coded_product` at a time; 0: it does not take such groups."""
-    coded = isinstance(x, CodedRows)
-    least = (32 if coded and x.codes.dtype == torch.int8 else 16) * (2 if w.halves else 1)  # of a tensor core's product
-    groups = [rows.group for rows in (x, w) if isinstance(rows, CodedRows) and rows.group < rows.width]
-    depth = min([BLOCK_K, *(group & -group for group in groups)])
+    integers = isinstance(x, CodedRows) and x.codes.dtype == torch.int8
+    return _block_k(integers, w.halves, _parts(x), _parts(w))
+
+
+@cache
+def _block_k(integers: bool, halves: bool, *groups: int) -> int:
+    least = (32 if integers else 16) * (2 if halves else 1)  # of a tensor core's product
+    depth = min([BLOCK_K, *(group & -group for group in groups if group)])
     return depth if depth >= least else 0
 
 
 def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
     given, scales = (x.codes, x.scales) if isinstance(x, CodedRows) else (x, w.scales)
-    (m, k), n = given.shape, len(w.codes)
+    (m, k), (n, w_row) = given.shape, w.codes.shape
     y = torch.empty((m, n), dtype=dtype, device=given.device)
-    asked = ASKED if w.codes.shape[1] % 16 == 0 else 0
+    asked = ASKED if w_row % 16 == 0 else 0
     if tile.rows == 1:
-        one_row[(triton.cdiv(n, tile.columns),)](
+        one_row[(cdiv(n, tile.columns),)](
             given.contiguous(), scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
             ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=True,
         )  # fmt: skip
         return y
-    coded_product[triton.cdiv(n, tile.columns), triton.cdiv(m, tile.rows)](
+    coded_product[cdiv(n, tile.columns), cdiv(m, tile.rows)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
-        w.codes.shape[1], X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, CodedRows), HALVES=w.halves,
+        w_row, X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, CodedRows), HALVES=w.halves,
         ZERO=w.zero,
         MINIMUMS=w.minimums is not None, WHOLE=is_whole(x, w), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         BLOCK_K=block_k(x, w), ASKED=asked, **overlapping(given.device),
@@ -201,8 +207,8 @@ def is_whole(x: Matrix, w: CodedRows) -> bool:
 
 def scaled_mm_takes(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:
     """Whether cuBLASLt takes them: many rows of E4M3 in multiples of 16, of which it makes bfloat16."""
-    whole = x.width % 16 == 0 and len(w.codes) % 16 == 0
-    return x.codes.dtype == w.codes.dtype == E4M3 and len(x.codes) >= MANY_ROWS and whole and dtype == torch.bfloat16
+    many = x.codes.shape[0] >= MANY_ROWS and dtype == torch.bfloat16
+    return many and x.codes.dtype == w.codes.dtype == E4M3 and x.width % 16 == w.codes.shape[0] % 16 == 0
 
 
 def scaled_mm(x: CodedRows, w: CodedRows) -> Tensor:

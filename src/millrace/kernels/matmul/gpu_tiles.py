@@ -83,11 +83,12 @@ class Tiles:
 
 
 def rule(x: Matrix, w: CodedRows) -> Tile:
-    return next(tile for tile in tiles(rows_of(x)) if takes(tile, x, w))
+    first, *others = tiles(rows_of(x))
+    return first if takes(first, x, w) else next(tile for tile in others if takes(tile, x, w))
 
 
 RULES = Tiles()
 
 
 def rows_of(x: Matrix) -> int:
-    return len(x.codes if isinstance(x, CodedRows) else x)
+    return int((x.codes if isinstance(x, CodedRows) else x).shape[0])

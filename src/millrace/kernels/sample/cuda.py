@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
+from millrace.kernels.gpu_launch import after_those_before, cdiv, lets_next_begin, overlapping
 
 BLOCK = 2048  # tokens at a time
 WARPS = 8
@@ -69,7 +69,7 @@ def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexp
 def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
     """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once."""
     n = len(at)
-    put_tokens[(triton.cdiv(n, 128),)](
+    put_tokens[(cdiv(n, 128),)](
         tokens, at, drawn, rows, n, BLOCK=128, **overlapping(tokens.device), enable_fp_fusion=True
     )
 
