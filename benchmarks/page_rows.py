@@ -1,7 +1,7 @@
 """The rows of docs/performance.md's table of what is no speed of a language model beside others."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from benchmarks.runs import label, of_kind
 from millrace.compress.collect import SAMPLES
@@ -202,8 +202,22 @@ def _gpu() -> Iterator[list[str]]:
 
 
 def _gpu_kernels() -> Iterator[list[str]]:
-    for _, r in of_kind("gpu_kernels"):
+    """Runs of the same code are alike: only the newest is told kernel by kernel, and of each before it a line."""
+    found = [r for _, r in of_kind("gpu_kernels")]
+    for r in found[:-1]:
+        kernels = r["kernels"]
+        spilled = [k["spilled_bytes"] for k in kernels if k["spilled_bytes"]]
+        told = f"{len(kernels)} of them, {max(k['registers'] for k in kernels)} registers at most, "
+        told += (
+            f"{max(k['shared_bytes'] for k in kernels):,} bytes shared; {len(spilled)} spill, {sum(spilled):,} bytes"
+        )
+        yield [f"GPU kernels, compiled alone, {_listed(k['architecture'] for k in kernels)}", told, label(r)]
+    for r in found[-1:]:
         for k in r["kernels"]:
             name = f"{k['kernel']}, {k['about']}" if k["about"] else k["kernel"]
             told = f"{k['registers']} registers, {k['shared_bytes']:,} bytes shared, {k['spilled_bytes']} spilled"
             yield [f"GPU kernel, compiled alone: {name}, {k['architecture']}", told, label(r)]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import losses, readme, runs
+from benchmarks import losses, page_rows, readme, runs
 from benchmarks import page as pages
 from benchmarks.page import page
 from benchmarks.runs import REAL, Numbers, kind, left_out, remarks, results
@@ -44,6 +44,19 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         "| int4-gptq-clip | w4a16 |",
     ):
         assert shown in told
+
+
+def test_kernels_for_gpus_are_told_one_by_one_of_the_newest_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(commit: str, spilled: int) -> dict[str, Any]:
+        of = {"kernel": "attend", "about": "", "architecture": "sm_90", "registers": 100, "shared_bytes": 2048}
+        two = [{**of, "spilled_bytes": spilled}, {**of, "kernel": "norm", "spilled_bytes": 0, "registers": 32}]
+        return {"date": "2026-01-31", "commit": commit, "machine": MACHINE, "kernels": two}
+
+    monkeypatch.setattr(page_rows, "of_kind", lambda kind: [("", run("old", 8)), ("", run("new", 4))])
+    rows = list(page_rows._gpu_kernels())
+    assert [label.split(", ")[1] for *_, label in rows] == ["old", "new", "new"]
+    assert rows[0][1] == "2 of them, 100 registers at most, 2,048 bytes shared; 1 spill, 8 bytes"
+    assert rows[1][:2] == ["GPU kernel, compiled alone: attend, sm_90", "100 registers, 2,048 bytes shared, 4 spilled"]
 
 
 OURS = {"weights": "int8, groups of 128", "activations": "int8, groups of 128", "head": "w8a8 g128", "kv": "bf16"}

@@ -56,6 +56,24 @@ def test_what_is_right(millrace: Millrace, tmp_path: Path) -> None:
     millrace("lint", tmp_path, "--model-config-name", "../x").assert_mistake("--model-config-name ../x")
 
 
+@pytest.mark.parametrize(("config", "file", "code", "batches"), [
+    ('backend: "python"', "model.py", "def auto_complete_config(c): c.set_max_batch_size(4)", "as its backend finds"),
+    ('backend: "python"', "model.py", "def execute(self, requests): ...", "none: its shapes are whole"),
+    ('backend: "python" max_batch_size: 2', "model.py", "def auto_complete_config(c): ...", "up to 2"),
+    ('backend: "onnxruntime"', "model.onnx", "", "as its backend finds"),
+    ('backend: "onnxruntime" input { name: "x" data_type: TYPE_FP32 dims: 1 }', "model.onnx", "", "none: its shapes"),
+    ('backend: "identity"', "x", "", "none: its shapes are whole"),
+])  # fmt: skip
+def test_batches_that_a_load_may_find(
+    millrace: Millrace, tmp_path: Path, config: str, file: str, code: str, batches: str
+) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / file).write_text(code)
+    (tmp_path / "m" / "config.pbtxt").write_text(config)
+    (line,) = (one for one in millrace("lint", tmp_path).out.splitlines() if one.strip().startswith("batches"))
+    assert line.split(None, 1)[1].startswith(batches)
+
+
 def test_a_backend_that_nobody_has(millrace: Millrace, tmp_path: Path) -> None:
     """A load would be refused; a third party's, which an entry point names, is one."""
     (tmp_path / "m" / "1").mkdir(parents=True)

@@ -9,10 +9,11 @@ import pytest
 
 from millrace import LLM
 from millrace.compile import find
-from millrace.errors import ConfigError
+from millrace.errors import CheckpointError, ConfigError
 from millrace.runtime.open import RunSettings
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_encoder
+from tests.support.gguf_files import write_gguf
 from tests.support.shared import shared
 
 SMALL: dict[str, Any] = {"device": "cuda", "max_batch": 2, "max_context": 64}
@@ -62,15 +63,34 @@ def test_what_is_not_measured_there_is_measured_where_it_can_be(precision: str, 
     assert f"what {precision} costs in answers is not measured on a GPU: millrace build {near} on a CPU" in notes
 
 
-def test_random_weights_of_a_quantised_folder_say_what_they_are(tmp_path: Path) -> None:
+_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
+@pytest.mark.parametrize("method", [
+    {"quant_method": "compressed-tensors", "format": "float-quantized",
+     "config_groups": {"group_0": {"targets": ["Linear"], "weights": _ROWS}}},
+    {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
+], ids=lambda method: method["quant_method"])  # fmt: skip
+def test_random_weights_of_a_quantised_folder_say_what_they_are(method: dict[str, Any], tmp_path: Path) -> None:
+    """Codes are not read, in whichever format they would be: the model's shape is all that is taken."""
     folder = tmp_path / "quantised"
     shutil.copytree(shared("models/stories260K"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     with LLM(folder, random_weights=True, **SMALL) as llm:
-        assert any("do not follow config.json's quantization_config" in n for n in llm._opened.engine.manifest.notes)
+        assert any(
+            "do not follow config.json's quantization_config" in note for note in llm._opened.engine.manifest.notes
+        )
+    if method["quant_method"] != "compressed-tensors":
+        with pytest.raises(CheckpointError, match="quantization_config"):
+            LLM(folder, device="cuda")
+
+
+def test_random_weights_of_a_gguf_file(tmp_path: Path) -> None:
+    """It has its own, and is no folder of which a part could be here."""
+    path = write_gguf(tmp_path / "m.gguf", shared("models/stories260K"))
+    with pytest.raises(ConfigError, match="random_weights is given for a GGUF file") as refused:
+        LLM(path, random_weights=True, **SMALL)
+    assert "random_weights out" in refused.value.mend

@@ -143,6 +143,9 @@ def never(*_: object, **__: object) -> None:
     ((), {"bf16_sums": "tiles"}, ConfigError, ["bf16_sums is given for a GPU"]),
     ((), {"threads": 2}, ConfigError, ["threads is given, and device is cuda"]),
     ((), {"kv_cache_dtype": "int4"}, EngineError, ["int4 on a GPU", "int8, fp8"]),
+    ((), {"kv_cache_dtype": "fp32", "precision": "bf16"}, EngineError, ["fp32 on a GPU", "int8, fp8"]),
+    ((), {"kv_cache_dtype": "bf16", "precision": "fp32"}, EngineError, ["bf16 on a GPU", "int8, fp8"]),
+    ((), {"kv_cache_dtype": "bf16", "precision": "fp16"}, EngineError, ["bf16 of a model in fp16", "or fp16"]),
     ((), {"kv_memory": "1k"}, MachineError, ["less than one sequence takes"]),
     ((1 << 20,), {}, MachineError, ["may be used", "free memory of the GPU"]),
 ])  # fmt: skip

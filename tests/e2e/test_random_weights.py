@@ -66,6 +66,10 @@ def test_an_encoder(tmp_path: Path) -> None:
     with LLM(folder, device="cuda", random_weights=True) as llm:
         vectors = np.array([o.outputs.embedding for o in llm.embed(["a mill", "a river"])])
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-5
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with LLM(folder, device="cuda", random_weights=True) as llm:
+        assert any("do not follow config.json's quantization_config" in n for n in llm._opened.engine.manifest.notes)
 
 
 def test_mistakes(shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _DATA, _HEADERS, _RESET, _SETTINGS, _WINDOW = 0, 1, 3, 4, 8
@@ -11,24 +11,26 @@ WAIT_S = 10.0
 
 
 class Http2:
-    """One connection, with one call."""
+    """One connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def ask(self, path: str, message: bytes, window: int) -> None:
-        """Begin a call of gRPC, of whose answers so many bytes are taken."""
+    def ask(self, path: str, messages: Sequence[bytes], window: int, n_calls: int = 1) -> None:
+        """Begin calls of gRPC, each with these messages, of whose answers so many bytes are taken."""
         settings = _frame(_SETTINGS, struct.pack(">HI", _INITIAL_WINDOW, window), stream=0)
         self._sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
         names = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
         head = b"".join(_literal(*one) for one in {**names, "content-type": "application/grpc"}.items())
-        body = b"\0" + struct.pack(">I", len(message)) + message
-        self._sock.sendall(_frame(_HEADERS, head, flags=_END_HEADERS) + _frame(_DATA, body))
+        bodies = [b"\0" + struct.pack(">I", len(message)) + message for message in messages]
+        for stream in range(1, 2 * n_calls, 2):
+            data = b"".join(_frame(_DATA, body, stream=stream) for body in bodies)
+            self._sock.sendall(_frame(_HEADERS, head, flags=_END_HEADERS, stream=stream) + data)
 
-    def take(self, n_bytes: int) -> None:
-        """So many more."""
+    def take(self, n_bytes: int, stream: int = 1) -> None:
+        """So many more of that call."""
         more = struct.pack(">I", n_bytes)
-        self._sock.sendall(_frame(_WINDOW, more) + _frame(_WINDOW, more, stream=0))
+        self._sock.sendall(_frame(_WINDOW, more, stream=stream) + _frame(_WINDOW, more, stream=0))
 
     def reset(self) -> None:
         self._sock.sendall(_frame(_RESET, struct.pack(">I", _CANCEL)))

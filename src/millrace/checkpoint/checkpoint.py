@@ -32,14 +32,14 @@ from millrace.checkpoint.tokenizer import (
 )
 from millrace.checkpoint.tokenizer_files import make_tokenizer
 from millrace.checkpoint.weights import FLOAT_NAMES, INDEX, DigestOf, Tensors
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from millrace.checkpoint.gguf.model import GgufModel
 
 CONFIG = "config.json"
-# The files beside the weights that decide what a checkpoint does.
 NOT_FOLLOWED = "random weights do not follow config.json's quantization_config: name a precision, such as fp8"
+# The files beside the weights that decide what a checkpoint does.
 SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
@@ -63,10 +63,17 @@ class Checkpoint:
 
     @staticmethod
     def without_weights(folder: Path) -> "Checkpoint":
-        """A Hugging Face folder's configuration and tokenizer. Weights need not be there. raises as `open`"""
-        said = _read_folder(folder)
-        notes = (*said.notes, *((NOT_FOLLOWED,) if said.compression else ()))
-        return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, notes)
+        """A Hugging Face folder's configuration and tokenizer. Weights need not be there, and how they would be coded
+        is not read. raises as `open`, ConfigError for a GGUF file"""
+        if is_gguf(folder):
+            raise ConfigError(
+                "--random-weights is given for a GGUF file", "a folder with config.json and a tokenizer",
+                "leave --random-weights out: the file has its weights",
+            )  # fmt: skip
+        raw = _read_raw(folder)
+        notes = () if raw.pop(COMPRESSION, None) is None else (NOT_FOLLOWED,)
+        said = _said(folder, raw)
+        return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, (*said.notes, *notes))
 
     @property
     def decoder(self) -> ModelConfig:
@@ -175,7 +182,7 @@ def _open_gguf(path: Path) -> GgufCheckpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    said = _read_folder(folder)
+    said = _said(folder, _read_raw(folder))
     config, notes = said.config, said.notes
     tensors = CompressedTensors.of(folder, said.compression) if said.compression else Tensors.open(folder)
     stored = _stored_dtype(tensors)
@@ -202,7 +209,8 @@ class _Said:
         return (*self.config.notes, *self.generation.notes)
 
 
-def _read_folder(folder: Path) -> _Said:
+def _read_raw(folder: Path) -> dict[str, object]:
+    """config.json. raises CheckpointError"""
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
     if not (folder / CONFIG).is_file():
@@ -215,7 +223,11 @@ def _read_folder(folder: Path) -> _Said:
         raise CheckpointError(
             f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
         )
-    raw = read_json_object(folder / CONFIG)
+    return read_json_object(folder / CONFIG)
+
+
+def _said(folder: Path, raw: dict[str, object]) -> _Said:
+    """raw: config.json, whose part about compression is taken out. raises CheckpointError"""
     said = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
     compression = read_compression(said) if is_compressed(said) else None
     if compression:

@@ -13,7 +13,7 @@ from millrace.errors import plain
 from millrace.serve.repository.folders import Model, Repository
 from millrace.serve.repository.kinds import DataType
 from millrace.serve.repository.problems import Level, Problem
-from millrace.serve.repository.several import read_repositories
+from millrace.serve.repository.several import finds_batches, read_repositories
 
 EPILOG = """\b
 Examples:
@@ -21,6 +21,7 @@ Examples:
   millrace lint ./models --model-config-name h100
   millrace lint ./models --json"""
 _COLOURS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.IGNORED: "blue"}
+_FOUND = "as its backend finds them when it loads the model"
 _LISTED = 8  # versions, files: of more, how many there are
 
 
@@ -94,7 +95,7 @@ def _rows(model: Model) -> Iterator[tuple[str, str]]:
     yield "runs on", _backend(model)
     for word, tensors in (("inputs", config.input), ("outputs", config.output)):
         known = ", ".join(plain(f"{t.name} {_type(t.data_type)} {list(t.dims)}") for t in tensors)
-        yield word, known or "as its backend finds them when it loads the model"
+        yield word, known or _FOUND
     yield "batches", _batches(model)
     if config.instance_group:
         kinds = [f"{g.count} on {g.kind.name.removeprefix('KIND_')}" for g in config.instance_group]
@@ -127,6 +128,8 @@ def _backend(model: Model) -> str:
 def _batches(model: Model) -> str:
     config = model.config
     size = f"up to {config.max_batch_size}" if config.max_batch_size > 0 else "none: its shapes are whole"
+    if finds_batches(model):
+        size = _FOUND
     if config.dynamic_batching:
         wait = config.dynamic_batching.max_queue_delay_microseconds
         return f"{size}, of requests that wait at most {wait:,} us" if config.max_batch_size > 0 else size

@@ -108,6 +108,7 @@ def device_engine(
     is_random = not checkpoint.tensors
     source = (random_source if is_random else Source.from_checkpoint)(checkpoint, build.max_context)
     alone, build = gpu_precision(build, source, precisions)
+    alone.check_kept(build.kv_cache_dtype)
     options = _options(build, source, precisions)
     if is_encoder := isinstance(checkpoint.config, EncoderConfig):
         if alone.name == "fp8":

@@ -11,7 +11,7 @@ from millrace.compile.precision import MEANT
 from millrace.compile.pricing import AUTO
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, EngineError
 from millrace.kernels.precision import Precision
 
 # By the name in --precision: the precision of layers that a CPU has in its place.
@@ -36,6 +36,14 @@ class GpuPrecision:
     def floats(self, table: str) -> str:
         """An engine's activations, and weights that are not coded. table: "f32" or "bf16", as Settled has it"""
         return self.named("fp32" if table == "f32" else "bf16")
+
+    def check_kept(self, asked: str | None) -> None:
+        """asked: of keys and values. raises EngineError for bfloat16 of a model in float16, whose 16 bits are others"""
+        if self.name == "fp16" and asked == "bf16":
+            raise EngineError(
+                "keys and values in bf16 of a model in fp16 on a GPU", "int8, fp8, or fp16, as the activations are",
+                "leave --kv-cache-dtype out for fp16, or ask for --precision bf16",
+            )  # fmt: skip
 
     def described(self, precisions: Mapping[str, str]) -> dict[str, str]:
         """As manifests say it."""

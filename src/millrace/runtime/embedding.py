@@ -131,6 +131,10 @@ class Network(Protocol):
     def close(self) -> None: ...
 
 
+def _nothing() -> None:
+    return
+
+
 class EncoderLoop:
     """Runs an encoder's network for many requests, in a thread of its own from `start` to `stop`."""
 
@@ -143,6 +147,7 @@ class EncoderLoop:
         self._waiting = self._waiting_tokens = 0
         self._step: Step = []  # which runs
         self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
+        self._ended: Callable[[], None] = _nothing
 
     def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
         """Queue the texts, as checked_ids() gives them; the job's future has their vectors, in the same order.
@@ -174,7 +179,9 @@ class EncoderLoop:
                 idle=self._is_idle(), healthy=not self.thread.dead_because,
             )  # fmt: skip
 
-    def start(self) -> None:
+    def start(self, ended: Callable[[], None] = _nothing) -> None:
+        """ended: called by its thread at its end, or by whoever abandons it"""
+        self._ended = ended
         self.thread.start(self._run)
 
     def stop(self) -> None:
@@ -283,6 +290,7 @@ class EncoderLoop:
             self._waiting = self._waiting_tokens = 0
         for job in jobs:
             _settle(job, has_stopped(why))
+        self._ended()
 
 
 def _settle(job: EmbeddingJob, trouble: MillraceError | None) -> None:

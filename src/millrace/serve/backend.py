@@ -78,6 +78,10 @@ class Backend(ABC):
         """What is wrong now, after a `warm_up` that failed with `at_first`; "": nothing any more"""
         return at_first
 
+    def missing(self) -> str:
+        """What is not there now of what it serves, after a `warm_up` that went well; "": nothing"""
+        return ""
+
     @abstractmethod
     def pulse(self) -> Pulse:
         """Does it work, and when was it last seen working?"""
@@ -118,7 +122,9 @@ class Models:
         self.serving, self.keys = serving, Keys(serving.settings.api_keys, serving.settings.key_file)
         serving.metrics.add(self.keys.collect)
         self.backends = [model.backend(serving) for model in models]
-        self.heartbeat = Heartbeat([backend.pulse for backend in self.backends], serving.settings.stall_timeout_s)
+        self.heartbeat = Heartbeat(
+            [b.pulse for b in self.backends], serving.settings.stall_timeout_s, [b.missing for b in self.backends]
+        )
         self._by_name = {name: backend for backend in self.backends for name in backend.model.names}
         for backend in self.backends:
             serving.metrics.add(backend.collect)

@@ -38,10 +38,13 @@ class Health:
 
 
 class Heartbeat:
-    """Ready means: warmed up, not draining, and every engine either idle or with a recent step."""
+    """Ready means: warmed up, not draining, every engine either idle or with a recent step, and nothing missing."""
 
-    def __init__(self, pulses: Sequence[Callable[[], Pulse]], stall_timeout_s: float) -> None:
-        self._pulses = pulses
+    def __init__(
+        self, pulses: Sequence[Callable[[], Pulse]], stall_timeout_s: float, missing: Sequence[Callable[[], str]] = ()
+    ) -> None:
+        """missing: what is not there now of what a backend serves, though its engine works; "": nothing"""
+        self._pulses, self._missing = pulses, missing
         self._stall_timeout_s = stall_timeout_s
         self.phase = Phase.WARMING
         self.trouble: Callable[[], str] = lambda: ""  # with BROKEN: what is left of it now; "": nothing
@@ -55,10 +58,12 @@ class Heartbeat:
         """May new requests be sent here?"""
         if self.phase is Phase.DRAINING:
             return Health(False, "shutting down: running requests are finished, new ones are refused")
-        return self.alive()
+        alive = self.alive()
+        why = next(filter(None, (missing() for missing in self._missing)), "") if alive.ok else ""
+        return Health(False, why) if why else alive
 
     def alive(self) -> Health:
-        """Does the engine work? Says yes while draining."""
+        """Does the engine work? Says yes while draining, and where a tensor model is missing: others are served."""
         for pulse in self._pulses:
             now = pulse()
             if not now.healthy:

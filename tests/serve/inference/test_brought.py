@@ -251,3 +251,12 @@ def test_a_dry_run_looks_once_into_a_model_of_many_steps(tmp_path: Path, monkeyp
         (problem,) = load(url, "m", dry_run=True)[1]["problems"]
         assert problem["what"].startswith("ensemble 'e' would be unloaded: ")
         assert looked == [tmp_path / "m/1/model.py"]
+
+
+def test_where_nothing_can_be_written_it_is_an_error_of_the_load(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with serving(root, model_control_mode="explicit") as url:
+        told = load(url, "new", config=json.dumps(CONFIG), **{"file:1/x": encoded("x")})
+    assert told == (500, {"error": "failed to write the files to load model 'new' with: No such file or directory"})

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from millrace.serve.inference.entries import Entry
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.several import read_repositories
@@ -61,6 +62,31 @@ def test_members_are_loaded_with_an_ensemble_and_unloaded_when_that_is_asked(tmp
             assert served(repository) == {"a", "b", "c", "inner", "own"} and repository.is_ready()
 
     asyncio.run(run())
+
+
+def looks_at_members(root: Path, n: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a start of so many models, and as many ensembles of one each, asks one for its members."""
+    write_models(root, {f"m{i}": SAME for i in range(n)} | {f"p{i}": through(f"m{i}") for i in range(n)})
+    looks, members = list[Entry](), vars(Entry)["members"].fget
+
+    def look(entry: Entry) -> frozenset[str]:
+        looks.append(entry)
+        found: frozenset[str] = members(entry)
+        return found
+
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            assert len(served(repository)) == 2 * n
+
+    monkeypatch.setattr(Entry, "members", property(look))
+    asyncio.run(run())
+    monkeypatch.undo()
+    return len(looks)
+
+
+def test_a_start_takes_time_as_models_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (looks_at_members(tmp_path / str(n), n, monkeypatch) for n in (12, 36))
+    assert 0 < many <= 4 * few, "and not as their square"
 
 
 def test_an_ensemble_goes_with_its_member_and_comes_back_with_it(tmp_path: Path) -> None:

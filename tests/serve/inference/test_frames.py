@@ -4,8 +4,11 @@ import fcntl
 import gc
 import os
 import random
+import resource
 import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +89,35 @@ def test_what_is_no_frame_is_refused(pair: tuple[Frames, Frames, socket.socket],
     ours.sendall(data)
     with pytest.raises(FrameError):
         right.read()
+
+
+def n_open() -> int:
+    """Files of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize(("limit", "value"), [(resource.RLIMIT_FSIZE, MIB), (resource.RLIMIT_NOFILE, 0)])
+def test_without_files_a_tensor_goes_with_its_frame(limit: int, value: int) -> None:
+    """A process may open none, or none so large: the other side is well, and gets it; nothing is left open."""
+    ours, theirs = socket.socketpair()
+    left, right = Frames(ours, Arena(100 * MIB), Mapped(False)), Frames(theirs, Arena(0), Mapped(True))
+    sent, n_files, before = np.arange(MIB, dtype=np.int32), n_open(), resource.getrlimit(limit)
+    sending = threading.Thread(target=left.send, args=({"t": "x"}, [("a", sent)]))
+    resource.setrlimit(limit, (value, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large|Too many open files"):
+            _Segment(2 * MIB)
+        sending.start()
+        found = right.read()
+        sending.join()
+    finally:
+        resource.setrlimit(limit, before)
+    assert found is not None
+    np.testing.assert_array_equal(found[1][0][1], sent)
+    gc.collect()
+    assert n_open() == n_files
+    ours.close()
+    theirs.close()
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,3 +60,20 @@ def test_files_end_at_a_size_or_where_the_disk_does(tmp_path: Path, monkeypatch:
     nowhere = tracer(tmp_path / "none" / "t")
     assert len(come(nowhere, "m", 200)) == 200, "inferences go on"
     nowhere.close()
+
+
+@pytest.mark.parametrize("frequency", [0, 5])
+def test_where_the_disk_is_full_what_is_there_stays_json(tmp_path: Path, frequency: int) -> None:
+    """A file may have 300 bytes, which end within a trace."""
+    files, before = trace_files.TraceFiles(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+    try:
+        for n in range(60):
+            files.add(str(tmp_path / "t"), frequency, [b'{"id":%d,"of":"%b"}' % (n, b"x" * n)])
+            if not frequency and n % 3 == 2:
+                files.write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert files.is_full
+    found = [one["id"] for path in sorted(tmp_path.iterdir()) for one in json.loads(path.read_text())]
+    assert found == list(range(len(found))) and 0 < len(found) < 60

@@ -44,7 +44,10 @@ def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pyt
             return int(json.loads(told)["outputs"][0]["data"][0])
 
         def ready() -> tuple[int, int]:
-            return ask(f"{url}/v2/health/ready")[0], ask(of_model)[0]
+            """Of the server, and of the model. NIM's route says what KServe's does, with its own status."""
+            server = ask(f"{url}/v2/health/ready")[0]
+            told = {200: 200, 503: 400}[ask(f"{url}/v1/health/ready")[0]]
+            return server if told == server else 0, ask(of_model)[0]
 
         assert ready() == (200, 200)
         os.kill(pid(), signal.SIGKILL)
@@ -52,6 +55,8 @@ def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pyt
         assert ask(of_model)[1] == b'{"error":"Model version not ready"}'
         (told,) = json.loads(ask(f"{url}/v2/repository/index", {})[1])
         assert (told["state"], told["reason"]) == ("UNAVAILABLE", "m_0 is being made anew")
+        assert b"tensor models are not ready: model 'm' version 1: m_0 is being" in ask(f"{url}/v1/health/ready")[1]
+        assert ask(f"{url}/health")[0] == 200, "what else is served is served all the same"
         until(lambda: ready() == (200, 200))
         pid()
         for number in range(3):  # without an answer between them

@@ -20,9 +20,10 @@ from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.messages import SERVICE, message
 from millrace.serve.settings import ServerSettings
 from tests.serve.kserve.test_grpc_stream import repeat, text
-from tests.serve.kserve.test_stream_writes import Decoupled, Front, Opened, texts
+from tests.serve.kserve.test_stream_writes import SHARE, Decoupled, Front, Opened, texts
 from tests.serve.support import until
 from tests.support.http2 import Http2, http2
+from tests.support.kserve_grpc import connected, one
 from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import REPEAT, in_process, write_models
 
@@ -52,7 +53,7 @@ class Open:
         self.n_admitted, self._asked, self._never = 0, [ASKED] * n, asyncio.Event()
         caller: Any = SimpleNamespace(bill=Bill())
         of: Any = front
-        self.stream = Stream(of, self._admit, 5, False, caller)
+        self.stream = Stream(of, self._admit, SHARE, 5, False, caller)
         self.task = asyncio.ensure_future(self.stream.run(partial(asyncio.sleep, 0), self._read, write))
 
     async def _read(self) -> bytes | None:
@@ -216,7 +217,7 @@ def test_a_client_that_goes_away_is_no_bug_of_the_server(tmp_path: Path, caplog:
     with caplog.at_level(logging.INFO), in_process(root, grpc_port=0) as served:
         for i in range(24):
             with http2(served.grpc_url) as client:
-                client.ask(STREAM, asked.SerializeToString(), window=0)
+                client.ask(STREAM, [asked.SerializeToString()], window=0)
                 time.sleep(0.015)
                 if i % 2:
                     client.reset()
@@ -229,7 +230,7 @@ def test_a_reader_that_takes_nothing_at_all_is_told_why_it_was_left(tmp_path: Pa
     root, asked = write_models(tmp_path, {"repeat_int32": REPEAT}), repeat([1, 2], [0, 0], "a")
     settings = ServerSettings(port=0, write_timeout_s=0.2)
     with in_process(root, settings, grpc_port=0) as served, http2(served.grpc_url) as client:
-        client.ask(STREAM, asked.SerializeToString(), window=0)
+        client.ask(STREAM, [asked.SerializeToString()], window=0)
         time.sleep(0.4)
         client.take(1 << 20)
         client.read_until(b"the stream was not read for 0.2 s")
@@ -250,7 +251,7 @@ def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, call: st
     with in_process(tmp_path, settings, grpc_port=0) as served:
 
         def is_answered(one: Http2, window: int) -> bool:
-            one.ask(path, asked.SerializeToString(), window)
+            one.ask(path, [asked.SerializeToString()], window)
             return refusal not in one.read_until(b"x" * 100, refusal)
 
         def is_refused() -> bool:
@@ -264,3 +265,25 @@ def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, call: st
             time.sleep(0.2)
             assert is_refused()
         until(lambda: not is_refused())
+
+
+@pytest.mark.parametrize("call", ["ModelInfer", "ModelStreamInfer"])
+def test_one_that_takes_nothing_leaves_room_for_the_answers_of_others(tmp_path: Path, call: str) -> None:
+    """It gets to half of what there is, however many calls it has, or requests of one."""
+    write(tmp_path, "big", BIG, ANY % "")
+    asked, settings = text("big", b"x"), ServerSettings(port=0, max_unread_bytes=8_000_000)
+    n_requests, n_calls = (30, 1) if call == "ModelStreamInfer" else (1, 30)
+    with (
+        in_process(tmp_path, settings, grpc_port=0) as served,
+        http2(served.grpc_url) as lazy,
+        connected(served.grpc_url) as client,
+    ):
+        lazy.ask(SERVICE + call, [asked.SerializeToString()] * n_requests, 0, n_calls)
+        until(lambda: client.call("ModelStatistics", name="big").model_stats[0].execution_count >= 4)
+        for _ in range(20):
+            (answer,) = client.stream(iter([asked]))
+            assert not answer.error_message
+            assert len(client.infer("big", [one("BYTES", [1], "IN")], [b"\1\0\0\0x"]).raw_output_contents[0]) > 1e6
+        for stream in range(1, 2 * n_calls, 2):
+            lazy.take(1 << 25, stream)
+        lazy.read_until(b"of them for this connection")

@@ -15,6 +15,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.inference.tensors import objects
 from millrace.serve.kserve.grpc_infer import GrpcWanted
 from millrace.serve.kserve.grpc_stream import Stream
+from millrace.serve.kserve.grpc_untaken import Untaken
 from millrace.serve.kserve.messages import message
 
 Receive = Callable[[InferResponse | None, StatusError | None, bool], None]
@@ -54,6 +55,9 @@ class Front:
         return write()
 
 
+SHARE = partial(Untaken(1 << 50).share, "somebody")
+
+
 class Opened:
     """A stream with one request. write: what is done with a message"""
 
@@ -63,7 +67,7 @@ class Opened:
         self.model = model or Decoupled()
         caller: Any = SimpleNamespace(bill=Bill())
         front: Any = Front(self.model)
-        self.stream = Stream(front, lambda n: nullcontext(), write_s, False, caller)
+        self.stream = Stream(front, lambda n: nullcontext(), SHARE, write_s, False, caller)
         self._requests: list[bytes | None] = [
             message("ModelInferRequest")(model_name="llm", id="7").SerializeToString(),
             None,

@@ -36,7 +36,10 @@ class BroughtFolder:
             check_path(path)
         decoded = {path: _bytes(path, data) for path, data in files.items()}
         self._lock, self._n_holders = threading.Lock(), 1
-        self.root = Path(tempfile.mkdtemp(prefix="millrace-load-"))
+        try:
+            self.root = Path(tempfile.mkdtemp(prefix="millrace-load-"))
+        except OSError as error:
+            raise _unwritten(model, error) from None
         self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)  # at the end in any case
         try:
             for path, data in decoded.items():
@@ -45,8 +48,7 @@ class BroughtFolder:
                 file.write_bytes(data)
         except OSError as error:
             self.release()
-            what = f"failed to write the files to load model '{model}' with: {error.strerror}"
-            raise StatusError(Code.INTERNAL, what) from None
+            raise _unwritten(model, error) from None
 
     def hold(self) -> None:
         with self._lock:
@@ -78,3 +80,7 @@ def _bytes(path: str, data: bytes | str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise invalid(f"'{PREFIX}{path:.200}' is not base64: {error}") from None
+
+
+def _unwritten(model: str, error: OSError) -> StatusError:
+    return StatusError(Code.INTERNAL, f"failed to write the files to load model '{model}' with: {error.strerror}")

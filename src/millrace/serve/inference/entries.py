@@ -1,6 +1,6 @@
 """What is known of the models of repositories: the versions that are served, and what became of those that are not."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -74,6 +74,8 @@ class Entries:
 
     def __init__(self) -> None:
         self._by_name: dict[str, dict[str, Entry]] = {}  # by name, then by namespace
+        # By a member's name those that `need` told of, so that a start looks at each once; they may need it no more.
+        self._needing: dict[str, set[ModelId]] = {}
 
     def get(self, one: ModelId) -> Entry | None:
         return self._by_name.get(one.name, {}).get(one.namespace)
@@ -123,15 +125,27 @@ class Entries:
         loading = entry.loading.get(name) if entry is not None else None
         return loading or self.meant(beside) or beside
 
+    def need(self, one: ModelId, members: Mapping[str, ModelId], given: Brought) -> None:
+        """An ensemble is about to be loaded. members: by the names that its steps have"""
+        entry = self[one]
+        entry.wanted, entry.given, entry.loading = frozenset(members), given, dict(members)
+        for name in members:
+            self._needing.setdefault(name, set()).add(one)
+
+    def _naming(self, name: str) -> list[ModelId]:
+        """The ensembles that have a step of that name, in order."""
+        found = (one for one in self._needing.get(name, ()) if name in self[one].members)
+        return sorted(found, key=lambda one: (one.name, one.namespace))
+
     def made_of(self, one: ModelId) -> list[ModelId]:
         """The ensembles that need it."""
-        of_name = (other for other, entry in self.items() if one.name in entry.members)
-        return [other for other in of_name if self.member(other, one.name) == one]
+        return [other for other in self._naming(one.name) if self.member(other, one.name) == one]
 
     def affected(self, one: ModelId) -> list[ModelId]:
         """The same of one that is new, and those that meant another of its name, and now neither."""
-        of_name = (other for other, entry in self.items() if one.name in entry.members)
-        return [other for other in of_name if self.meant(ModelId(other.namespace, one.name)) in (one, None)]
+        return [
+            other for other in self._naming(one.name) if self.meant(ModelId(other.namespace, one.name)) in (one, None)
+        ]
 
     def check_ring(self, one: ModelId, members: Iterable[ModelId]) -> None:
         """raises StatusError where a member of an ensemble needs it, perhaps by way of others"""
@@ -153,6 +167,7 @@ class Entries:
 
     def clear(self) -> None:
         self._by_name.clear()
+        self._needing.clear()
 
 
 def version_of(entry: Entry | None, name: str, version: int | None) -> Model:

@@ -281,8 +281,7 @@ class ModelRepository:
             missing = ", ".join(name for name, member in zip(names, found, strict=True) if member is None)
             raise invalid(f"ensemble {one} contains models that are not available or ambiguous: {missing}")
         members = [member for member in found if member is not None]
-        entry = self._entries[one]
-        entry.wanted, entry.given, entry.loading = frozenset(names), given, dict(zip(names, members, strict=True))
+        self._entries.need(one, dict(zip(names, members, strict=True)), given)
         self._entries.check_ring(one, members)
         for member, error in zip(members, await asyncio.gather(*map(self._try_member, members)), strict=True):
             if error is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from typing import Protocol
 
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -13,11 +14,22 @@ FREE_BYTES = 1 << 20  # of each request, whatever others leave unread
 _EACH_BYTES = 1024  # about what a response without tensors takes
 
 
+class Beside(Protocol):
+    """Another count of the same responses, such as of all that a client leaves."""
+
+    def add(self, n_bytes: int) -> None:
+        """raises StatusError where it is too much"""
+
+    def take_off(self, n_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Unread:
     """Responses to one request that wait for their reader, by their bytes; the model's together are bounded."""
 
-    def __init__(self, model: Model) -> None:
-        self._model, self._n_bytes = model, 0
+    def __init__(self, model: Model, beside: Beside | None = None) -> None:
+        self._model, self._beside, self._n_bytes = model, beside, 0
 
     def add(self, request: InferRequest, response: InferResponse | None) -> int:
         """How much it is, to be taken off when it is read. raises StatusError where it is too much"""
@@ -25,14 +37,20 @@ class Unread:
         if self._n_bytes > FREE_BYTES and self._model.unread_bytes + n_bytes > MOST_UNREAD_BYTES:
             what = f"{request.named}responses of {self._model.unread_bytes} bytes wait for their readers"
             raise StatusError(Code.UNAVAILABLE, what)
+        if self._beside is not None:
+            self._beside.add(n_bytes)
         self._count(n_bytes)
         return n_bytes
 
     def take_off(self, n_bytes: int) -> None:
+        if self._beside is not None:
+            self._beside.take_off(n_bytes)
         self._count(-n_bytes)
 
     def close(self) -> None:
         """Nobody reads any more."""
+        if self._beside is not None:
+            self._beside.close()
         self._count(-self._n_bytes)
 
     def _count(self, n_bytes: int) -> None:

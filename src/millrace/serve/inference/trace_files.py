@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 MOST_BYTES = 1 << 30  # of all files of one server
@@ -77,13 +79,30 @@ class _TraceFile:
         data = b",\n".join(self.records)
         self.records, self.n_traces, self.n_buffered_bytes = [], 0, 0
         if self.frequency:
-            Path(f"{self.path}.{self._n_files}").write_bytes(b"[%b]" % data)
+            self._whole(Path(f"{self.path}.{self._n_files}"), data)
             self._n_files += 1
         elif self._is_begun:
-            with Path(self.path).open("r+b") as opened:
-                opened.seek(-1, 2)  # onto the bracket that ends it
-                opened.write(b",\n%b]" % data)
+            with Path(self.path).open("r+b", buffering=0) as opened:
+                _write_at(opened, opened.seek(-1, 2), b",\n%b]" % data, otherwise=b"]")  # over the bracket that ends it
         else:
-            Path(self.path).write_bytes(b"[%b]" % data)
+            self._whole(Path(self.path), data)
             self._is_begun = True
         return len(data)
+
+    def _whole(self, path: Path, data: bytes) -> None:
+        with path.open("wb", buffering=0) as opened:
+            _write_at(opened, 0, b"[%b]" % data, otherwise=b"[]")
+
+
+def _write_at(file: FileIO, at: int, data: bytes, otherwise: bytes) -> None:
+    """To its end; a disk that gets full takes what it has room for. raises OSError; `otherwise` ends the file then"""
+    left = data
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(at + len(otherwise))
+            file.seek(at)
+            file.write(otherwise)
+        raise

@@ -23,7 +23,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
 from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
 from millrace.serve.kserve.grpc_stream import Stream
-from millrace.serve.kserve.grpc_untaken import Untaken
+from millrace.serve.kserve.grpc_untaken import Share, Untaken
 from millrace.serve.kserve.guarded import GRPC_PREFIX, group_of_call
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
@@ -130,9 +130,11 @@ class GrpcServer:
                 caller = self._caller(called)
                 if name not in ADMITTED:
                     return await self._front.answer(name, data, caller)
-                with self._held(len(data), is_control=name.startswith("Repository")):
+                share = self._untaken.share(context.peer())
+                with self._held(share, len(data), is_control=name.startswith("Repository")):
                     answer = await self._front.answer(name, data, caller)
-                    self._untaken.add(context, len(answer))
+                    share.add(len(answer))
+                    share.until(context)
                     return answer
             raise AssertionError("a failed call is aborted")
 
@@ -146,13 +148,15 @@ class GrpcServer:
         async with self._call(SERVICE, _STREAM, context) as called:
             ends_with_error = called.metadata.get("triton_grpc_error") == "true"
             caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
-            stream = Stream(self._front, self._held, write_s, ends_with_error, caller, called.grant)
+            share = partial(self._untaken.share, context.peer())
+            held = partial(self._held, share())
+            stream = Stream(self._front, held, share, write_s, ends_with_error, caller, called.grant)
             self._streams.add(stream)
             try:
                 # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
                 await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
             except StatusError:
-                self._untaken.keep(context, stream.n_writing)
+                share().keep(context, stream.n_writing)
                 raise
             finally:
                 self._streams.discard(stream)
@@ -165,10 +169,10 @@ class GrpcServer:
         return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill)
 
     @contextmanager
-    def _held(self, n_bytes: int, is_control: bool = False) -> Iterator[None]:
+    def _held(self, share: Share, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
         if not is_control:
-            self._untaken.check()
+            share.check()
         bodies = self._backend.bodies
         with bodies.receiving("") as incoming:
             bodies.grew(incoming, n_bytes)

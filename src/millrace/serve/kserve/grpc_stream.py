@@ -16,7 +16,7 @@ from millrace.errors import MillraceError
 from millrace.serve.errors import problem_of
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.responses import Unread
+from millrace.serve.inference.responses import Beside, Unread
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import Grant
 from millrace.serve.kserve.grpc_front import Caller, GrpcFront
@@ -40,7 +40,7 @@ class _Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that was read. told: as it came. answer: of one that waits for those before it"""
+    """A request that was read. told: as it came. answer: of one that waits for those before it, and its bytes"""
 
     told: Any
     admitted: ExitStack
@@ -49,7 +49,7 @@ class _Open:
     answers: Answers | None = None
     empty_final: bool = False
     task: "asyncio.Task[None] | None" = None
-    answer: _Answer | None = None
+    answer: tuple[_Answer, int] | None = None
     unread: Unread | None = None
     is_over: bool = False  # nothing more is told of it
 
@@ -58,15 +58,16 @@ class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
     def __init__(
-        self, front: GrpcFront, admit: Admit, write_s: float, ends_with_error: bool, caller: Caller,
-        grant: Grant | None = None,
+        self, front: GrpcFront, admit: Admit, share: Callable[[], Beside], write_s: float, ends_with_error: bool,
+        caller: Caller, grant: Grant | None = None,
     ) -> None:  # fmt: skip
         """admit: a request of so many bytes, while it is answered
+        share: counts what the client leaves of one request's answers
         write_s: for a reader to take an answer
         ends_with_error: the first error ends the stream, with its status, as a client may ask for
         grant: is charged when a request has ended, for a stream may never end"""
         self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
-        self._caller, self._grant = caller, grant
+        self._share, self._caller, self._grant = share, caller, grant
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
         self._ready = deque[tuple[_Open, _Answer, int] | None]()  # None: the end
@@ -180,23 +181,32 @@ class Stream:
 
     def _answered(self, one: _Open, answer: _Answer) -> None:
         """The only answer of a request; it waits for those of the requests before it."""
-        one.answer = answer
+        one.answer = self._counted(one, answer)
         while self._in_order and (first := self._in_order[0].answer) is not None:
-            self._put(self._in_order.popleft(), first)
+            self._hand(self._in_order.popleft(), *first)
 
     # ------------------------------------------------------------------ answers
 
     def _put(self, one: _Open, answer: _Answer) -> None:
-        if one.is_over or one not in self._open:  # it, or the stream, has ended
+        if not one.is_over:
+            self._hand(one, *self._counted(one, answer))
+
+    def _counted(self, one: _Open, answer: _Answer) -> tuple[_Answer, int]:
+        """And its bytes, until it is written. Where they are too many the request ends with that, and not the stream"""
+        if one.model is None or one.asking is None or one not in self._open:
+            return answer, 0
+        one.unread = one.unread or Unread(one.model, self._share())
+        try:
+            return answer, one.unread.add(one.asking, answer.response)
+        except StatusError as too_much:
+            one.is_over = True
+            one.model.cancel(one.asking)  # which an ensemble answers at once
+            return _Answer(None, too_much, True), 0
+
+    def _hand(self, one: _Open, answer: _Answer, n_bytes: int) -> None:
+        """To whoever writes it, unless it, or the stream, has ended."""
+        if one not in self._open:
             return
-        n_bytes = 0
-        if one.model is not None and one.asking is not None:
-            one.unread = one.unread or Unread(one.model)
-            try:
-                n_bytes = one.unread.add(one.asking, answer.response)
-            except StatusError as too_much:  # the request ends with it, and not the stream
-                one.is_over, answer = True, _Answer(None, too_much, True)
-                one.model.cancel(one.asking)  # which an ensemble answers at once
         if self._waiting is None or self._waiting.done() or not self._write_at_once(one, answer, n_bytes):
             self._tell((one, answer, n_bytes))
 
@@ -273,7 +283,7 @@ class Stream:
                         await write(data)
                         self.n_writing = 0
                         self._deadline.end()
-                    if one.unread is not None:
+                    if one.unread is not None and one in self._open:  # it may have been given up meanwhile
                         one.unread.take_off(n_bytes)
                     if answer.final:
                         self._ended(one)

@@ -102,6 +102,10 @@ class RepositoryBackend(Backend):
     def trouble(self, at_first: str) -> str:
         return _line(self.repository.troubles())
 
+    def missing(self) -> str:
+        troubles = _line(self.repository.troubles())
+        return troubles and f"tensor models are not ready: {troubles}"
+
     def pulse(self) -> _Working:
         return _Working()
 
@@ -117,7 +121,7 @@ class RepositoryBackend(Backend):
 
     def is_ready(self, heartbeat: Heartbeat) -> bool:
         """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
-        return heartbeat.ready().ok and self.repository.is_ready()
+        return heartbeat.ready().ok
 
     @property
     def has_room(self) -> bool:

@@ -44,7 +44,8 @@ KINDS = (
 )
 _OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
 # Backends that add nothing to the inputs that a configuration says, nor to the outputs; a model.py may.
-ADDING_NOTHING = frozenset({k.backend for k in KINDS} - {"python"} | {"identity", "add_sub", "repeat", "millrace"})
+NETWORKS = frozenset({k.backend for k in KINDS} - {"python"})
+ADDING_NOTHING = NETWORKS | {"identity", "add_sub", "repeat", "millrace"}
 GRAPHDEF = "tensorflow_graphdef"
 GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
 VLLM = "vllm"

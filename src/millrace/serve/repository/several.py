@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.serve.repository.bind import MORE, MOST_PROBLEMS, Path_
-from millrace.serve.repository.completion import ADDING_NOTHING
+from millrace.serve.repository.completion import ADDING_NOTHING, NETWORKS
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.fit import misfits
 from millrace.serve.repository.folders import Model, Repository, has_model, model_names, read_model, read_repository
@@ -169,8 +169,16 @@ def whole(one: ModelId | None, models: _Models) -> tuple[ModelId, ModelConfig] |
     return one, config
 
 
+def finds_batches(model: Model) -> bool:
+    """Whether its backend may give it batches at a load, where its configuration says none."""
+    config = model.config
+    if config.max_batch_size or config.ensemble_scheduling is not None or not config.backend:
+        return False
+    return not (config.input or config.output) if config.backend in NETWORKS else not _adds_nothing(model)
+
+
 def _adds_nothing(model: Model) -> bool:
-    """Its backend, to what it says."""
+    """Its backend, to the inputs and outputs that it says."""
     config = model.config
     if config.backend != "python":
         return config.backend in ADDING_NOTHING

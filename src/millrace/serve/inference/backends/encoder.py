@@ -19,8 +19,8 @@ from millrace.runtime.embedding import EmbeddingJob, Vectors, checked_ids, trunc
 from millrace.runtime.generate import prompt_tokens
 from millrace.runtime.open import OpenedEncoder
 from millrace.serve.embeddings import MAX_INPUTS
-from millrace.serve.inference.backend import Instance, InstanceGiven
-from millrace.serve.inference.backends.texts import begin_each, texts_of
+from millrace.serve.inference.backend import InstanceGiven
+from millrace.serve.inference.backends.texts import EngineInstance, begin_each, texts_of
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.repository.config import ModelConfig, ModelInput, ModelOutput
@@ -51,9 +51,7 @@ def _dims(config: ModelConfig, *, texts: bool) -> tuple[int, ...]:
     return (-1,) if texts else (-1, -1)
 
 
-class Encoder(Instance):
-    answers_later = True
-
+class Encoder(EngineInstance):
     def __init__(self, given: InstanceGiven, opened: OpenedEncoder) -> None:
         """Closes `opened`, in the end or where it cannot be served. raises StatusError"""
         self._opened, self._running = opened, dict[InferRequest, EmbeddingJob]()
@@ -63,7 +61,8 @@ class Encoder(Instance):
             opened.close()
             raise
         self._loop = opened.loop()
-        self._loop.start()
+        super().__init__(self._loop.thread)
+        self._loop.start(self._look)
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         begin_each(requests, self._begin)

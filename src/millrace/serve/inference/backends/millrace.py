@@ -25,7 +25,7 @@ from millrace.runtime.request import Request
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
 from millrace.serve.inference.backends import encoder
 from millrace.serve.inference.backends.encoder import Encoder
-from millrace.serve.inference.backends.texts import begin_each, texts_of
+from millrace.serve.inference.backends.texts import EngineInstance, begin_each, texts_of
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import Array, objects
@@ -101,9 +101,7 @@ def _tensor(nothing: Any, name: str, kind: str, several: bool = False) -> Any:
     return replace(nothing, name=name, data_type=DataType[f"TYPE_{kind}"], dims=(-1 if several else 1,))
 
 
-class _LanguageModel(Instance):
-    answers_later = True
-
+class _LanguageModel(EngineInstance):
     def __init__(self, given: InstanceGiven, opened: Opened) -> None:
         """Closes `opened`, in the end."""
         config = given.config
@@ -111,7 +109,8 @@ class _LanguageModel(Instance):
         self._outputs, self._opened = [o.name for o in config.output], opened
         self._running: dict[InferRequest, Request] = {}
         self._loop = self._opened.loop()
-        self._loop.start()
+        super().__init__(self._loop.thread)
+        self._loop.start(self._look)
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         begin_each(requests, self._begin)

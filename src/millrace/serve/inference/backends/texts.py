@@ -3,8 +3,31 @@
 from collections.abc import Callable, Sequence
 
 from millrace.errors import BusyError, RequestError
+from millrace.runtime.batch import EngineThread
+from millrace.serve.inference.backend import Instance
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+
+
+class EngineInstance(Instance):
+    """An engine whose loop has stopped by itself, for it computes nothing any more, is lost."""
+
+    answers_later = True
+    _tell_lost: Callable[[str], None] | None = None
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        self._tell_lost = tell
+        self._look()  # it may have stopped as it was warmed up
+
+    def _look(self) -> None:
+        """Called by the loop's thread after whatever it told."""
+        tell = self._tell_lost
+        if self._thread.dead_because and tell is not None:
+            self._tell_lost = None
+            tell(f"the engine has stopped: {self._thread.dead_because}")
 
 
 def begin_each(requests: Sequence[InferRequest], begin: Callable[[InferRequest], None]) -> None:

@@ -23,13 +23,16 @@ Place = tuple[int, int]  # segment, and the offset in it
 
 
 class _Segment:
-    """free: pieces as [offset, size], by offset, none beside another. used: sizes by offset"""
+    """free: pieces as [offset, size], by offset, none beside another. used: sizes by offset
+
+    raises OSError where the process may open no more files, or none of that size
+    """
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("millrace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.fd)  # first, for what follows may fail
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, _ADD_SEALS, _SEALS)
-        weakref.finalize(self, os.close, self.fd)
         self.size, self.memory = size, mmap.mmap(self.fd, size)
         self.free, self.used = [[0, size]], dict[int, int]()
 
@@ -76,8 +79,12 @@ class Arena:
                 size = max(SEGMENT_BYTES, -(-n // mmap.PAGESIZE) * mmap.PAGESIZE)
                 if size + sum(segment.size for segment in self._segments.values()) > self._most:
                     return None
+                try:
+                    segment = _Segment(size)
+                except OSError:  # the other side is well: without this the tensor goes with its frame
+                    return None
                 self._n_made += 1
-                number, segment = self._n_made, _Segment(size)
+                number = self._n_made
                 self._segments[number] = segment
                 offset = segment.take(n) or 0
                 new = (segment.fd, size)
