@@ -49,7 +49,8 @@ class CudaExecutor(Walk, Executor):
         Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv, load=load)
         self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
         self._processors = Processors() if on_cpu else _processors(self.device, head_bytes(graph, self.dtype.itemsize))
-        self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
+        with there(self.device):
+            self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._tables: Tables
         self._graphs = None if on_cpu else Graphs(self.device)
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
