@@ -48,7 +48,7 @@ class CudaExecutor(Walk, Executor):
         check_runs(graph, kv)
         Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv, load=load)
         self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
-        self._processors = Processors() if on_cpu else _processors(self.device, head_bytes(graph, self.dtype.itemsize))
+        self._processors = Processors() if on_cpu else _processors(self.device, graph, self.dtype.itemsize)
         with there(self.device):
             self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._tables: Tables
@@ -182,6 +182,7 @@ class CudaExecutor(Walk, Executor):
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
-def _processors(device: torch.device, head_bytes: int) -> Processors:
+def _processors(device: torch.device, graph: Graph, element: int) -> Processors:
     found = torch.cuda.get_device_properties(device)
-    return Processors.of(found.multi_processor_count, (found.major, found.minor), head_bytes)
+    capability = found.major, found.minor
+    return Processors.of(found.multi_processor_count, capability, head_bytes(graph, element), element)
