@@ -197,6 +197,22 @@ def test_one_row_of_e4m3_by_every_tile(n: int, k: int) -> None:
     assert products.product(replace(x, scales=x.scales * float("nan")), w, torch.bfloat16).isnan().all()
 
 
+def test_each_half_of_a_word_is_exact() -> None:
+    """All 16 codes in each of the 8 places of a word, met by rows of which one element is 1. Arithmetic in bfloat16 is
+    none in the interpreter: there the power of two that they become the last bits of is looked at."""
+    codes = np.stack([np.roll(np.arange(32) % 16, n) for n in range(16)]) - 8
+    w = weights(QuantisedMatrix(codes.astype(np.int8), np.ones((16, 1), np.float16), 32, 4))
+    x = torch.eye(32, dtype=torch.float16)
+    assert products.by_words(x, w)
+    assert products.product(x, w, torch.float32).T.tolist() == codes.tolist()
+    for dtype, units, bits in (
+        (torch.float16, products.UNITS_FP16, products.BITS_FP16),
+        (torch.bfloat16, products.UNITS_BF16, products.BITS_BF16),
+    ):
+        pair = torch.tensor([bits.value], dtype=torch.int32).view(dtype)
+        assert pair.tolist() == [units.value] * 2 and torch.finfo(dtype).eps * units.value == 1
+
+
 def test_scales_in_two_levels_are_exact() -> None:
     """As files of llama.cpp have them: a float16 times an integer, for a group of 32."""
     rng = np.random.default_rng(4)
