@@ -89,7 +89,11 @@ def _compared(
     executor = CudaExecutor(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names,
                             buckets=(1, 4) if graphs else (), device=device, load=random_loaded)  # fmt: skip
     n, buckets, kernels = len(lengths), executor._buckets, executor._kernels
-    steps = [dummy_step(lengths, 0, PAGES_EACH * n, vocab=config.vocab_size), _decode(lengths, config.vocab_size)]
+    vocab = config.vocab_size
+    steps = [
+        dummy_step(lengths, 0, PAGES_EACH * n, vocab=vocab),
+        *(_decode(some, vocab) for some in (lengths, lengths[:1])),
+    ]
 
     def logits(used: Any, buckets: tuple[int, ...]) -> list[Tensor]:
         executor._kernels, executor._buckets = used, buckets
