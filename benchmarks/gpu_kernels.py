@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
-from millrace.engine.cuda.work import FEW_ROWS, MOST_PARTS, SOME_ROWS
+from millrace.engine.cuda.work import FEW_ROWS, FLOAT_ROWS, MOST_PARTS, SOME_ROWS
 from millrace.engine.cuda.work import MANY_ROWS as PROMPT_ROWS
 from millrace.kernels.attention import texts_cuda
 from millrace.kernels.attention.cuda import KEEP_WARPS, attend, compiled_for, merge, rotate_and_keep
@@ -64,10 +64,11 @@ _PAGES = {"int8": "*i8", "fp8": "*fp8e4nv"}
 def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, Any]:
     halves = _CODED[precision]["w"] == "*u8"
     whole = _CODED[precision]["w"] == "*fp8e4nv"
-    return {"CODED_X": "x" in _CODED[precision], "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums,
-            "WHOLE": whole, "GROUP": 0 if whole else 128, "X_GROUP": 0 if whole else 128, "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.columns, "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "ASKED": ASKED,
-            "TILE": tile}  # fmt: skip
+    coded_x = "x" in _CODED[precision]
+    return {"CODED_X": coded_x, "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums, "WHOLE": whole,
+            "WORDS": halves and not coded_x, "EVEN": True, "GROUP": 0 if whole else 128,
+            "X_GROUP": 0 if whole or not coded_x else 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+            "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "ASKED": ASKED, "TILE": tile}  # fmt: skip
 
 
 def _by(tile: Tile) -> Any:
@@ -134,17 +135,18 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     ),
 )
 
-# The tiles that a device may choose beside the rule.
-TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = tuple(
+# The tiles that a device may choose beside the rule, and what takes 10 s to compile.
+TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = (*(
     (_by(tile), f"{precision} {tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages",
      _product(precision, tile))
     for precision in TUNED for rows in (1, 16, 32, MANY_ROWS) for tile in tiles(rows)[1:]
-    if (rows == 1) == (tile.rows == 1) and (rows > 1 or precision == "fp8")
+    if (tile.rows == 1 and precision == "fp8") or (rows > 1 and (rows < MANY_ROWS or "x" in _CODED[precision]))
+), (attend, "prompts of float32", {**_HEADS, **_TILE, "BLOCK_M": FLOAT_ROWS}),
 )  # fmt: skip
 
 
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
-    """What one of them takes. Tensors that are not of another type by name are of bfloat16."""
+    """What one of them takes. Tensors that are not of another type by name are of bfloat16, or as `about` says."""
     names = kernel.arg_names
     is_product = kernel in (coded_product, one_row)
     types = _TYPES | _CODED[about.split()[0]] if is_product else dict(_TYPES)
@@ -155,8 +157,9 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if constants.get("CODED"):
         types["y"] = "*fp8e4nv" if constants["TO"] == " to fp8" else "*i8"
     overlaps = "PDL" in names and (arch // 10, arch % 10) >= FROM
+    floats = "*fp32" if "float32" in about else "*bf16"
     known = {name: value for name, value in {**constants, "PDL": overlaps}.items() if name in names}
-    signature = {n: "constexpr" if n in known else types.get(n, "*bf16") for n in names}
+    signature = {n: "constexpr" if n in known else types.get(n, floats) for n in names}
     # What a launch knows: memory begins at multiples of 16, and so do this shape's rows and groups.
     unknown = {p.num for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
     kinds = [signature[name] for name in names]
@@ -165,7 +168,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=attrs)
     options: dict[str, Any] = {"enable_fp_fusion": True, "launch_pdl": overlaps}
     if kernel is attend:
-        element = 1 if "pages of" in about else 2
+        element = 1 if "pages of" in about else 4 if "float32" in about else 2
         options |= compiled_for(constants["BLOCK_M"], constants["D"], element, arch >= 90)
     if kernel is attend_texts:
         options["num_warps"] = texts_cuda.warps(constants["BLOCK_M"])

@@ -34,6 +34,7 @@ from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import gpu_of
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import RESULTS, commit, provenance, write_result
+from millrace.engine.cuda.found import first_line
 from millrace.engine.cuda.gpu import check_gpu
 from millrace.engine.cuda.rates import DeviceRates, measured, wait_for
 from millrace.errors import MachineError
@@ -95,7 +96,7 @@ def run(bench: Bench, row: Row, of: str) -> dict[str, Any]:
     try:
         found = row.run(bench, row)
     except FAILURES as error:  # it lacks something, or fails: the next may go well
-        refused = {"refused": (str(error) or type(error).__name__).splitlines()[0], "traceback": traced()}
+        refused = {"refused": first_line(error), "traceback": traced()}
     else:
         refused = {}
     if refused:  # behind the error, which holds what the row had

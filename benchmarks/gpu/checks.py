@@ -1,5 +1,6 @@
 """Whether a device computes what it should: its kernels beside plain PyTorch there, its answers beside the CPU's."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +15,15 @@ from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import LLAMA_8B, PRECISIONS, TINY, graph_of
 from benchmarks.gpu.watched import Watched, apart
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
+from millrace.compile.random_source import source_of
 from millrace.compile.source import Source
 from millrace.engine.cuda import plain, triton_kernels
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import CPU
+from millrace.engine.cuda.network import CudaNetwork
 from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.cuda.rates import wait_for
@@ -27,6 +31,7 @@ from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.texts import text_inputs
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 
@@ -37,6 +42,11 @@ PAGES_EACH = 4  # of a sequence's context
 LENGTHS = [128, 5, 130, 200]  # of prompts
 DRAWN_ROWS = 33
 TEXTS, LENGTH = 4, 96  # random tokens of each text that is compared
+MINILM = EncoderConfig(
+    architecture="BertModel", hidden_size=384, intermediate_size=1536, n_layers=6, n_heads=12, vocab_size=3000,
+    max_positions=512, n_types=2, norm_eps=1e-12, activation="gelu", max_context=512,
+)  # fmt: skip
+ENCODED, ENCODED_MOST = [1, 16, 17, 64, 65, 200, 512], {"T": 1024, "S": 16}  # tokens of texts; of a run
 
 
 def limits_of(vocab: int, context: int = 256) -> ExecutorLimits:
@@ -89,7 +99,11 @@ def _compared(
     executor = CudaExecutor(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names,
                             buckets=(1, 4) if graphs else (), device=device, load=random_loaded)  # fmt: skip
     n, buckets, kernels = len(lengths), executor._buckets, executor._kernels
-    steps = [dummy_step(lengths, 0, PAGES_EACH * n, vocab=config.vocab_size), _decode(lengths, config.vocab_size)]
+    vocab = config.vocab_size
+    steps = [
+        dummy_step(lengths, 0, PAGES_EACH * n, vocab=vocab),
+        *(_decode(some, vocab) for some in (lengths, lengths[:1])),
+    ]
 
     def logits(used: Any, buckets: tuple[int, ...]) -> list[Tensor]:
         executor._kernels, executor._buckets = used, buckets
@@ -100,6 +114,41 @@ def _compared(
     worst = max(map(apart, got, want))
     bound = max(TOLERANCE[precision], 0.06 if kv else 0)
     return {"apart": worst, "bound": bound, "kernels": _named(kernels), "ok": bool(worst <= bound)}
+
+
+def encoders_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
+    """Vectors of texts by an encoder of random weights, MiniLM's shape, beside plain PyTorch on the same device."""
+    config = replace(MINILM, n_layers=1, n_heads=3, hidden_size=48, intermediate_size=80) if dry_run else MINILM
+    source = source_of(config)
+    graph, rng = trace_model(source.module, source.weights, operators()), np.random.default_rng(4)
+    texts = [rng.integers(0, config.vocab_size, n, dtype=np.int32) for n in ENCODED]
+    found = []
+    for precision in ("bf16", "w8a8"):
+        told: dict[str, Any] = {"what": f"encoder, {precision}, {len(texts)} texts", "by_kernel": {}}
+        try:
+            network = CudaNetwork(run_passes(graph, gpu(precision_map(precision))), ENCODED_MOST, dtype="bf16",
+                                  device=device)  # fmt: skip
+            worst = _vectors_apart(network, texts, told["by_kernel"])
+        except FAILURES:
+            wait_for(torch.device(device))
+            found.append({**told, "ok": False, "traceback": traced()})
+        else:
+            # Random weights leave a text's vector what its embeddings are, whatever attention adds: each kernel counts.
+            furthest = max(worst, *(seen["apart"] for seen in told["by_kernel"].values()))
+            bound = TOLERANCE[precision]
+            found.append({**told, "apart": worst, "bound": bound, "ok": furthest <= bound})
+    return found
+
+
+def _vectors_apart(network: CudaNetwork, texts: Sequence[NDArray[np.int32]], by_kernel: dict[str, Any]) -> float:
+    given, kernels = text_inputs(texts, [p.name for p in network._graph.inputs]), network._kernels
+
+    def vectors(used: Any) -> Tensor:
+        network._kernels = used
+        return torch.from_numpy(network.run(given)["embeddings"])
+
+    vectors(Watched(kernels, network.device, by_kernel).kernels())
+    return apart(vectors(kernels), vectors(plain))
 
 
 def draws_agree(device: str, dry_run: bool) -> dict[str, Any]:

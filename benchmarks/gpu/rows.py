@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.gpu.bench import WAYS, Bench, Row
-from benchmarks.gpu.checks import agrees, draws_agree, kernels_agree, shape_agrees
+from benchmarks.gpu.checks import agrees, draws_agree, encoders_agree, kernels_agree, shape_agrees
 from benchmarks.gpu.model import RandomExecutor, prompts_of
 from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.start import started
@@ -149,6 +149,11 @@ def checks(bench: Bench, row: Row) -> dict[str, Any]:
     return {"checks": found, "ok": all(f["ok"] for f in found)}
 
 
+def encoders(bench: Bench, row: Row) -> dict[str, Any]:
+    found = encoders_agree(bench.device, bench.dry_run)
+    return {"checks": found, "ok": all(f["ok"] for f in found)}
+
+
 def answers(bench: Bench, row: Row) -> dict[str, Any]:
     """Of the checkpoints that were named."""
     found = [agrees(path, bench.device) for path in bench.models]
@@ -179,7 +184,8 @@ ROWS = (
     Row("user-bf16", 20, one_user, "bf16", with_={"goal": 240}),
     Row("user-w4a16", 15, one_user, "w4a16", with_={"goal": 600}),
     Row("start-fp8", 80, start, with_={"goal_s": 10}),
-    Row("checks", 120, checks),
+    Row("encoders", 10, encoders),
+    Row("checks", 110, checks),
 )
 
 

@@ -70,7 +70,7 @@ def test_a_dry_run_goes_through_all_rows(
         f["dry_run"] and f["shape"] == "tiny" and set(f["rates"]["products"]) == {"fp32", "bf16", "fp8"}
         for f in found.values()
     )
-    assert found["checks"]["ok"] and len(found["checks"]["checks"]) == 15
+    assert found["checks"]["ok"] and len(found["checks"]["checks"]) == 15 and found["encoders"]["ok"]
     assert found["answers"]["models"][0]["kl"] <= 1e-3 and found["answers"]["ok"]
     assert all(f["ended"] and f["share_of_roofline"] > 0 for f in found.values() if "isl" in f)
     profiled = found["profile-fp8"]["steps"]
@@ -100,7 +100,20 @@ def test_what_kernels_are_held_against_is_not_captured(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(executor_, "captured", seen)
     found = checks._apart("tiny", "fp8", KvFormat.FP8, "cpu", [3, 40, 1, 70])
-    assert found["ok"] and len(captured) == 1, "the kernels' decode step"
+    assert found["ok"] and len(captured) == 2, "the kernels' decode steps, of four and of one"
+
+
+def test_an_encoder_is_held_against_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel by its name, and a whole run; one that errs is seen, as is one that fails."""
+    found = checks.encoders_agree("cpu", dry_run=True)
+    assert [f["ok"] for f in found] == [True, True] and all(f["apart"] == 0 for f in found)
+    assert all({"text_attention", "product"} <= f["by_kernel"].keys() for f in found)
+    ours = SimpleNamespace(**vars(plain))
+    ours.text_attention = lambda heads, texts, scale: 2 * plain.text_attention(heads, texts, scale)
+    monkeypatch.setattr(walk, "plain", ours)
+    assert [f["ok"] for f in checks.encoders_agree("cpu", dry_run=True)] == [False, False]
+    ours.text_attention = lambda *_: 1 / 0
+    assert all("ZeroDivisionError" in f["traceback"] for f in checks.encoders_agree("cpu", dry_run=True))
 
 
 def test_no_row_is_begun_that_would_not_be_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -358,3 +358,12 @@ def test_the_likeliest_are_found_without_sorting_all(top: int) -> None:
     values, ids = likeliest(logits, top)
     want = logits.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, want.values[:, :top]) and torch.equal(ids, want.indices[:, :top])
+
+
+def test_an_error_that_says_nothing_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    with pytest.raises(MachineError, match="no GPU to run on: AssertionError"):
+        check_gpu(torch.device("cuda"), ())

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
+from millrace.kernels.attention.paged import LayerPages
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
 from tests.support.checkpoints import random_checkpoint
 from tests.support.one_step import i32, packed
@@ -130,3 +133,29 @@ def test_no_step_has_a_kernel_compiled_anew(precision: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == []
+
+
+def test_weights_and_pages_are_made_on_their_own_device(
+    plainly: CudaExecutor, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The current one, which another thread's default is not: pinned memory, streams and events go by that."""
+    current: list[object] = []
+    made: list[tuple[str, object]] = []
+
+    @contextmanager
+    def on(of: object) -> Iterator[None]:
+        current.append(of)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    empty = LayerPages.empty
+
+    def pages(*given: Any) -> LayerPages:
+        made.append(("pages", current[-1:]))
+        return empty(*given)
+
+    monkeypatch.setattr(LayerPages, "empty", pages)
+    there = executor_like(plainly, LIMITS, (), loaded=lambda: made.append(("weights", current[-1:])))
+    assert [what for what, _ in made] == ["weights", *["pages"] * len(there._pages)]
+    assert all(of == [DEVICE] for _, of in made) and not current

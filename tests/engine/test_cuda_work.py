@@ -126,3 +126,8 @@ def test_parts_begin_aligned(sizes: tuple[int, ...]) -> None:
 ])  # fmt: skip
 def test_rows_of_a_prompts_block(capability: tuple[int, int], head_bytes: int, rows: int) -> None:
     assert Processors.of(7, capability, head_bytes) == (7, rows)
+
+
+def test_prompts_in_float32_go_in_small_blocks() -> None:
+    """On every GPU and of every head: what one thread sums of 64 rows it has no registers for."""
+    assert [Processors.of(7, c, n, 4) for c in ((8, 0), (9, 0)) for n in (256, 512)] == [(7, 32)] * 4

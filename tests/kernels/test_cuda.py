@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.engine.cuda import plain
+from millrace.engine.cuda.rates import _PRODUCTS
 from millrace.engine.cuda.step import step_tables
 from millrace.engine.cuda.work import Processors
 from millrace.engine.executor import StepInputs, plain_rows
@@ -197,6 +199,22 @@ def test_one_row_of_e4m3_by_every_tile(n: int, k: int) -> None:
     assert products.product(replace(x, scales=x.scales * float("nan")), w, torch.bfloat16).isnan().all()
 
 
+def test_each_half_of_a_word_is_exact() -> None:
+    """All 16 codes in each of the 8 places of a word, met by rows of which one element is 1. Arithmetic in bfloat16 is
+    none in the interpreter: there the power of two that they become the last bits of is looked at."""
+    codes = np.stack([np.roll(np.arange(32) % 16, n) for n in range(16)]) - 8
+    w = weights(QuantisedMatrix(codes.astype(np.int8), np.ones((16, 1), np.float16), 32, 4))
+    x = torch.eye(32, dtype=torch.float16)
+    assert products.by_words(x, w)
+    assert products.product(x, w, torch.float32).T.tolist() == codes.tolist()
+    for dtype, units, bits in (
+        (torch.float16, products.UNITS_FP16, products.BITS_FP16),
+        (torch.bfloat16, products.UNITS_BF16, products.BITS_BF16),
+    ):
+        pair = torch.tensor([bits.value], dtype=torch.int32).view(dtype)
+        assert pair.tolist() == [units.value] * 2 and torch.finfo(dtype).eps * units.value == 1
+
+
 def test_scales_in_two_levels_are_exact() -> None:
     """As files of llama.cpp have them: a float16 times an integer, for a group of 32."""
     rng = np.random.default_rng(4)
@@ -219,6 +237,30 @@ def test_many_rows_of_e4m3_go_through_scaled_mm() -> None:
     y = triton_kernels.product(x, w, torch.bfloat16).double().numpy()
     want = exact @ w.dense().double().numpy().T
     assert (np.abs(y - want) <= np.abs(want) / 256 + 1e-5 * (np.abs(exact) @ np.abs(w.dense().numpy()).T)).all()
+
+
+def test_what_scaled_mm_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PyTorch on a GPU: a product with sums of fast accumulation, the way that it has for a scale a row (ATen's
+    ScaledBlas.cpp): rows one behind the other, columns too, scales (M, 1) and (1, N) in one piece. As its rate is."""
+    asked: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
+
+    def product(*given: Tensor, **how: Any) -> Tensor:
+        asked.append((given, how))
+        return torch.zeros((len(given[0]), given[1].shape[1]), dtype=how["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    rng = np.random.default_rng(1)
+    x, _ = coded_rows("e4m3", 70, 160, 0, rng)
+    triton_kernels.product(x, weights(coded_weights("e4m3", 48, 160, 0, rng)), torch.bfloat16)
+    _PRODUCTS["fp8"](torch.ones((32, 32)), torch.ones((32, 32)))()
+    assert len(asked) == 2
+    for (a, b), how in asked:
+        assert how["use_fast_accum"] is True and how["out_dtype"] == torch.bfloat16
+        assert a.is_contiguous() and b.t().is_contiguous() and a.dtype == b.dtype == torch.float8_e4m3fn
+        assert how["scale_a"].is_contiguous() and how["scale_b"].is_contiguous()
+        assert how["scale_a"].shape[1] == how["scale_b"].shape[0] == 1
+        assert how["scale_a"].dtype == how["scale_b"].dtype == torch.float32
+    assert asked[0][1]["scale_a"].shape == (70, 1) and asked[0][1]["scale_b"].shape == (1, 48)
 
 
 @pytest.mark.parametrize("kind", ["float", "int8", "e4m3"])

@@ -6,7 +6,7 @@ forbids, operators and kernels that are given the host's tensors. No driver is n
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,10 +235,17 @@ def _there(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE)
 
 
-def executor_like(other: CudaExecutor, limits: ExecutorLimits, buckets: Sequence[int]) -> CudaExecutor:
-    """On the device that is there, with weights like those of another. other: of a CPU"""
+def executor_like(
+    other: CudaExecutor, limits: ExecutorLimits, buckets: Sequence[int], loaded: Callable[[], object] = lambda: None
+) -> CudaExecutor:  # fmt: skip
+    """On the device that is there, with weights like those of another. other: of a CPU; loaded: told of them"""
+
+    def load(*_: object) -> Loaded:
+        loaded()
+        return loaded_there(other._loaded)
+
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[other.dtype]
     return CudaExecutor(
         other._graph, limits, dtype=dtype, kv=other._kept, fp8_rows=other._fp8_rows, buckets=buckets,
-        device=str(DEVICE), load=lambda *_: loaded_there(other._loaded),
+        device=str(DEVICE), load=load,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
-from millrace.engine.cuda.found import CPU, Gpu
+from millrace.engine.cuda.found import CPU, Gpu, first_line
 from millrace.engine.cuda.memory import DevicePlan, Needs, check_fits, plan_device
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor, ExecutorLimits
@@ -116,9 +116,8 @@ class GpuEngine(Engine):
         try:
             yield
         except RuntimeError as error:  # PyTorch's of a device, among them that its memory has run out
-            why = (str(error) or "no reason given").splitlines()[0]
             raise MachineError(
-                f"{self.gpu.name} failed while the model was loaded: {why}",
+                f"{self.gpu.name} failed while the model was loaded: {first_line(error)}",
                 f"a GPU that works, and {mib(needed_bytes)} of its memory, which were free",
                 f"see in nvidia-smi who else uses it, or {mend}",
             ) from error  # fmt: skip

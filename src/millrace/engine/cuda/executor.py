@@ -23,7 +23,7 @@ from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
 from millrace.engine.cuda.work import Processors, joined
 from millrace.engine.dummy import dummy_step
-from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.engine.kv import KvFormat
 from millrace.graph.types import Graph, Node
 from millrace.kernels.attention.paged import LayerPages
@@ -48,8 +48,9 @@ class CudaExecutor(Walk, Executor):
         check_runs(graph, kv)
         Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv, load=load)
         self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
-        self._processors = Processors() if on_cpu else _processors(self.device, head_bytes(graph, self.dtype.itemsize))
-        self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
+        self._processors = Processors() if on_cpu else _processors(self.device, graph, self.dtype.itemsize)
+        with there(self.device):
+            self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
         self._tables: Tables
         self._graphs = None if on_cpu else Graphs(self.device)
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
@@ -80,9 +81,8 @@ class CudaExecutor(Walk, Executor):
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if way is None:
-                # A replay may write over what the one before drew, and penalties count it behind this one.
-                before = None if step.drawn_history is None or self._drawn is None else self._drawn.clone()
-                found = sample(self.logits(step), step, self._kernels.draw, before)
+                history = self._history(step)  # at once: a replay may write over what the one before drew
+                found = sample(self.logits(step), step, self._kernels.draw, history)
             else:
                 self._copy_pages(step)
                 tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
@@ -116,7 +116,7 @@ class CudaExecutor(Walk, Executor):
         whole, places = joined([*given.values()])
         held = on_device(whole, self.device)
         inputs = {name: held[place] for name, place in zip(given, places, strict=True)}
-        self._put_drawn(inputs["tokens"], step)
+        self._put_drawn(inputs["tokens"], step.drawn)
         page_tokens, n = self.limits.page_tokens, self._processors
         return inputs, cache(lambda *kind: step_tables(step, page_tokens, self.device, kind, n))
 
@@ -127,12 +127,19 @@ class CudaExecutor(Walk, Executor):
     def _plainly(self, logits: Tensor, rows: Rows, way: Way) -> Tensor:
         return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.best)
 
-    def _put_drawn(self, tokens: Tensor, step: StepInputs) -> None:
-        """Those that the step before draws; what it could not draw is any token: nobody waits for what follows."""
-        if step.drawn is not None:
+    def _put_drawn(self, tokens: Tensor, drawn: IntArray | None) -> None:
+        """Those that the step before draws, as `drawn` has places and rows; what it could not draw is any token: nobody
+        waits for what follows."""
+        if drawn is not None:
             assert self._drawn is not None, "no step was launched before"
-            at, rows = on_device(step.drawn.T.astype(np.int32), self.device)
+            at, rows = on_device(drawn.T.astype(np.int32), self.device)
             self._kernels.put(tokens, at, self._drawn, rows)
+
+    def _history(self, step: StepInputs) -> Tensor:
+        """(tokens,) int32 that penalties count, with those that the step before draws."""
+        found = on_device(step.history if step.drawn_history is None else step.history.copy(), self.device)
+        self._put_drawn(found, step.drawn_history)
+        return found
 
     def _replayed(self, step: StepInputs, size: int, way: Way | None) -> Tensor:
         """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
@@ -145,7 +152,7 @@ class CudaExecutor(Walk, Executor):
             )  # fmt: skip
         bucket = self._inputs[size]
         bucket.fill(step)
-        self._put_drawn(bucket.inputs()["tokens"], step)
+        self._put_drawn(bucket.inputs()["tokens"], step.drawn)
         if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
             self._replays[size, way] = captured(compute, self._graphs)
@@ -181,6 +188,7 @@ class CudaExecutor(Walk, Executor):
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
-def _processors(device: torch.device, head_bytes: int) -> Processors:
+def _processors(device: torch.device, graph: Graph, element: int) -> Processors:
     found = torch.cuda.get_device_properties(device)
-    return Processors.of(found.multi_processor_count, (found.major, found.minor), head_bytes)
+    capability = found.major, found.minor
+    return Processors.of(found.multi_processor_count, capability, head_bytes(graph, element), element)

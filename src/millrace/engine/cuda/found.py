@@ -41,6 +41,11 @@ class Known:
     here: Gpu | None = None
 
 
+def first_line(error: Exception) -> str:
+    """What an error of PyTorch's or Triton's says first; some say nothing but their name."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def known_gpu(device: str) -> Known:
     """device: cuda, or cuda:1, of those that are here; else a name of the catalogue, such as h100
 
@@ -76,9 +81,8 @@ def find_gpu(device: str) -> Gpu:
         import triton  # noqa: F401 - the kernels are written in it
     except (ImportError, OSError) as error:  # OSError: a library of theirs is missing
         missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else ""
-        why = missing or f"PyTorch cannot be used: {error}"
         raise MachineError(
-            f"--device {device}: {why}", "PyTorch for CUDA, and Triton",
+            f"--device {device}: {missing or f'PyTorch cannot be used: {error}'}", "PyTorch for CUDA, and Triton",
             "pip install 'millrace[gpu]', or leave --device out to run on the CPU",
         ) from error  # fmt: skip
     if torch.version.cuda is None:
@@ -97,7 +101,7 @@ def find_gpu(device: str) -> Gpu:
         found, (free_bytes, _) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, none that may be used, one that failed
         raise MachineError(
-            f"--device {device}: no GPU to run on: {(str(error) or type(error).__name__).splitlines()[0]}",
+            f"--device {device}: no GPU to run on: {first_line(error)}",
             f"an NVIDIA GPU, with a driver for CUDA {torch.version.cuda}",
             "see what nvidia-smi says, or leave --device out to run on the CPU",
         ) from error

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import torch
 
+from millrace.engine.cuda.found import first_line
 from millrace.engine.cuda.memory import ATTENTION
 from millrace.engine.cuda.operators import OPERATORS
 from millrace.engine.cuda.placement import PRODUCTS
@@ -57,7 +58,7 @@ def check_gpu(device: torch.device, needed: Collection[str]) -> None:
         found = torch.cuda.get_device_properties(device)
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, no such GPU; PyTorch without CUDA
         raise MachineError(
-            f"no GPU to run on: {str(error).splitlines()[0]}",
+            f"no GPU to run on: {first_line(error)}",
             f"an NVIDIA GPU with a driver, and PyTorch for CUDA (this is {torch.__version__})",
             "run on the CPU, or see what nvidia-smi says",
         ) from error

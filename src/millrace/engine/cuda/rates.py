@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace.engine.cuda.found import Gpu
+from millrace.engine.cuda.found import Gpu, first_line
 from millrace.engine.cuda.transfer import there
 from millrace.errors import MachineError, mib
 from millrace.kernels.matmul.coded import E4M3
@@ -46,8 +46,7 @@ def measured(gpu: Gpu, precisions: Collection[str]) -> DeviceRates:
         with torch.inference_mode(), there(device):
             return _rates(device, n_bytes, side, precisions)
     except RuntimeError as error:  # PyTorch's of a device
-        why = (str(error) or "no reason given").splitlines()[0]
-        raise MachineError(f"{gpu.name} failed while it was measured: {why}", "a GPU that works",
+        raise MachineError(f"{gpu.name} failed while it was measured: {first_line(error)}", "a GPU that works",
                            "see what nvidia-smi says") from error  # fmt: skip
 
 

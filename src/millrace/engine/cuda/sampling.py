@@ -113,10 +113,10 @@ def drawn_plainly(logits: Tensor, rows: Rows, way: Way, draw: Draw, best: Best) 
     return tokens
 
 
-def sample(logits: Tensor, step: StepInputs, draw: Draw, before: Tensor | None = None) -> Drawn:
+def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Drawn:
     """logits (R, V) float32, one row for each of the step's sampling rows, whatever these ask for
 
-    before: (R before,) what the step launched before draws
+    history: (tokens,) int32 that penalties count
 
     Where no row asks for log probabilities there are none; where all want the likeliest token, none is drawn.
     """
@@ -125,7 +125,7 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, before: Tensor | None =
     finite = logits.isfinite().all(1)
     seen = logits if step.masks is None else logits.masked_fill(~allowed(step, rows, V), -torch.inf)
     good = finite & seen.isfinite().any(1)
-    tokens = _tokens(seen, step, rows, draw, before)
+    tokens = _tokens(seen, step, rows, draw, history)
     wrong = torch.where(finite, torch.full_like(tokens, NOTHING_ALLOWED), torch.full_like(tokens, NOT_FINITE))
     drawn = torch.where(good, tokens, wrong).int()
     if (of["n_top"] < 0).all():
@@ -133,9 +133,9 @@ def sample(logits: Tensor, step: StepInputs, draw: Draw, before: Tensor | None =
     return _with_logprobs(drawn, tokens, seen, good, rows, max(int(of["n_top"].max()), 0))
 
 
-def _tokens(seen: Tensor, step: StepInputs, rows: Rows, draw: Draw, before: Tensor | None) -> Tensor:
+def _tokens(seen: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Tensor) -> Tensor:
     """(R,) drawn, or those that are scored; of rows that are not good any."""
-    of, adjusted = step.sampling, _adjusted(seen, step, rows, before)
+    of, adjusted = step.sampling, _adjusted(seen, step, rows, history)
     tokens = adjusted.argmax(1)
     if (of["temperature"] >= GREEDY_BELOW).any():
         drawn = _draw(adjusted.double(), rows, draw)
@@ -187,8 +187,8 @@ def allowed(step: StepInputs, rows: Rows, vocab: int) -> Tensor:
     return ((words >> (tokens % 32)) & 1).bool() | (number == 0)
 
 
-def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, before: Tensor | None) -> Tensor:
-    """Biases, then penalties; float64, where there are any. before: what the step before draws, of each of its rows"""
+def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, history: Tensor) -> Tensor:
+    """Biases, then penalties; float64, where there are any."""
     of, found = step.sampling, logits
     if of["bias_count"].any():
         index, at = _ranges(of["bias_start"], of["bias_count"], rows.device)
@@ -197,28 +197,17 @@ def _adjusted(logits: Tensor, step: StepInputs, rows: Rows, before: Tensor | Non
     if _neutral(of).all():
         return found
     found = found.double()
-    history = _history(step, before, rows.device)
     counts = [torch.zeros(found.shape, dtype=torch.float64, device=rows.device) for _ in range(2)]
     starts = of["history_start"], of["history_start"] + of["history_prompt"]
     for count, start, n in zip(counts, starts, (of["history_prompt"], of["history_output"]), strict=True):
         index, at = _ranges(start, n, rows.device)
-        ids = history[on_device(at, rows.device)]
+        ids = history[on_device(at, rows.device)].long()
         count.index_put_((index, ids), torch.ones_like(ids, dtype=torch.float64), accumulate=True)
     prompt, output = counts
     repetition = rows.column("repetition_penalty").double()
     penalised = torch.where(found > 0, found / repetition, found * repetition)
     found = torch.where(prompt + output > 0, penalised, found)
     return found - rows.column("presence_penalty") * (output > 0) - rows.column("frequency_penalty") * output
-
-
-def _history(step: StepInputs, before: Tensor | None, device: torch.device) -> Tensor:
-    """(tokens,) int64, with those that the step before draws; what it could not draw is any token."""
-    found = on_device(step.history, device).long()
-    if step.drawn_history is not None:
-        assert before is not None, "no step was launched before"
-        at, row = on_device(step.drawn_history.T.astype(np.int64), device)
-        found = found.index_copy(0, at, before[row].clamp(min=0).long())
-    return found
 
 
 def _ranges(

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace.engine.cuda.found import first_line
 from millrace.engine.executor import ExecutionError
 
 SLAB_BYTES = 32 << 20  # of weights on their way
@@ -36,8 +37,7 @@ def _there(device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device):
             yield
     except TritonError as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ExecutionError(f"a kernel cannot run on this GPU: {why}") from error
+        raise ExecutionError(f"a kernel cannot run on this GPU: {first_line(error)}") from error
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.cuda.memory import read_last
 from millrace.engine.cuda.operators import OPERATORS, evaluate
+from millrace.engine.cuda.transfer import there
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
 from millrace.graph.types import Graph, Node, Value
@@ -49,7 +50,9 @@ class Walk:
         if not on_cpu:
             check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
-        self._graph, self._loaded, self._read_last = graph, load(graph, self.dtype, self.device), read_last(graph)
+        with there(self.device):  # pinned memory takes some of the current device, which may be another
+            self._loaded = load(graph, self.dtype, self.device)
+        self._graph, self._read_last = graph, read_last(graph)
         self._glue = glue_of(graph, self._takes_e4m3)
         self._values: dict[Value, Matrix] = {}
 

@@ -20,19 +20,23 @@ from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, row
 BLOCK_K = 128  # what goes through at a time, at most
 WARP_K = 512  # of one row: 16 neighbours for each thread of a warp
 ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
+# Powers of two whose last bit is 1, and the bits of two of them in 16-bit floats.
+UNITS_BF16, BITS_BF16 = tl.constexpr(128), tl.constexpr(0x43004300)
+UNITS_FP16, BITS_FP16 = tl.constexpr(1024), tl.constexpr(0x64006400)
 
 
 @triton.jit(do_not_specialize=["M"])  # that only says which rows there are
 def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP: tl.constexpr, GROUP: tl.constexpr,
                   CODED_X: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr, MINIMUMS: tl.constexpr,
-                  WHOLE: tl.constexpr,
+                  WHOLE: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   ASKED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: BLOCK_M rows of x (M, K) times BLOCK_N of w (N, K), as CodedRows has them; y (M, N).
 
     CODED_X: x has scales (M, groups of it), and else is of 16-bit floats. Codes are these, too, so that products are
     exact (E4M3 with E4M3 in float16), or are multiplied as int8. BLOCK_K divides both groups, which are 0 where a row
-    is one. WHOLE: each row has one scale, which meets its sum at the end
+    is one. WHOLE: each row has one scale, which meets its sum at the end | WORDS: halves come eight at a time
+    EVEN: BLOCK_K divides K, so that nothing in the loop has to look
     w_row: bytes of a row of codes, of which the compiler is told where it is a multiple of 16; elsewhere ASKED is 0
     """
     lets_next_begin(PDL)
@@ -45,17 +49,25 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP
     asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
     after_those_before(PDL)
     for first in range(0, K, BLOCK_K):
-        at = first // each + tl.arange(0, BLOCK_K // each)
-        codes = tl.load(w + wide[None] + at[:, None],
-                        mask=is_column[None] & (at[:, None] < w_row), other=0.0)  # fmt: skip
         place = first + tl.arange(0, BLOCK_K)
-        rows = tl.load(x + row[:, None] * K + place[None], mask=is_row[:, None] & (place[None] < K), other=0.0)
-        if HALVES:
-            even, odd = tl.split(tl.reshape(rows, (BLOCK_M, BLOCK_K // 2, 2)))
-            low, high = (codes & 15).to(tl.int8) - ZERO, (codes >> 4).to(tl.int8) - ZERO
-            part = _dot(even, low) + _dot(odd, high)
+        is_place = (place < K)[None]
+        rows = tl.load(x + row[:, None] * K + place[None], mask=is_row[:, None] if EVEN else is_row[:, None] & is_place,
+                       other=0.0)  # fmt: skip
+        if WORDS:
+            at = first // 8 + tl.arange(0, BLOCK_K // 8)
+            inside = is_column[:, None] if EVEN else is_column[:, None] & (at < w_row // 4)[None]
+            words = tl.load(w.to(tl.pointer_type(tl.int32)) + wide[:, None] // 4 + at[None], mask=inside, other=0)
+            part = tl.dot(rows, tl.trans(_of_words(words, ZERO, rows.dtype)))
         else:
-            part = _dot(rows, codes)
+            at = first // each + tl.arange(0, BLOCK_K // each)
+            inside = is_column[None] if EVEN else is_column[None] & (at < w_row)[:, None]
+            codes = tl.load(w + wide[None] + at[:, None], mask=inside, other=0.0)
+            if HALVES:
+                even, odd = tl.split(tl.reshape(rows, (BLOCK_M, BLOCK_K // 2, 2)))
+                low, high = (codes & 15).to(tl.int8) - ZERO, (codes >> 4).to(tl.int8) - ZERO
+                part = _dot(even, low) + _dot(odd, high)
+            else:
+                part = _dot(rows, codes)
         if WHOLE:
             total += part
         else:
@@ -74,6 +86,24 @@ def coded_product(x, x_scales, w, w_scales, minimums, y, M, N, K, w_row, X_GROUP
             total *= tl.load(x_scales + row, mask=is_row, other=0.0)[:, None]
     tl.store(y + row[:, None].to(tl.int64) * N + column[None], total.to(y.dtype.element_ty),
              mask=is_row[:, None] & is_column[None])  # fmt: skip
+
+
+@triton.jit
+def _of_words(words, ZERO: tl.constexpr, dtype: tl.constexpr):
+    """words (n, m) of eight halves, the first the lowest -> (n, 8 m) codes of 16 bits, exactly.
+
+    Two at a time become the last bits of a power of two with the unit 1, which is then taken away: some 10 instructions
+    for eight; byte by byte they are 40.
+    """
+    power: tl.constexpr = BITS_BF16 if dtype == tl.bfloat16 else BITS_FP16
+    unit: tl.constexpr = UNITS_BF16 if dtype == tl.bfloat16 else UNITS_FP16
+    a, b = (words & 0x000F000F) | power, ((words >> 4) & 0x000F000F) | power  # halves 0 and 4, 1 and 5
+    c, d = ((words >> 8) & 0x000F000F) | power, ((words >> 12) & 0x000F000F) | power
+    first = tl.join(tl.join(a.to(tl.int16), c.to(tl.int16)), tl.join(b.to(tl.int16), d.to(tl.int16)))
+    second = tl.join(tl.join((a >> 16).to(tl.int16), (c >> 16).to(tl.int16)),
+                     tl.join((b >> 16).to(tl.int16), (d >> 16).to(tl.int16)))  # fmt: skip
+    found = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 4, 2, 3)), (words.shape[0], 8 * words.shape[1]))
+    return found.to(dtype, bitcast=True) - (unit + ZERO)
 
 
 @triton.jit
@@ -105,22 +135,37 @@ def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: t
 
     By hand: tensor cores would multiply 15 rows of zeros beside it, which have to be loaded and made float16 by every
     warp. A thread has the same 16 neighbours of x and of each row of w (BLOCK_K is WARP_K for each warp, or registers
-    would go through shared memory), so that all its loads are on their way at once; it meets others at the end.
+    would go through shared memory), so that all its loads are on their way at once; every fourth product meets in one
+    sum, and threads meet at the end.
     """
     lets_next_begin(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column, place = column < N, tl.arange(0, BLOCK_K)[None, :]
     lines = w + column.to(tl.int64)[:, None] * K
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_K // 4), tl.float32)
     asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, ASKED, PDL)
     after_those_before(PDL)
     for first in range(0, K, BLOCK_K):
         at = first + place
         codes = tl.load(lines + at, mask=is_column[:, None] & (at < K), other=0.0)
         row = tl.load(x + at, mask=at < K, other=0.0)
-        total += codes.to(tl.float16).to(tl.float32) * row.to(tl.float16).to(tl.float32)
+        a, b, c, d = _in_four(codes.to(tl.float16).to(tl.float32))
+        e, f, g, h = _in_four(row.to(tl.float16).to(tl.float32))
+        total += a * e
+        total += b * f
+        total += c * g
+        total += d * h
     scale = tl.load(w_scales + column, mask=is_column, other=0.0) * tl.load(x_scales)
     tl.store(y + column, (tl.sum(total, 1) * scale).to(y.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _in_four(x):
+    """x (n, 4 k) -> every fourth column, from each of the first four on."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
 
 
 def product(
@@ -183,12 +228,12 @@ def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor
             enable_fp_fusion=True,
         )  # fmt: skip
         return y
+    depth = block_k(x, w)
     coded_product[cdiv(n, tile.columns), cdiv(m, tile.rows)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
         w_row, X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, CodedRows), HALVES=w.halves,
-        ZERO=w.zero,
-        MINIMUMS=w.minimums is not None, WHOLE=is_whole(x, w), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=block_k(x, w), ASKED=asked, **overlapping(given.device),
+        ZERO=w.zero, MINIMUMS=w.minimums is not None, WHOLE=is_whole(x, w), WORDS=by_words(x, w), EVEN=k % depth == 0,
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=depth, ASKED=asked, **overlapping(given.device),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return y
@@ -197,6 +242,11 @@ def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor
 def _parts(x: Matrix) -> int:
     """Neighbours that share a scale; 0: a row is one."""
     return x.group if isinstance(x, CodedRows) and x.group < x.width else 0
+
+
+def by_words(x: Matrix, w: CodedRows) -> bool:
+    """Whether halves become 16-bit floats eight at a time: rows of these, each whole words of 4 bytes."""
+    return w.halves and w.width % 8 == 0 and isinstance(x, Tensor)
 
 
 def is_whole(x: Matrix, w: CodedRows) -> bool:

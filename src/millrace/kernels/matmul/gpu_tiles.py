@@ -26,7 +26,7 @@ class Tile:
     stages: int = 3
 
 
-_ONE = (Tile(1, 4, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 8, 1), Tile(1, 4, 2, 1))
+_ONE = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
