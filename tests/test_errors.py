@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, RequestError, nearest, plain
+from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, RequestError, mib, nearest, plain
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,10 @@ def test_the_nearest_of_many_or_to_a_long_name_is_found_soon() -> None:
     assert "did you mean" in nearest("layers.17.q", [f"layers.{i}.q" for i in range(100_000)])
     assert time.monotonic() - started_s < 5
     assert nearest("top_q", ["top_p", "seed"]) == 'did you mean "top_p"?'
+
+
+@pytest.mark.parametrize(
+    "n, told", [(1, "1 B"), (1023, "1023 B"), (98_304, "96 KiB"), (1 << 20, "1 MiB"), (11 << 30, "11.0 GiB")]
+)  # fmt: skip
+def test_memory_is_told_in_its_unit(n: int, told: str) -> None:
+    assert mib(n) == told

@@ -141,6 +141,8 @@ def nearest(name: str, known: Iterable[str], listed: Iterable[str] | None = None
 
 def mib(nbytes: float) -> str:
     """As errors say memory."""
+    if nbytes < 1 << 10:
+        return f"{nbytes:.0f} B"
     if nbytes < 1 << 20:
         return f"{nbytes / 1024:g} KiB"
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / (1 << 20):.0f} MiB"

@@ -14,6 +14,9 @@ import httpx
 import numpy as np
 import pytest
 
+from millrace.compile.cache import EngineCache
+from millrace.compile.find import BUNDLED
+from millrace.env import read_env
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
 from millrace.serve.inference.backends.millrace import sampling
@@ -201,6 +204,22 @@ def test_what_cannot_be_loaded(tmp_path: Path, config: str, what: str) -> None:
         return failed
 
     assert what in asyncio.run(run())
+
+
+def test_what_is_built_of_a_version_has_its_models_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`millrace list` shows "story", and not the version's folder: "1"."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tuned = 'parameters { key: "tune" value { string_value: "0" } }'
+    write(tmp_path / "models", BUNDLED / "tiny", {"story": CONFIG + tuned})
+
+    async def run() -> list[str]:
+        repository = ModelRepository(RepositoryFlags(model_repository=(str(tmp_path / "models"),)))
+        failed = await repository.start()
+        await repository.close(5)
+        return list(failed)
+
+    assert asyncio.run(run()) == []
+    assert [entry.model for entry in EngineCache(read_env().cache).entries()] == ["story"]
 
 
 # ---------------------------------------------------------------------- whose tokens they are

@@ -25,14 +25,30 @@ def test_flips() -> None:
     found = paired(*([Verdict(c, c == r) for c, r in zip(given, right, strict=True)] for given in (now, before)))
     assert found == Paired(6, gained=2, lost=1, changed=4)
     assert found.difference == pytest.approx(1 / 6)
-    error = math.sqrt(3 - 1 / 6) / 6
-    assert found.interval == pytest.approx((1 / 6 - 1.959964 * error, 1 / 6 + 1.959964 * error))
+    error = math.sqrt((5 / 8 - 1 / 64) / 8)  # of 3 gained and 2 lost among 8
+    assert found.interval == pytest.approx((1 / 8 - 1.959964 * error, 1 / 8 + 1.959964 * error))
 
 
 def test_a_difference_is_never_beyond_all_of_it() -> None:
-    """Of few questions: four of five became right, whose plain interval would reach to 115 %."""
-    assert Paired(5, gained=4, lost=0, changed=4).interval == pytest.approx((0.8 - 1.959964 * math.sqrt(0.8) / 5, 1))
-    assert Paired(5, gained=0, lost=4, changed=4).interval == pytest.approx((-1, 1.959964 * math.sqrt(0.8) / 5 - 0.8))
+    """Of few questions: five of five became right, which would reach to 123 %."""
+    low, high = Paired(5, gained=5, lost=0, changed=5).interval
+    assert 0 < low < 1 == high
+    assert Paired(5, gained=0, lost=5, changed=5).interval == (-high, -low)
+
+
+@pytest.mark.parametrize("chances", [(0.0, 0.0), (0.03, 0.0), (0.03, 0.03), (0.2, 0.05), (0.3, 0.3), (0.0, 0.5)])
+def test_the_interval_holds_the_difference_as_often_as_it_says(chances: tuple[float, float]) -> None:
+    """Over all outcomes of 40 questions, each weighed by how likely it is. Without a flip the plain interval has no
+    width: of a chance of 3 % it would hold the difference 70 times of 100."""
+    n, (up, down) = 40, chances
+    held = 0.0
+    for gained in range(n + 1):
+        for lost in range(n + 1 - gained):
+            low, high = Paired(n, gained, lost, 0).interval
+            if low <= up - down <= high:
+                ways = math.comb(n, gained) * math.comb(n - gained, lost)
+                held += ways * up**gained * down**lost * (1 - up - down) ** (n - gained - lost)
+    assert held > 0.93
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (5, 5), (2, 11), (40, 61)])

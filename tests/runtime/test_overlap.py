@@ -14,9 +14,9 @@ from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import VOCAB, FakeClock, FakeExecutor, RandomBudget, limits, make_loop
 from tests.runtime.test_failures import failing_at
 from tests.runtime.test_loop import check_any_schedule
-from tests.support.drawn import SEEDS, examples
+from tests.support.drawn import SEEDS, examples, within
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = within(30)
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 
 

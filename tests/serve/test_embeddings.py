@@ -59,6 +59,10 @@ def serving(
         yield started
 
 
+def test_an_encoder_has_the_name_that_it_was_opened_by(opened: OpenedEncoder) -> None:
+    assert opened.name == "encoder"
+
+
 @pytest.fixture
 def client(server: Threaded) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none needed", max_retries=0)

@@ -68,7 +68,7 @@ def test_rents_and_hours() -> None:
 @pytest.mark.parametrize("hourly", [(1,) * 24, (3,) * 14 + (20,) * 10, tuple(range(1, 25)), (40,) * 23 + (41,)])
 def test_no_other_split_is_cheaper(hourly: tuple[int, ...]) -> None:
     prices = read_prices(None)
-    fleet = Needed(H100, 1, 8, 6, 5.1, hourly)
+    fleet = Needed(H100, 1, 8, -(-max(hourly) // 8), 5.1, hourly)
     own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
     best = hybrid(fleet, own, rent)
     assert own is not None and rent is not None and best is not None
@@ -76,6 +76,17 @@ def test_no_other_split_is_cheaper(hourly: tuple[int, ...]) -> None:
         beyond = sum(max(0, need - 8 * n) for need in hourly) * rent.rent.hour * 365
         assert best.year <= n * own.system + beyond + 1e-6
     assert best.year <= rent.scaled + 1e-6
+
+
+def test_who_buys_all_buys_what_is_to_spare() -> None:
+    """Of 16 devices around the clock: 3 systems with one to spare cost less than one and 8 rented devices, 4 do not."""
+    prices = read_prices(None)
+    for spare, systems in ((1, 3), (2, 1)):
+        fleet = Needed(H100, 1, 8, 2 + spare, 2.0, (16,) * 24)
+        own = bought(fleet, prices)
+        best = hybrid(fleet, own, rented(fleet, prices.rents(H100, None)))
+        assert own is not None and best is not None and best.systems == systems
+        assert (best.rented == 0 and best.year == own.year) if systems == 3 else best.year < own.year
 
 
 def test_break_even() -> None:
@@ -238,10 +249,14 @@ def test_costs_in_an_answer() -> None:
 @pytest.mark.parametrize("more, way, both", [
     ({"average": 100, "hours": 8}, "rented", "no mix is cheaper than all rented"),
     ({"rate": 65}, "bought", "no mix is cheaper than all bought"),
+    ({"rate": 65, "spare": 1}, "rented", "no mix is cheaper than all rented"),
+    ({"rate": 329, "ttft_ms": 120, "spare": 1}, "both", "13 bought and the rest rented when it is needed"),
     ({"average": 600, "daily": "9," * 20 + "14,14,14,14"}, "both", " bought and the rest rented when it is needed"),
 ])  # fmt: skip
 def test_the_cheapest_way_is_named(more: dict[str, object], way: str, both: str) -> None:
-    asked = plan(model="llama-3-8b", isl=2000, osl=200, ttft_ms=500, simulate=False, hardware="H100", **more)
+    asked = plan(
+        **{**dict(model="llama-3-8b", isl=2000, osl=200, ttft_ms=500, simulate=False, hardware="H100"), **more}
+    )
     found = asked.money
     assert found is not None and found.bought is not None and found.rented is not None and found.hybrid is not None
     ways = {"bought": found.bought.year, "rented": found.rented.scaled, "both": found.hybrid.year}

@@ -16,6 +16,7 @@ from millrace.runtime.batch import TokenBudget
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
 from millrace.size.models import PRESETS
+from millrace.size.served import closed_form
 from millrace.size.simulator import Simulated, Simulation
 from millrace.size.stack import Stack
 from millrace.size.steps import step_time
@@ -43,6 +44,15 @@ def check(found: Simulated) -> None:
         assert one.arrival.at_s < one.first_s <= one.last_s <= found.seconds
         assert (one.first_s == one.last_s) == (one.arrival.n_output == 1)
     assert found.in_system_s == pytest.approx(found.of("e2e_s").sum(), rel=1e-9)
+
+
+def test_no_more_is_served_than_the_host_makes_ready() -> None:
+    """25 ms of the host for each request, beside steps that would bear twice as many: 40 a second, by both ways."""
+    rate, waits = closed_form(seconds, 25e-3, 512, (64, 16), 16, 16)
+    found = Simulation(limits(max_sequences=16), seconds, front_s=25e-3).run([Arrival(0, 64, 16)] * 200, closed=16)
+    assert closed_form(seconds, 0.0, 512, (64, 16), 16, 16)[0] > 80
+    assert rate == pytest.approx(40) and waits.e2e_s == pytest.approx(16 / 40)
+    assert 200 / found.seconds == pytest.approx(rate, rel=0.02)
 
 
 def test_a_request_alone_takes_the_sum_of_its_steps() -> None:

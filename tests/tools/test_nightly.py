@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.drawn import FAST, NIGHT, TIMES, examples
+from tests.support.drawn import FAST, NIGHT, TIMES, examples, within
 from tools.nightly import __main__ as nightly
 from tools.nightly.packages import ROOT, environment
 from tools.nightly.parts import PARTS, Part
@@ -201,6 +201,20 @@ def test_a_night_of_schedules_draws_many_more_with_seeds_of_its_own() -> None:
     assert "tests/runtime/test_shares.py" in parts["schedules"].files
     batchers = {f"tests/serve/inference/test_{name}.py" for name in ("batching", "sequences", "ensemble")}
     assert batchers <= set(parts["schedules-serve"].files) & set(parts["schedules-serve"].command)
+
+
+def test_what_draws_more_by_night_has_more_time() -> None:
+    """A file's own time goes before the part's --timeout: 30 s were those of a day, and the part was red by night."""
+    assert within(30).args == (30,)
+    parts = [part for part in PARTS if part.name.startswith("schedules")]
+    drawn = [name for part in parts for name in part.files if Path(name).name.startswith("test_")]
+    own = [name for name in drawn if "pytestmark = pytest.mark.timeout(" in (ROOT / name).read_text()]
+    assert len(drawn) > 10 and not own, f"{own}: tests.support.drawn.within"
+    settings.load_profile(NIGHT)
+    try:
+        assert within(30).args == (30 * TIMES,)
+    finally:
+        settings.load_profile(FAST)
 
 
 def test_a_night_goes_on_where_it_was() -> None:

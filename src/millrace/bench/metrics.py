@@ -174,7 +174,8 @@ def _rate(
     at_s: "np.ndarray[tuple[int], np.dtype[np.float64]]", amount: "np.ndarray[tuple[int], np.dtype[np.float64]]",
     start_s: float, end_s: float,
 ) -> Rate:  # fmt: skip
-    """Amounts a second; its interval by Student's t from the rates of equal slices of the time, None for few events."""
+    """Amounts a second; its interval by Student's t from the rates of equal slices of the time, never below 0; None for
+    few events."""
     if end_s <= start_s:
         return Rate(0.0, None)
     value = float(amount.sum()) / (end_s - start_s)
@@ -183,4 +184,4 @@ def _rate(
     parts, _ = np.histogram(at_s, bins=SLICES, range=(start_s, end_s), weights=amount)
     rates = parts * SLICES / (end_s - start_s)
     half = student_t(SLICES - 1) * float(rates.std(ddof=1)) / SLICES**0.5
-    return Rate(value, (value - half, value + half))
+    return Rate(value, (max(0.0, value - half), value + half))

@@ -64,15 +64,17 @@ def _cached(model: str, env: Env) -> tuple[str, Path]:
 
 
 def find_engine(
-    model: str, build: BuildSettings, env: Env, *, progress: Progress | None = None, say: Say | None = None,
-    precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None, place: Place = ON_CPU,
+    model: str | tuple[str, Path], build: BuildSettings, env: Env, *, progress: Progress | None = None,
+    say: Say | None = None, precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None,
+    place: Place = ON_CPU,
 ) -> tuple[str, Engine]:  # fmt: skip
     """MODEL's engine: the folder itself if it is one, else from the cache, else built now. For a GPU made anew.
 
+    model: or its name and its folder, where what the folder is called says nothing
     precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
     """
     gpu = None if place.device == CPU else find_gpu(place.device)
-    name, folder = model_folder(model, env, progress)
+    name, folder = model_folder(model, env, progress) if isinstance(model, str) else model
     if gpu is not None:
         if (folder / MANIFEST).is_file():
             raise EngineError(

@@ -40,10 +40,13 @@ class Paired:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of the difference, never beyond -1 and 1; by the standard error of pairs,
-        sqrt(gained + lost - (gained - lost)^2 / n) / n."""
-        error = math.sqrt(self.gained + self.lost - (self.gained - self.lost) ** 2 / self.n) / self.n
-        return max(-1.0, self.difference - _Z * error), min(1.0, self.difference + _Z * error)
+        """95 % of the difference, never beyond -1 and 1, nor of no width: as many questions without a flip may have
+        been luck. By the standard error of pairs, with one flip more each way among two questions more (Bonett and
+        Price, 2012)."""
+        n, gained, lost = self.n + 2, self.gained + 1, self.lost + 1
+        middle = (gained - lost) / n
+        error = math.sqrt(((gained + lost) / n - middle * middle) / n)
+        return max(-1.0, middle - _Z * error), min(1.0, middle + _Z * error)
 
     @property
     def p_value(self) -> float:

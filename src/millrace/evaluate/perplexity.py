@@ -189,8 +189,9 @@ _CUTS: Mapping[str, Callable[[str, Tokenizer, int], Cut]] = {
 
 def _too_short(n: int, length: int) -> ConfigError:
     return ConfigError(
-        f"the text has {n} tokens of this model", f"at least {length}, one window", "give a longer text, or a --window"
-    )
+        f"the text has {n:,} tokens of this model", f"at least {length:,}, one window",
+        "give a longer text, or a shorter --window",
+    )  # fmt: skip
 
 
 def rolling(ids: Sequence[int], begin: int, length: int) -> list[Part]:

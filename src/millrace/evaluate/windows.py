@@ -44,7 +44,10 @@ def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int 
     """The same of a text's tokens."""
     found = len(ids) // length
     if not found:
-        raise RequestError(f"the text has {len(ids)} tokens", f"at least {length}, one window", "give a longer text")
+        raise RequestError(
+            f"the text has {len(ids):,} tokens", f"at least {length:,}, one window",
+            "give a longer text, or a shorter --window",
+        )  # fmt: skip
     kept = np.asarray(ids[: min(found, most or found) * length], np.int32).reshape(-1, length)
     if tokenizer.bos_token_id is not None and tokenizer.special_around[0]:
         kept[:, 0] = tokenizer.bos_token_id

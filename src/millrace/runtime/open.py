@@ -204,9 +204,9 @@ class OpenedEncoder:
 
 def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
     """As open_engine. raises MachineError; ConfigError for --kv-memory and --kv-tier"""
-    for name in ("kv_tier", "kv_memory"):
-        if getattr(run, name) is not None:
-            what = f"{flag_of(name)} is given for an encoder"
+    for pages in ("kv_tier", "kv_memory"):
+        if getattr(run, pages) is not None:
+            what = f"{flag_of(pages)} is given for an encoder"
             raise ConfigError(what, "nothing: it keeps no keys and values", "leave it out")
     tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.of(engine)
     if isinstance(engine, GpuEngine):

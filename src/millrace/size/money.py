@@ -155,18 +155,23 @@ def rented(fleet: Needed, rents: Sequence[Rent]) -> Rented | None:
 
 
 def hybrid(fleet: Needed, own: Bought | None, rent: Rented | None) -> Hybrid | None:
-    """The cheapest number of systems to buy, when the rest is rented in the hours that need it."""
+    """The cheapest number of systems to buy, when the rest is rented in the hours that need it.
+
+    Where nothing is left to rent, all are bought, and those to spare among them.
+    """
     if own is None or rent is None:
         return None
     systems = -(-max(fleet.devices) // SYSTEM)
 
     def of(n: int) -> Hybrid:
         beyond = sum(max(0, devices - n * SYSTEM) for devices in fleet.devices)
+        if not beyond:
+            return Hybrid(fleet.systems, own.year, 0.0)
         return Hybrid(n, n * own.system, beyond * rent.rent.hour * DAYS_YEAR)
 
-    needed = sorted({-(-devices // SYSTEM) for devices in fleet.devices} | {devices // SYSTEM for devices in
-                                                                           fleet.devices} | {0, systems})  # fmt: skip
-    return min(map(of, needed), key=lambda found: (found.year, found.systems))
+    # costs are straight between these; and with those to spare there is a step at the last
+    needed = {-(-devices // SYSTEM) for devices in fleet.devices} | {devices // SYSTEM for devices in fleet.devices}
+    return min(map(of, sorted(needed | {0, systems - 1, systems})), key=lambda found: (found.year, found.systems))
 
 
 def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:

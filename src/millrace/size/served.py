@@ -73,7 +73,8 @@ def closed_form(
 ) -> tuple[float, Waits]:
     """Requests/s, and what users wait. batch: of those in flight, how many fit
 
-    Beside others a prompt starts no step of its own; but no request is through sooner than alone.
+    Beside others a prompt starts no step of its own; but no request is through sooner than alone, and the host makes
+    one after another ready (`front_s`), as in a simulation.
     """
     n_in, n_out = lengths
     step_s = seconds((), (), batch, n_in + n_out / 2)
@@ -81,7 +82,7 @@ def closed_form(
     beside_s = seconds([n_in], [0], batch, n_in) - seconds((), (), batch, n_in)
     together = min(batch, max(1, int(step_tokens // n_in)))
     ttft_s = alone_s + (together - 1) * 0.75 * beside_s
-    rate = 1 / ((alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
+    rate = 1 / max(front_s, (alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
     e2e_s = max(concurrency / rate, alone_s + (n_out - 1) * seconds((), (), 1, n_in + n_out / 2))
     rate = concurrency / e2e_s
     ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)

@@ -144,7 +144,8 @@ def _reshape(node: Node, run: Run) -> Tensor:
 
 
 def _split(node: Node, run: Run) -> tuple[Tensor, ...]:
-    return run.tensor(node.inputs[0]).split_with_sizes([v.width for v in node.outputs], 1)
+    found: tuple[Tensor, ...] = run.tensor(node.inputs[0]).split_with_sizes([v.width for v in node.outputs], 1)
+    return found
 
 
 OPERATORS: Mapping[str, Callable[[Node, Run], Matrix | tuple[Tensor, ...]]] = {

@@ -257,8 +257,8 @@ def is_whole(x: Matrix, w: CodedRows) -> bool:
 
 def scaled_mm_takes(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:
     """Whether cuBLASLt takes them: many rows of E4M3 in multiples of 16, of which it makes bfloat16."""
-    many = x.codes.shape[0] >= MANY_ROWS and dtype == torch.bfloat16
-    return many and x.codes.dtype == w.codes.dtype == E4M3 and x.width % 16 == w.codes.shape[0] % 16 == 0
+    many = rows_of(x) >= MANY_ROWS and dtype == torch.bfloat16
+    return many and x.codes.dtype == w.codes.dtype == E4M3 and x.width % 16 == rows_of(w) % 16 == 0
 
 
 def scaled_mm(x: CodedRows, w: CodedRows) -> Tensor:

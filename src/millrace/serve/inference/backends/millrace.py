@@ -243,8 +243,9 @@ def _opened(given: InstanceGiven) -> Opened | OpenedEncoder:
     named = _named(given.config)
     parameters = {key: p.string_value for key, p in given.config.parameters.items() if key != "model"}
     build, run = _settings(given.config.name, parameters)
-    place = named or str(_place(given.folder / str(given.version)))
-    name, engine = find_engine(place, build, read_env(), pricing=pricing, place=run.place)
+    # a version's folder is named 1
+    model = named or (given.config.name, _place(given.folder / str(given.version)))
+    name, engine = find_engine(model, build, read_env(), pricing=pricing, place=run.place)
     return open_any(name, engine, run)
 
 
