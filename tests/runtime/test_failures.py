@@ -1,6 +1,10 @@
 """One request may fail, or one step; the loop goes on, until it cannot, and then says so."""
 
+import gc
+import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +13,7 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, EngineError
 from millrace.runtime.batch import MAX_FAILURES_IN_A_ROW
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import limits, make_loop
@@ -194,3 +199,45 @@ def test_stop_aborts_what_is_left_and_the_loop_can_go_on(threaded: bool) -> None
     while loop.step():
         pass
     assert after[-1].finish_reason is FinishReason.LENGTH and loop.stats().idle
+
+
+def died() -> EngineLoop:
+    """Of a defect, with a step under way."""
+    loop = make_loop(depth=2)
+
+    def defect(deltas: list[Delta]) -> None:
+        assert deltas[-1].finish_reason is FinishReason.ERROR, "a defect, with the first token"
+
+    loop.submit([1, 2, 3], LONG, defect)
+    loop.start()
+    while loop.stats().healthy:
+        pass
+    loop.stop()
+    return loop
+
+
+def stopped() -> EngineLoop:
+    """Between the requests of a step that failed, each of which was to be computed alone."""
+    loop = make_loop(before_run=failing_at(2))
+    clients = [Client(loop, [i, 2, 3], LONG) for i in range(3)]
+    while not loop._again:
+        loop.step()
+    loop.stop()
+    assert [client.reasons for client in clients] == [[FinishReason.ABORT]] * 3
+    return loop
+
+
+@pytest.mark.parametrize("ended", [died, stopped])
+def test_a_loop_that_has_ended_is_let_go(
+    ended: Callable[[], EngineLoop], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The interpreter looks for cycles, and never into a Chunk: one that is kept would keep its loop for ever."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # pytest keeps tracebacks, and what is logged
+    caplog.set_level(logging.CRITICAL)
+    gc.freeze()  # what exists is not looked at, or this takes a second
+    try:
+        loop = weakref.ref(ended())
+        gc.collect()
+        assert loop() is None
+    finally:
+        gc.unfreeze()

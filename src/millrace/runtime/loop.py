@@ -350,9 +350,8 @@ class EngineLoop:
         self._counters.finished[reason] += 1
         if not request.is_open:
             del self._live[request]
-            timings = request.timings
+            of, n, timings, claim = request.order, len(request.prompt), request.timings, request.claim
             timings.finished_s = self.thread.clock()
-            of, n, claim = request.order, len(request.prompt), request.claim
             self.history.ended.append(RequestSeen(of, request.id, n, request.n_cached, timings, claim.tenant))
 
     def _end(self, request: Request, reason: FinishReason, why: str | None, fault: RequestError | None = None) -> None:
@@ -365,6 +364,7 @@ class EngineLoop:
     def _end_everything(self, reason: FinishReason, error: str) -> None:
         while self._flights:
             self._settle()
+        self._again = []  # whose chunks would keep this loop: the interpreter finds no cycle through them
         self._drain_commands()
         for request in list(self._live):
             self._end(request, reason, error)
@@ -373,6 +373,7 @@ class EngineLoop:
     def _abandon_everything(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
         self._computing(False)  # whatever it was that did not come to its end
+        self._flights, self._again = deque(), []  # as above
         with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
         for request in dict.fromkeys([*self._pending, *self._live, *submitted]):
