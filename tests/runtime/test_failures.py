@@ -123,6 +123,21 @@ def test_p12_a_request_that_comes_again_and_again_ends_nothing(n_pages_kept: int
     assert loop.stats().healthy and loop.stats().pages_used == 0
 
 
+def test_who_looks_after_it_hears_of_its_end_though_nobody_waits_for_an_answer() -> None:
+    """The last step that fails is of a request that was cancelled while it ran."""
+    dead: list[bool] = []
+    loop = make_loop(before_run=failing_at(*range(1, 10)), depth=2)
+    loop._after_step = lambda: dead.append(not loop.stats().healthy)
+    for n in range(MAX_FAILURES_IN_A_ROW):
+        client = Client(loop, [1, 2, 3], LONG)
+        loop.step()
+        assert loop._flights and not any(dead)
+        if n == MAX_FAILURES_IN_A_ROW - 1:
+            loop.cancel(client.request)
+        run_all(loop)
+    assert client.reasons == [FinishReason.ABORT] and dead[-1]
+
+
 def test_failures_with_successes_between_do_not_end_it() -> None:
     loop = make_loop(limits(max_sequences=1, max_step_tokens=8), failing_at(1, 2, 4, 5, 7, 8))
     deltas: list[Delta] = []

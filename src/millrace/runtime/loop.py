@@ -393,7 +393,7 @@ class EngineLoop:
             request.deliver(deltas)
             if deltas[-1].finish_reason is not None and not request.is_open:
                 request.let_go()
-        if told:
+        if told or self.thread.dead_because:  # though nobody may be left who waits for it
             self._after_step()
 
     def _is_idle(self) -> bool:
