@@ -162,3 +162,21 @@ def test_a_callback_that_raises_in_the_thread_keeps_no_others_end() -> None:
     loop.stop()
     assert ends_with_it.reasons == [FinishReason.LENGTH] and len(ends_with_it.outputs[0].token_ids) == 3
     assert computing[-1] is False
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nor_does_one_that_raises_at_its_end_too() -> None:
+    """Whoever waits for a place is told that there will be none, and whoever looks after the engine hears of it."""
+    loop, looked = make_loop(limits(max_sequences=1)), list[bool]()
+
+    def deliver(deltas: list[Delta]) -> None:
+        raise ValueError("a defect")
+
+    loop.submit([1, 2, 3], LONG, deliver)
+    waiting = [Client(loop, [4, i], LONG) for i in range(3)]
+    loop.start(lambda: looked.append(loop.stats().healthy))
+    while loop.stats().healthy:
+        pass
+    loop.stop()
+    assert [client.reasons for client in waiting] == [[FinishReason.ERROR]] * 3 and looked == [False]

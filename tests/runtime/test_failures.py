@@ -1,6 +1,10 @@
 """One request may fail, or one step; the loop goes on, until it cannot, and then says so."""
 
+import gc
+import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +13,7 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, EngineError
 from millrace.runtime.batch import MAX_FAILURES_IN_A_ROW
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import limits, make_loop
@@ -118,6 +123,21 @@ def test_p12_a_request_that_comes_again_and_again_ends_nothing(n_pages_kept: int
     assert loop.stats().healthy and loop.stats().pages_used == 0
 
 
+def test_who_looks_after_it_hears_of_its_end_though_nobody_waits_for_an_answer() -> None:
+    """The last step that fails is of a request that was cancelled while it ran."""
+    dead: list[bool] = []
+    loop = make_loop(before_run=failing_at(*range(1, 10)), depth=2)
+    loop._after_step = lambda: dead.append(not loop.stats().healthy)
+    for n in range(MAX_FAILURES_IN_A_ROW):
+        client = Client(loop, [1, 2, 3], LONG)
+        loop.step()
+        assert loop._flights and not any(dead)
+        if n == MAX_FAILURES_IN_A_ROW - 1:
+            loop.cancel(client.request)
+        run_all(loop)
+    assert client.reasons == [FinishReason.ABORT] and dead[-1]
+
+
 def test_failures_with_successes_between_do_not_end_it() -> None:
     loop = make_loop(limits(max_sequences=1, max_step_tokens=8), failing_at(1, 2, 4, 5, 7, 8))
     deltas: list[Delta] = []
@@ -194,3 +214,45 @@ def test_stop_aborts_what_is_left_and_the_loop_can_go_on(threaded: bool) -> None
     while loop.step():
         pass
     assert after[-1].finish_reason is FinishReason.LENGTH and loop.stats().idle
+
+
+def died() -> EngineLoop:
+    """Of a defect, with a step under way."""
+    loop = make_loop(depth=2)
+
+    def defect(deltas: list[Delta]) -> None:
+        assert deltas[-1].finish_reason is FinishReason.ERROR, "a defect, with the first token"
+
+    loop.submit([1, 2, 3], LONG, defect)
+    loop.start()
+    while loop.stats().healthy:
+        pass
+    loop.stop()
+    return loop
+
+
+def stopped() -> EngineLoop:
+    """Between the requests of a step that failed, each of which was to be computed alone."""
+    loop = make_loop(before_run=failing_at(2))
+    clients = [Client(loop, [i, 2, 3], LONG) for i in range(3)]
+    while not loop._again:
+        loop.step()
+    loop.stop()
+    assert [client.reasons for client in clients] == [[FinishReason.ABORT]] * 3
+    return loop
+
+
+@pytest.mark.parametrize("ended", [died, stopped])
+def test_a_loop_that_has_ended_is_let_go(
+    ended: Callable[[], EngineLoop], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The interpreter looks for cycles, and never into a Chunk: one that is kept would keep its loop for ever."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # pytest keeps tracebacks, and what is logged
+    caplog.set_level(logging.CRITICAL)
+    gc.freeze()  # what exists is not looked at, or this takes a second
+    try:
+        loop = weakref.ref(ended())
+        gc.collect()
+        assert loop() is None
+    finally:
+        gc.unfreeze()

@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from contextlib import ExitStack
 from functools import partial
 
 from millrace.checkpoint.generation import GenerationDefaults
@@ -321,8 +322,7 @@ class EngineLoop:
 
     def _next_step(self) -> Step:
         while self._again:
-            step = self._again.pop().without_ended()
-            if step.chunks:
+            if (step := self._again.pop().without_ended()).chunks:
                 return step
         return self._scheduler.schedule()
 
@@ -350,21 +350,20 @@ class EngineLoop:
         self._counters.finished[reason] += 1
         if not request.is_open:
             del self._live[request]
-            timings = request.timings
+            of, n, timings, claim = request.order, len(request.prompt), request.timings, request.claim
             timings.finished_s = self.thread.clock()
-            of, n, claim = request.order, len(request.prompt), request.claim
             self.history.ended.append(RequestSeen(of, request.id, n, request.n_cached, timings, claim.tenant))
 
     def _end(self, request: Request, reason: FinishReason, why: str | None, fault: RequestError | None = None) -> None:
         """End every choice that is still open; harmless for a request that is finished."""
-        if request in self._live:
-            for seq in request.choices:
-                if seq.stage is not Stage.GONE:
-                    self._add(seq, seq.end(reason, why, fault))
+        for seq in request.choices if request in self._live else ():
+            if seq.stage is not Stage.GONE:
+                self._add(seq, seq.end(reason, why, fault))
 
     def _end_everything(self, reason: FinishReason, error: str) -> None:
         while self._flights:
             self._settle()
+        self._again = []  # whose chunks would keep this loop: the interpreter finds no cycle through them
         self._drain_commands()
         for request in list(self._live):
             self._end(request, reason, error)
@@ -373,16 +372,18 @@ class EngineLoop:
     def _abandon_everything(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
         self._computing(False)  # whatever it was that did not come to its end
+        self._flights, self._again = deque(), []  # as above
         with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
-        for request in dict.fromkeys([*self._pending, *self._live, *submitted]):
-            deltas = self._pending.get(request, [])
-            ended = {d.index for d in deltas if d.finish_reason is not None}
-            indices = {request.first + seq.index for seq in request.choices if seq.stage is not Stage.GONE} - ended
-            failed = [Delta(i, "", (), finish_reason=FinishReason.ERROR, error=error) for i in sorted(indices)]
-            request.deliver(deltas + failed)
-        self._live, self._pending = {}, {}
-        self._after_step()
+        with ExitStack() as telling:  # the last one first; each, whatever another's callback raises
+            telling.callback(self._after_step)
+            for request in reversed(dict.fromkeys([*self._pending, *self._live, *submitted])):
+                deltas = self._pending.get(request, [])
+                ended = {d.index for d in deltas if d.finish_reason is not None}
+                open_ = {request.first + seq.index for seq in request.choices if seq.stage is not Stage.GONE} - ended
+                failed = [Delta(i, "", (), finish_reason=FinishReason.ERROR, error=error) for i in sorted(open_)]
+                telling.callback(request.deliver, deltas + failed)
+            self._live, self._pending = {}, {}
 
     def _deliver(self) -> None:
         told = bool(self._pending)
@@ -392,7 +393,7 @@ class EngineLoop:
             request.deliver(deltas)
             if deltas[-1].finish_reason is not None and not request.is_open:
                 request.let_go()
-        if told:
+        if told or self.thread.dead_because:  # though nobody may be left who waits for it
             self._after_step()
 
     def _is_idle(self) -> bool:
