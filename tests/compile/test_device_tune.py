@@ -167,6 +167,14 @@ def test_a_kernel_for_one_row_is_the_rule_where_it_takes_the_codes() -> None:
     assert Tiles().of(floats, w).rows == Tiles().of(integers.some(0, 1), integers).rows == 16
 
 
+def test_no_rows_at_all_go_by_no_kernel_for_one() -> None:
+    """As the head's, in a step that draws nothing; it would write the row that is not there."""
+    x, w = (e4m3_rows(torch.ones((n, 32))) for n in (1, 8))
+    one = Tile(1, 4, 8, 1)
+    found = Tiles({region_of(x, w): ((1, one),)})
+    assert found.of(x, w) == one and found.of(x.some(0, 0), w).rows > 1
+
+
 def test_tiles_of_one_row_are_timed_where_they_take_the_codes(tmp_path: Path) -> None:
     """Beside those of tensor cores, and of the rest only these; the clearly fastest is remembered by its place."""
     folder = random_checkpoint(tmp_path / "checkpoint", "llama")

@@ -95,7 +95,7 @@ def _moved(old: float | None, sample: float, weight: float) -> float:
     return old + weight * (min(sample, OUTLIER * old) - old)
 
 
-class Chunk(Struct, gc=False):  # there are hundreds a step. Cycles through one stay: a loop that ends lets go of steps
+class Chunk(Struct):
     """Tokens `start` .. `start + n - 1` of a sequence, to be computed in this step."""
 
     sequence: Sequence

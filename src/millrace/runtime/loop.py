@@ -363,7 +363,6 @@ class EngineLoop:
     def _end_everything(self, reason: FinishReason, error: str) -> None:
         while self._flights:
             self._settle()
-        self._again = []  # whose chunks would keep this loop: the interpreter finds no cycle through them
         self._drain_commands()
         for request in list(self._live):
             self._end(request, reason, error)
@@ -372,7 +371,6 @@ class EngineLoop:
     def _abandon_everything(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
         self._computing(False)  # whatever it was that did not come to its end
-        self._flights, self._again = deque(), []  # as above
         with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
         with ExitStack() as telling:  # the last one first; each, whatever another's callback raises

@@ -85,8 +85,8 @@ def looks_at_members(root: Path, n: int, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 def test_a_start_takes_time_as_models_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (looks_at_members(tmp_path / str(n), n, monkeypatch) for n in (12, 36))
-    assert 0 < many <= 4 * few, "and not as their square"
+    n = 36
+    assert 0 < looks_at_members(tmp_path, n, monkeypatch) <= 6 * n, "one or two each, and not all at each of them"
 
 
 def test_an_ensemble_goes_with_its_member_and_comes_back_with_it(tmp_path: Path) -> None:

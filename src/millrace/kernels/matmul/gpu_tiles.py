@@ -77,8 +77,8 @@ class Tiles:
     def of(self, x: Matrix, w: CodedRows) -> Tile:
         n = rows_of(x)
         for most, tile in self.found.get(region_of(x, w), ()) if self.found else ():
-            if n <= most:
-                return tile or rule(x, w)
+            if n <= most:  # of no rows at all: not one that is for one row
+                return tile if tile and takes(tile, x, w) else rule(x, w)
         return rule(x, w)
 
 

@@ -71,7 +71,8 @@ class _Files:
         if self._is_alone:
             sys.meta_path.remove(self)
             return
-        for name, module in list(sys.modules.items()):
+        # `copy` is one step. A list of its items is not: garbage may be collected amid it, and others import then.
+        for name, module in sys.modules.copy().items():
             is_new = self._before.get(name) is not module
             if is_new and self._is_own(module) and name.partition(".")[0] != self.package:
                 self._modules[name] = module
