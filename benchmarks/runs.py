@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.engine import CATALOGUE
@@ -73,9 +74,16 @@ def _earlier(engine: str, settings: Result) -> Numbers:
     return Numbers(settings.get("weights", _NOT_RECORDED), _NOT_RECORDED, _NOT_RECORDED)
 
 
+@cache
+def _read(path: Path) -> Result:
+    """No file changes that is there: no run replaces another's."""
+    result: Result = json.loads(path.read_text())
+    return result
+
+
 def results() -> list[tuple[str, Result]]:
     """(file name, content), oldest first."""
-    found = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
+    found = [(path.name, _read(path)) for path in sorted(RESULTS.glob("*.json"))]
     return sorted(found, key=lambda f: (f[1].get("time", f[1]["date"]), f[0]))
 
 
