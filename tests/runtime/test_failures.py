@@ -243,12 +243,10 @@ def stopped() -> EngineLoop:
 
 
 @pytest.mark.parametrize("ended", [died, stopped])
-def test_a_loop_that_has_ended_is_let_go(
-    ended: Callable[[], EngineLoop], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The interpreter looks for cycles, and never into a Chunk: one that is kept would keep its loop for ever."""
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # pytest keeps tracebacks, and what is logged
-    caplog.set_level(logging.CRITICAL)
+def test_a_loop_that_has_ended_is_let_go(ended: Callable[[], EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its pool, its tokenizer and its executor, though steps, chunks and requests know one another."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # pytest keeps tracebacks, and so what is logged
+    logging.disable(logging.CRITICAL)
     gc.freeze()  # what exists is not looked at, or this takes a second
     try:
         loop = weakref.ref(ended())
@@ -256,3 +254,4 @@ def test_a_loop_that_has_ended_is_let_go(
         assert loop() is None
     finally:
         gc.unfreeze()
+        logging.disable(logging.NOTSET)
