@@ -31,7 +31,7 @@ from tests.support.kserve_grpc import connected, one, refusal, request
 from tests.support.prometheus import series
 from tests.support.python_models import ANY, HEAD
 from tests.support.python_models import write as write_model
-from tests.support.repository import in_process
+from tests.support.repository import in_process, refused
 from tests.support.server import Threaded
 
 PROMPTS = ["Once upon a time", "The fox", "A mill by the river", "She said"]
@@ -197,13 +197,7 @@ def test_what_cannot_be_loaded(tmp_path: Path, config: str, what: str) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(config)
 
-    async def run() -> str:
-        repository = ModelRepository(RepositoryFlags(model_repository=(str(tmp_path),)))
-        (failed,) = await repository.start()
-        await repository.close(1)
-        return failed
-
-    assert what in asyncio.run(run())
+    assert what in refused(tmp_path)
 
 
 def test_what_is_built_of_a_version_has_its_models_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

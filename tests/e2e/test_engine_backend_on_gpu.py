@@ -15,12 +15,10 @@ import pytest
 from millrace import LLM, SamplingParams
 from millrace.compile import find
 from millrace.engine.cuda import executor, network
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
 from tests.e2e.test_on_gpu import HERE, PROMPTS, STORIES, Breaking
 from tests.serve.support import until
 from tests.support.checkpoints import random_encoder
-from tests.support.repository import in_process
+from tests.support.repository import in_process, refused
 from tests.support.server import Threaded
 
 SMALL = {"max_batch": "4", "max_context": "128"}
@@ -106,13 +104,7 @@ def test_an_encoder(served: Threaded, encoder: Path) -> None:
 def test_what_cannot_be_loaded(parameters: dict[str, str], what: str, tmp_path: Path) -> None:
     write(tmp_path, "m", Path(STORIES), **parameters)
 
-    async def run() -> str:
-        repository = ModelRepository(RepositoryFlags(model_repository=(str(tmp_path),)))
-        (failed,) = await repository.start()
-        await repository.close(1)
-        return failed
-
-    assert what in asyncio.run(run())
+    assert what in refused(tmp_path)
 
 
 @pytest.mark.timeout(60)

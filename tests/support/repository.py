@@ -1,11 +1,13 @@
 """A folder of tensor models, served in a thread of this process."""
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.served import RepositoryModel
@@ -56,3 +58,15 @@ def in_process(
     )  # fmt: skip
     with in_thread(model, settings, start_s=start_s, stop_s=30, wait=wait) as served:
         yield served
+
+
+def refused(root: Path) -> str:
+    """Why the only model of a repository cannot be loaded."""
+
+    async def run() -> str:
+        repository = ModelRepository(RepositoryFlags(model_repository=(str(root),)))
+        (failed,) = await repository.start()
+        await repository.close(1)
+        return failed
+
+    return asyncio.run(run())
