@@ -16,12 +16,8 @@ from millrace.engine.executor import IntArray, StepInputs
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 128  # of a block: a tensor core's least; of prompts, before Hopper and on it
 FLOAT_ROWS = 32  # of prompts in float32, whose sums are threads' own: 64 rows of heads of 128 spill 1,528 bytes
 WIDEST = 256  # bytes of a head's keys or values, in the engine's type, of which a block may have MANY_ROWS
-PROGRAMS = {
-    FEW_ROWS: 3,
-    FLOAT_ROWS: 2,
-    SOME_ROWS: 2,
-    MANY_ROWS: 2,
-}  # for each multiprocessor: of few rows an H200's holds three
+# For each multiprocessor: of few rows an H200's holds three.
+PROGRAMS = {FEW_ROWS: 3, FLOAT_ROWS: 2, SOME_ROWS: 2, MANY_ROWS: 2}
 MOST_PARTS = 64  # of one block
 ITEM, MERGE = 8, 5  # numbers of a program of each kind, as kernels/attention/paged.py::Work has them
 ALIGNED = 4  # int32: a kernel is compiled once more for what does not begin at a multiple of 16 bytes
