@@ -14,12 +14,18 @@ from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
 
 
+def heard() -> None:
+    """A suite that runs under nohup hands on that SIGHUP is ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def ended(folder: Path, signal_number: int) -> int:
     """Starts a build that takes a minute, sends the signal once it writes, and gives the exit code."""
     arguments = ["build", "tiny", "-o", str(folder / "e"), "--tune", "60"]
     with subprocess.Popen(
-        [sys.executable, "-m", "millrace", *arguments], stderr=subprocess.DEVNULL, env=environment(folder / "cache")
-    ) as process:
+        [sys.executable, "-m", "millrace", *arguments], stderr=subprocess.DEVNULL, env=environment(folder / "cache"),
+        preexec_fn=heard,
+    ) as process:  # fmt: skip
         until_s = time.monotonic() + 30
         while not any(folder.glob(".e.*.unfinished/program.bin")) and time.monotonic() < until_s:
             time.sleep(0.01)
