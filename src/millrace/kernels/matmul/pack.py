@@ -114,7 +114,7 @@ def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[Quan
     """A slab, and the energy of those groups whose scales float16 does not hold."""
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
-    for inputs, groups in _runs(K, group):
+    for inputs, groups in runs(K, group):
         columns = _columns(w[:, inputs], groups)
         if hadamard_group:
             _transform(columns, hadamard_group)
@@ -124,11 +124,11 @@ def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[Quan
     return QuantisedMatrix(codes, scales, group, bits), lost
 
 
-def _runs(K: int, group: int) -> list[tuple[slice, slice]]:
+def runs(K: int, group: int) -> list[tuple[slice, slice]]:
     """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
     whole = K // group
-    runs = [(slice(0, whole * group), slice(0, whole)), (slice(whole * group, K), slice(whole, whole + 1))]
-    return [(inputs, groups) for inputs, groups in runs if inputs.start < inputs.stop]
+    found = [(slice(0, whole * group), slice(0, whole)), (slice(whole * group, K), slice(whole, whole + 1))]
+    return [(inputs, groups) for inputs, groups in found if inputs.start < inputs.stop]
 
 
 def _columns(w: Array, groups: slice) -> NDArray[np.float32]:
@@ -187,7 +187,7 @@ def hadamard(x: Array, group: int) -> NDArray[np.float32]:
     M, K = x.shape
     y = np.empty((M, K), np.float32)
     for slab in _slabs(M, K):
-        for inputs, groups in _runs(K, group):
+        for inputs, groups in runs(K, group):
             columns = _columns(x[slab, inputs], groups)
             _transform(columns, group)
             y[slab, inputs] = _rows(columns, len(y[slab]))
@@ -336,7 +336,7 @@ def _lines(q: QuantisedMatrix) -> list[NDArray[np.uint8]]:
     zero = 0 if q.bits == 4 and q.minimums is not None else 1 << q.bits - 1
     N, K = q.codes.shape
     found: list[NDArray[np.uint8]] = []
-    for inputs, groups in _runs(K, q.group):
+    for inputs, groups in runs(K, q.group):
         part = q.codes[:, inputs].view(np.uint8).reshape(N, groups.stop - groups.start, -1)
         codes = np.full((*part.shape[:2], up(part.shape[2], 8)), zero, np.uint8)
         np.add(part, np.uint8(zero), out=codes[:, :, : part.shape[2]])  # which wraps negative ones to what is meant

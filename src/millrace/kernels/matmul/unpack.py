@@ -1,0 +1,183 @@
+"""Panels read back into rows, exactly: the mirror of pack.py, for who wants weights in another order.
+
+A panel is a table of units (`_unit` has their fields), and each field is lines of 32 outputs, which become columns of
+32 rows. NumPy turns 1.5 to 2.5 10^9 elements a second, the larger ones hardly slower, and half as many where their
+lines are not in a core's first cache. So words are turned, not bytes, and in blocks (docs/log.md has what was tried).
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedMatrix
+from millrace.kernels.arrays import Array
+from millrace.kernels.declare import Scaling, WeightFormat
+from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
+from millrace.kernels.matmul.pack import runs
+
+_T = TypeVar("_T", bound=np.generic)
+
+_BLOCK = 1 << 10  # bytes of a row that are turned at a time: their lines, 32 KB, stay in the first cache
+_SLAB = 1 << 20  # bytes of rows worked on at a time: of a quarter, a tenth to a fifth more time goes into calls
+_WORDS = {  # of a line: their type, and how many inputs one has
+    WeightFormat.F32: (np.uint32, 1),
+    WeightFormat.BF16: (np.uint32, 2),
+    WeightFormat.W8: (np.uint32, 4),
+    WeightFormat.W4: (np.uint32, 8),
+    WeightFormat.FP8: (np.uint16, 2),
+}
+
+
+def unpack_floats(data: NDArray[np.uint8], format: WeightFormat, n: int, k: int) -> Array:
+    """The bytes of a whole matrix, one dimension -> (n, k) float32, or of BF16 ml_dtypes.bfloat16.
+
+    n: rows without padding to whole panels; of a gated matrix 2 * up(n, 16), for part_halves()
+    """
+    floats = np.empty((up(n, PANEL), k), np.float32 if format == WeightFormat.F32 else ml_dtypes.bfloat16)
+    for table, slab, inputs, _ in _tables(data, format, floats, 0, Scaling.PLAIN):
+        _turn(table["words"], _by_panel(floats[slab])[:, :, inputs].view(np.uint8))
+    return floats[:n]
+
+
+def unpack_codes(
+    data: NDArray[np.uint8], format: WeightFormat, n: int, k: int, group: int, scaling: Scaling
+) -> QuantisedMatrix:
+    """The bytes of a whole matrix of W8, W4 or FP8 -> codes and scales as pack_codes() was given them.
+
+    n: as for unpack_floats(), and part_codes(); group: of FP8 0
+    """
+    e4m3, bits = format == WeightFormat.FP8, 4 if format == WeightFormat.W4 else 8
+    zero = 0 if e4m3 or (bits == 4 and scaling % 2) else 1 << bits - 1
+    codes, found = np.empty((up(n, PANEL), k), np.int8), _empty_scales(format, n, k, group, scaling)
+    for table, slab, inputs, units in _tables(data, format, codes, group, scaling):
+        _turn(table["words"], _by_panel(codes[slab])[:, :, inputs].view(np.uint8), zero, halves=bits == 4)
+        for name, array in found.items():
+            _turn_scales(table[name], _by_panel(array[slab]), units.start)
+    if e4m3:
+        ends = np.asarray(data).reshape(-1, panel_bytes(format, k, group))[:, -4 * PANEL :]
+        found["scales"] = ends.view(np.float32).reshape(-1, 1)
+    return QuantisedMatrix(codes[:n], group=group, bits=bits, e4m3=e4m3, **{name: a[:n] for name, a in found.items()})
+
+
+def part_codes(q: QuantisedMatrix, n: int) -> tuple[QuantisedMatrix, QuantisedMatrix]:
+    """Gate and up, n outputs each, of what interleave_codes() made of them."""
+    return q.each(lambda rows: _half(rows, n, 0)), q.each(lambda rows: _half(rows, n, 1))
+
+
+def part_halves(rows: NDArray[_T], n: int) -> tuple[NDArray[_T], NDArray[_T]]:
+    """Gate and up (n, K) of what interleave_halves() made of them."""
+    return _half(rows, n, 0), _half(rows, n, 1)
+
+
+def _half(rows: NDArray[_T], n: int, which: int) -> NDArray[_T]:
+    assert len(rows) == 2 * up(n, 16), f"{len(rows)} rows for {n} of gate and {n} of up"
+    return rows.reshape(-1, 2, 16, rows.shape[1])[:, which].reshape(-1, rows.shape[1])[:n]
+
+
+def _unit_inputs(format: WeightFormat, group: int, scaling: Scaling) -> int:
+    """Of what a panel repeats: a group, in two levels a super-block, where there are neither a word of each output."""
+    return SUPER_BLOCK if scaling >= Scaling.LEVELS else group or _WORDS[format][1]
+
+
+def _unit(format: WeightFormat, inputs: int, group: int, scaling: Scaling) -> np.dtype[np.void]:
+    """Its fields, as pack.py has them, by the names of QuantisedMatrix; `inputs` are fewer where a panel ends."""
+    word, size = _WORDS[format]
+    lines = (padded_k(inputs, group) if group else up(inputs, size)) // size
+    words: list[Any] = [("words", word, (lines, PANEL))]
+    if not group:
+        return np.dtype(words)
+    kinds = ("scale", "minimum")[: 1 + scaling % 2]
+    if scaling < Scaling.LEVELS:
+        return np.dtype([*words, *((f"{kind}s", np.float16, (PANEL,)) for kind in kinds)])
+    assert group % 8 == 0, f"groups of {group} in two levels, which only the last of a row may pad"
+    upper: list[Any] = []
+    for kind in kinds:
+        upper += [(f"{kind}s", np.float16, (PANEL,)), (f"{kind}_levels", np.int8, (SUPER_BLOCK // group, PANEL))]
+    return np.dtype(upper + words)
+
+
+def _empty_scales(format: WeightFormat, n: int, k: int, group: int, scaling: Scaling) -> dict[str, NDArray[Any]]:
+    """Room for what units have beside words, for rows of whole panels."""
+    inputs = _unit_inputs(format, group, scaling)
+    unit = _unit(format, inputs, group, scaling)
+    found: dict[str, NDArray[Any]] = {}
+    for name in unit.names or ():
+        if name != "words":
+            width = n_groups(k, group if name.endswith("_levels") else inputs)
+            found[name] = np.empty((up(n, PANEL), width), unit[name].base)
+    return found
+
+
+def _tables(
+    data: NDArray[np.uint8], format: WeightFormat, rows: NDArray[Any], group: int, scaling: Scaling
+) -> Iterator[tuple[NDArray[np.void], slice, slice, slice]]:
+    """Units (P, U) of P panels at a time, with their rows, their inputs and their numbers: whole ones, then a shorter.
+
+    rows: where they go, (N, K), N of whole panels
+    """
+    N, K = rows.shape
+    assert data.nbytes == matrix_bytes(format, N, K, group, scaling), f"{data.nbytes} bytes of {format.name} {N, K}"
+    panels, parts, at = np.asarray(data).reshape(-1, panel_bytes(format, K, group, scaling)), [], 0
+    for inputs, units in runs(K, _unit_inputs(format, group, scaling)):
+        count = units.stop - units.start
+        unit = _unit(format, (inputs.stop - inputs.start) // count, group, scaling)
+        parts.append((slice(at, at + count * unit.itemsize), unit, inputs, units))
+        at += count * unit.itemsize
+    step = max(_SLAB // (PANEL * K * rows.itemsize), 1)
+    for first in range(0, len(panels), step):
+        some = panels[first : first + step]
+        slab = slice(first * PANEL, (first + len(some)) * PANEL)
+        for place, unit, inputs, units in parts:
+            yield some[:, place].view(unit), slab, inputs, units
+
+
+def _by_panel(rows: NDArray[_T]) -> NDArray[_T]:
+    """(N, K) -> (P, PANEL, K)"""
+    return rows.reshape(-1, PANEL, rows.shape[1])
+
+
+def _turn_scales(lines: NDArray[Any], rows: NDArray[Any], first: int) -> None:
+    """lines (P, U, PANEL), or of levels (P, U, L, PANEL) -> rows (P, PANEL, .), where unit `first` and these U belong.
+
+    A super-block has levels for groups beyond the last.
+    """
+    P, U = lines.shape[:2]
+    lines = lines.reshape(P, -1, PANEL)  # levels are copied: so few at a time take as long as the codes
+    start = first * lines.shape[1] // U
+    target = rows[:, :, start : start + lines.shape[1]]
+    target[:] = lines[:, : target.shape[2]].transpose(0, 2, 1)
+
+
+def _turn(words: NDArray[Any], rows: NDArray[np.uint8], zero: int = 0, *, halves: bool = False) -> None:
+    """words (P, U, L, PANEL) -> rows (P, PANEL, U * used): of each unit the first `used` bytes of its L words.
+
+    zero: what to take from each byte
+    halves: a word has eight codes of four bits, each of which becomes a byte
+    """
+    P, U, L = words.shape[:3]
+    lines = words.reshape(P, -1, PANEL)  # a copy where scales lie between: runs of four lines are slow to turn
+    word = np.dtype(np.uint64) if halves else words.dtype
+    if rows.shape[2] == U * L * word.itemsize:  # nothing is padded: then blocks are of any words
+        U, L = U * L, 1
+    used = rows.shape[2] // U
+    for units, blocks in runs(U, max(_BLOCK // (L * word.itemsize), 1)):
+        count = blocks.stop - blocks.start
+        size = (units.stop - units.start) // count
+        turned = np.empty((P, count, PANEL, size * L), word)
+        turned[:] = lines[:, units.start * L : units.stop * L].reshape(P, count, -1, PANEL).transpose(0, 1, 3, 2)
+        if halves:
+            _spread(turned)
+        found = turned.view(np.uint8)
+        if zero:
+            found -= np.uint8(zero)  # in place: NumPy's copy is faster to memory than its arithmetic
+        target = rows[:, :, units.start * used : units.stop * used].reshape(P, PANEL, count, size, used)
+        target.transpose(0, 2, 1, 3, 4)[:] = found.reshape(P, count, PANEL, size, -1)[..., :used]
+
+
+def _spread(words: NDArray[np.uint64]) -> None:
+    """Eight codes of four bits in the low half of each word -> in its bytes, in place."""
+    words |= words << np.uint64(28)  # the high half of byte b becomes the low half of byte b + 4
+    words &= np.uint64(0x0F0F0F0F0F0F0F0F)
