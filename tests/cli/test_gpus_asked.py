@@ -1,16 +1,18 @@
-"""`doctor --device` and `build --device`: what a GPU has, and why no engine is built for one, by the one table."""
+"""`doctor --device` and `build --device`: what a GPU has, by the one table, and an engine that is built for one."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from millrace.compile.find import BUNDLED
-from millrace.compile.for_gpu import refuse_gpu
+from millrace.compile.for_gpu import check_gpu_has
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda import found, rates
 from millrace.engine.cuda.found import Gpu
 from millrace.engine.cuda.rates import DeviceRates
+from millrace.engine.engine import Engine
 from millrace.errors import ConfigError, MachineError
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import Device
@@ -100,36 +102,40 @@ def none_here(device: str) -> Gpu:
     raise MachineError(f"--device {device}: no GPU to run on", "one", "run on the CPU")
 
 
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("precision", [*Precision, "fp16", "tf32", "fp8"])
 @pytest.mark.parametrize("device", OURS, ids=lambda device: device.name)
-def test_build_refuses_by_the_table_first(device: Device, precision: Precision) -> None:
-    with pytest.raises(ConfigError) as refused:
-        refuse_gpu(device.name, "tiny", BUNDLED / "tiny", BuildSettings(precision=precision))
-    what, has = refused.value.what, TENSOR_CORES[device.architecture]
-    if device.architecture in WITHOUT_KERNELS:
-        assert what == f"no kernel for GPUs here runs on {device.name} ({device.architecture})"
-    elif lacking := NEEDED[f"precision {precision}"] - has:
-        assert f"{device.name} ({device.architecture}) does not multiply {', '.join(lacking)}; it has" in what
-    else:
-        assert what == f"an engine for {device.name} ({device.architecture}): engine folders are for CPUs"
-        assert refused.value.mend == f"millrace serve tiny --device cuda --precision {precision}"
+def test_a_build_is_refused_by_the_table(device: Device, precision: str) -> None:
+    """Before anything is built; of a device that has it nothing is said."""
+    without = device.architecture in WITHOUT_KERNELS
+    lacking = NEEDED[f"precision {precision}"] - TENSOR_CORES[device.architecture]
+    refused = pytest.raises(ConfigError) if without or lacking else nullcontext()
+    with refused as error:
+        check_gpu_has(device.name, BUNDLED / "tiny", BuildSettings(precision=precision))
+    if error is not None:
+        about = f"{device.name} ({device.architecture})"
+        lacks = f"{about} does not multiply {', '.join(lacking)}; it has"
+        assert error.value.what.startswith(f"no kernel for GPUs here runs on {about}" if without else lacks)
 
 
 def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = ("build", "tiny", "-o", tmp_path / "e")
-    millrace(*build, "--device", "h100").assert_mistake("H100 SXM (Hopper): engine folders are for CPUs")
     fp8 = ("--kv-cache-dtype", "fp8")
     millrace(*build, "--device", "A100", *fp8).assert_mistake("A100 SXM 80GB (Ampere) does not multiply fp8")
     (tmp_path / "map.json").write_text('{"default": "bf16", "layers.1.*": "fp8a16"}')
     mapped = ("--precision-map", tmp_path / "map.json")
     millrace(*build, "--device", "A100", *mapped).assert_mistake("A100 SXM 80GB (Ampere) does not multiply fp8")
-    millrace(*build, "--device", "L4", *mapped).assert_mistake("L4 (Ada): engine folders are for CPUs")
     monkeypatch.setattr(found, "find_gpu", none_here)
-    millrace(*build, "--device", "cuda").assert_mistake(
-        "an engine for cuda: engine folders", "serve tiny --device cuda"
-    )
+    millrace(*build, "--device", "cuda").assert_mistake("no GPU to run on")
     monkeypatch.setattr(found, "find_gpu", lambda device: Gpu(device, "NVIDIA A100", (8, 0), 1 << 30, 108))
     millrace(*build, "--device", "cuda", "--precision", "fp8a16").assert_mistake("NVIDIA A100 (Ampere, sm_80) does not")
     millrace(*build, "--device", "H10").assert_mistake('--device is "H10"')
+    millrace(*build, "--precision", "fp8").assert_mistake("use fp8a16", "--device")
+    (tmp_path / "traffic.jsonl").write_text("")
+    millrace(*build, "--device", "L4", "--traffic", tmp_path / "traffic.jsonl").assert_mistake("--traffic is given")
     assert not (tmp_path / "e").exists()
-    assert millrace(*build, "--device", "cpu", "--tune", "0").code == 0
+    done = millrace(*build, "--device", "h100", "--precision", "fp8", "--no-evaluate")
+    assert done.code == 0 and "fp8a16, lm_head w8a16 g128, on a GPU fp8" in done.out
+    assert "never tuned" in done.out and f"millrace serve {tmp_path / 'e'} --device cuda" in done.out
+    manifest = Engine.open(tmp_path / "e").manifest
+    assert manifest.gpu.precision == "fp8" and len(manifest.gpu.fp8_rows) == 5 * 7
+    assert millrace("generate", tmp_path / "e", "-p", "Once", "--max-tokens", "2").code == 0, "a CPU runs it too"

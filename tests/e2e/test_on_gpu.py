@@ -188,9 +188,34 @@ def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.
     assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend
 
 
-def test_an_engine_is_of_cpus(here: None, tiny_engine: Path) -> None:
-    with pytest.raises(EngineError, match="is an engine for CPUs"):
-        LLM(tiny_engine, device="cuda")
+@pytest.fixture(scope="module")
+def fp8_engine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("engines") / "stories.engine")
+    flags = ["--precision", "fp8", "--no-evaluate", "--max-context", "256", "--device", "H200"]
+    assert run(["build", STORIES, "-o", folder, *flags]) == 0
+    return folder
+
+
+def test_an_engine_answers_as_its_checkpoint(here: None, fp8_engine: str) -> None:
+    """Built for a GPU, and served there: the very weights, so the very answers."""
+    few = SamplingParams(max_tokens=5, temperature=0.9, seed=1)
+    with LLM(STORIES, device="cuda", precision="fp8", **SMALL) as llm:
+        want = [one.outputs[0].token_ids for one in llm.generate(PROMPTS[:2], few)]
+    with LLM(fp8_engine, device="cuda", max_batch=4) as llm:
+        assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
+        assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS[:2], few)] == want
+        assert llm._opened.engine.manifest.precision["default"] == "fp8" and llm._opened.executor._fp8_rows
+    assert Path(fp8_engine, "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"precision": "fp8"}, "precision is given, but .* is already built"),
+    ({"random_weights": True}, "random_weights is given, but .* is already built"),
+    ({"max_context": 512}, "max_context=512 .*at most 256"),
+])  # fmt: skip
+def test_what_an_engine_has_is_not_asked_again(asked: dict[str, Any], words: str, here: None, fp8_engine: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        LLM(fp8_engine, device="cuda", **asked)
 
 
 @pytest.mark.parametrize(("device", "words"), [

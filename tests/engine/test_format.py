@@ -8,7 +8,7 @@ from millrace.engine.manifest import FORMAT, Manifest
 from millrace.engine.tables import GraphTable, ProgramTable
 from millrace.engine.tactics import TacticTable
 
-WRITTEN = {11: "1fb36b34b62bae0a"}
+WRITTEN = {12: "bd520087cccc9398"}
 
 
 def test_other_files_are_another_format() -> None:

@@ -2,24 +2,27 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.build_told import Figures, show_traffic
 from millrace.cli.build_traffic import Chosen, TrafficSettings, chosen
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
-from millrace.compile.builder import build_engine
+from millrace.compile.builder import Builder
 from millrace.compile.find import model_folder
-from millrace.compile.for_gpu import refuse_gpu
+from millrace.compile.for_gpu import check_gpu_has
 from millrace.compile.room import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import CPU
+from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError
 from millrace.report.numbers import count
@@ -43,8 +46,8 @@ w8a8:32 has its activations in groups of 32, which divide those of the weights.
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="ENGINE", help="The folder to write; must not exist.")
 @click.option("--precision-map", type=Path, metavar="FILE", help="Precisions per layer pattern, as JSON; see below.")
-@click.option("--device", default=CPU, metavar="NAME", help="cpu. A GPU (cuda, or a name such as H100) takes no engine "
-              "folder: refused, and first whether it has the precision.")  # fmt: skip
+@click.option("--device", default=CPU, metavar="NAME", help="cpu, or the GPU that will run it, cuda or "
+              "a name such as H100: it must have the precision, and may have its own: tf32, fp16, fp8.")  # fmt: skip
 @settings_options(TrafficSettings, BuildSettings)
 @json_option
 @click.pass_context
@@ -61,21 +64,28 @@ def command(
     build, traffic = made(BuildSettings, given), made(TrafficSettings, given)
     precisions = _read_map(precision_map, build) if precision_map else None
     tune_said = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
-    engines: list[tuple[Path, BuildSettings, Chosen | None]] = [(output, build, None)]
     told, env = [], ctx.obj
     with ended_in_order(), progress(as_json) as report:
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
-        if device != CPU:
-            refuse_gpu(device, model, folder, build, precisions)
+        for_gpu = device != CPU
+        if for_gpu:
+            _check_traffic(traffic, device)
+            check_gpu_has(device, folder, build, precisions)
+            build = build if tune_said else replace(build, tune=0)
+        engines: list[tuple[Path, BuildSettings, Chosen | None]] = [(output, build, None)]
         if traffic.traffic is not None:
             found = chosen(folder, traffic, build, tune_said=tune_said)
             engines = [(_beside(output, suffix), c.settings(build), c) for suffix, c in found]
         for path, _, _ in engines:
             check_new(path)
         for path, settings, by in engines:
-            engine = build_engine(name, folder, path, settings, env.cache, precisions, report, pricing)
+            checkpoint = Checkpoint.open(folder)
+            Builder.of(
+                name, checkpoint, settings, env.cache, precisions, report, pricing, for_gpu=for_gpu
+            ).write(path)  # fmt: skip
+            engine = Engine.open(path)
             seconds, started_s = time.perf_counter() - started_s, time.perf_counter()
             told.append((Tables(engine), seconds, by))
     if as_json:
@@ -83,7 +93,16 @@ def command(
         print_json(summaries[0] if len(summaries) == 1 else summaries)
     else:
         for one in told:
-            show(*one)
+            show(*one, for_gpu=for_gpu)
+
+
+def _check_traffic(traffic: TrafficSettings, device: str) -> None:
+    """raises ConfigError: what follows from traffic is timed and counted with this CPU's kernels and memory"""
+    if traffic.traffic is not None:
+        raise ConfigError(
+            f"--traffic is given, and --device is {device}", "one of them: traffic chooses sizes for a CPU",
+            "leave one out",
+        )  # fmt: skip
 
 
 def _beside(output: Path, suffix: str) -> Path:
@@ -116,12 +135,14 @@ def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
     return asked
 
 
-def show(tables: Tables, seconds: float, by: Chosen | None = None) -> None:
+def show(tables: Tables, seconds: float, by: Chosen | None = None, *, for_gpu: bool = False) -> None:
     """The closing screen of a build."""
     figures = None if by is None else Figures.of(by, tables)
     if figures is not None:
         show_traffic(figures)
-    serve = f"millrace serve {tables.engine.folder}" + (f" {figures.flag}" if figures else "")
+    serve = (
+        f"millrace serve {tables.engine.folder}" + (f" {figures.flag}" if figures else "") + " --device cuda" * for_gpu
+    )
     m, memory = tables.engine.manifest, tables.memory()
     formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
     heading(f"{m.model_name}: built in {seconds:.1f} s")

@@ -219,7 +219,8 @@ def _precision(m: Manifest, groups: str) -> str:
         patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
     named = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
     sums = ["bf16 summed by tiles"] if m.cpu.bf16_sums == "tiles" else []
-    return ", ".join([*with_groups(named, groups), *sums])
+    alone = f"on a GPU {m.gpu.precision}" if m.gpu.precision else "on a GPU rows of E4M3" if m.gpu.fp8_rows else ""
+    return ", ".join([*with_groups(named, groups), *sums, *([alone] if alone else [])])
 
 
 def machine(fingerprint: Mapping[str, str | int]) -> str:

@@ -29,10 +29,12 @@ from millrace.engine.manifest import (
     MANIFEST,
     PROGRAM,
     PROGRAM_TABLE,
+    SAME_ON_A_GPU,
     WEIGHTS,
     CacheEntry,
     CpuSection,
     FileEntry,
+    GpuSection,
     Manifest,
     SlotEntry,
     SymbolEntry,
@@ -131,6 +133,7 @@ class Plan:
     traced: Graph
     program: Program
     notes: tuple[str, ...]  # to be said aloud to the user
+    gpu: GpuSection = SAME_ON_A_GPU
 
 
 def plan_engine(source: Source, options: BuildOptions) -> Plan:
@@ -367,7 +370,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
         max_context=source.max_context, vocab_size=width or source.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,
-        evaluation=evaluation,
+        gpu=plan.gpu, evaluation=evaluation,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
 from millrace.compile.cases import USUAL_ROWS, TunedRows
 from millrace.compile.digests import checkpoint_identity
+from millrace.compile.gpu_precision import GpuPrecision, gpu_precision
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
 from millrace.compile.room import check_new, check_room
@@ -38,6 +39,7 @@ class Builder:
 
     cache: the folder that remembers digests and times of kernels; None: everything is read and timed anew
     measure: what is found out about its precision before it is built
+    alone: the precision that it has on a GPU, where a CPU has another in its place
     """
 
     name: str
@@ -45,6 +47,7 @@ class Builder:
     source: Source
     options: BuildOptions
     measure: ToMeasure
+    alone: GpuPrecision
     tuning: Tuning | None
     cache: Path | None
     progress: Progress | None
@@ -53,13 +56,20 @@ class Builder:
     def of(
         cls, name: str, checkpoint: Checkpoint, build: BuildSettings, cache: Path | None,
         precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
+        *, for_gpu: bool = False,
     ) -> "Builder":  # fmt: skip
         """precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
 
+        for_gpu: `build.precision` may be one that only a GPU has; what it is on a CPU is built, and on a GPU it is that
         raises ConfigError for what cannot be
         """
         source = Source.from_checkpoint(checkpoint, build.max_context)
+        if for_gpu:
+            alone, build = gpu_precision(build, source, precisions)
+            build = replace(build, precision=alone.built.value) if alone.built else build
         precision = asked_precision(build, source.own_precision, precisions)
+        if not for_gpu:
+            alone, _ = gpu_precision(build, source, precisions)
         encoder = isinstance(checkpoint.config, EncoderConfig)
         if encoder:
             check_encoder(build, precision)
@@ -75,8 +85,8 @@ class Builder:
         rows = _rows(build, options, source.max_context)
         tuning = Tuning(build.tune, cache=timings, rows=rows) if build.tune else None
         return cls(
-            name=name, checkpoint=checkpoint, source=source, options=options, measure=measure, tuning=tuning,
-            cache=cache, progress=progress,
+            name=name, checkpoint=checkpoint, source=source, options=options, measure=measure, alone=alone,
+            tuning=tuning, cache=cache, progress=progress,
         )  # fmt: skip
 
     @cached_property
@@ -92,7 +102,7 @@ class Builder:
         """
         asked = [replace(self.options, precision=p) for p in self.measure.candidates] or [self.options]
         keys = " ".join(settled(self.source, options).key for options in asked)
-        return f"{FORMAT} {kernels_digest()} {self.identity} {keys} {self.measure.key}"
+        return f"{FORMAT} {kernels_digest()} {self.identity} {keys} {self.measure.key} {self.alone.name}"
 
     def write(self, folder: Path) -> None:
         """The engine into a new folder, whole or not at all. raises CheckpointError, ConfigError, MachineError"""
@@ -101,8 +111,10 @@ class Builder:
             _ = self.checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
         source = replace(self.source, identity=lambda: self.identity)
         options, evaluation = self._measured(folder)
+        plan = plan_engine(source, options)
+        plan = replace(plan, gpu=self.alone.section(source, plan.traced, plan.precision))
         write_engine(
-            source, plan_engine(source, options), folder, name=self.name, progress=self.progress, tuning=self.tuning,
+            source, plan, folder, name=self.name, progress=self.progress, tuning=self.tuning,
             evaluation=evaluation,
         )  # fmt: skip
 

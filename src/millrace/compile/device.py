@@ -1,6 +1,7 @@
 """From a checkpoint to a GPU: traced, brought into its form and planned, before a weight is read. Nothing is packed.
 
-The weights go to the device as the checkpoint has them, so there is no folder to build first, and none to keep.
+The weights go to the device as the checkpoint has them, so that no folder need be built first; of one that was,
+device_built.py makes the same.
 """
 
 import os
@@ -19,7 +20,7 @@ from millrace.compile.digests import checkpoint_identity
 from millrace.compile.gpu_precision import IN_PLACE_OF, GpuPrecision, gpu_precision
 from millrace.compile.pipeline import gpu as passes
 from millrace.compile.pipeline import run_passes
-from millrace.compile.precision import precision_map
+from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.compile.pricing import AUTO
 from millrace.compile.random_source import random_source
 from millrace.compile.settings import BuildSettings, Progress, Say
@@ -56,42 +57,53 @@ DRAWN = "the weights are random: what they answer means nothing"
 _OF_CPUS = ("bf16_sums", "tune_rows", "calibration", "max_kl")
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """One checkpoint, before precisions are chosen."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """A model, as a manifest tells of it. identity: of all its content, which is read for it"""
 
-    source: Source
+    architecture: str
+    n_parameters: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    identity: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """One model, before precisions are chosen.
+
+    fp8_rows: linear layers whose rows become E4M3, of what was chosen
+    bound: gives constants their contents, where the graph is traced without
+    """
+
+    about: About
     graph: Graph
     alone: GpuPrecision
-    is_random: bool
+    fp8_rows: Callable[[PrecisionMap], Iterable[str]]
+    is_random: bool = False
+    bound: Callable[[Graph], Graph] = lambda graph: graph
+
+    @property
+    def is_encoder(self) -> bool:
+        return find(self.graph.outputs, LOGITS) is None
 
     def model(self, chosen: Settled) -> GpuModel:
-        graph = run_passes(self.graph, passes(chosen.precision))
+        graph = self.bound(run_passes(self.graph, passes(chosen.precision)))
         dtype = self.alone.floats(chosen.table)
         as_floats = KvFormat[chosen.table.upper()]
         batch, logits = chosen.max_batch, find(graph.outputs, LOGITS)
-        rows, vocab = (batch + SCORED_ROWS, logits.width) if logits else (0, self.source.vocab_size)
+        rows, vocab = (batch + SCORED_ROWS, logits.width) if logits else (0, self.about.vocab_size)
         tokens = max(chosen.max_step_tokens, batch)
         limits = ExecutorLimits(
             max_step_tokens=tokens if logits else min(tokens, batch * chosen.max_context), max_sequences=batch,
             max_rows=rows, max_context=chosen.max_context, page_tokens=PAGE_TOKENS, n_pages=0, vocab_size=vocab,
         )  # fmt: skip
         return GpuModel(
-            graph=graph, limits=limits, dtype=dtype, fp8_rows=frozenset(self._fp8_rows(chosen)),
+            graph=graph, limits=limits, dtype=dtype, fp8_rows=frozenset(self.fp8_rows(chosen.precision)),
             kv=None if chosen.kv_format == as_floats else chosen.kv_format,
             buckets=usual_buckets(batch) if logits else (), random=self.is_random,
         )  # fmt: skip
-
-    def _fp8_rows(self, chosen: Settled) -> Iterator[str]:
-        """Linear layers that are meant to be multiplied with E4M3: by the checkpoint, or all by who asks for fp8."""
-        if self.alone.name == "fp8":
-            head, of = head_of(self.graph), chosen.precision.of
-            layers = [n for n in self.graph.nodes if n.op == "linear"]
-            yield from (n.origin[0] for n in layers if of(n.origin[0], is_head=n is head) == Precision.FP8A16)
-        for name, matrix in self.source.stored.items():
-            precision = chosen.precision.of(name)
-            if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.precision.kept(matrix.held, precision):
-                yield name
 
 
 def device_engine(
@@ -102,7 +114,7 @@ def device_engine(
 
     raises CheckpointError, ConfigError for what is not asked of a GPU or what this one lacks, EngineError
     """
-    _check(build)
+    check_asked(build)
     if not checkpoint.has_tokenizer:
         raise no_tokenizer(checkpoint.folder)
     is_random = not checkpoint.tensors
@@ -110,31 +122,45 @@ def device_engine(
     alone, build = gpu_precision(build, source, precisions)
     alone.check_kept(build.kv_cache_dtype)
     options = _options(build, source, precisions)
-    if is_encoder := isinstance(checkpoint.config, EncoderConfig):
+    if isinstance(checkpoint.config, EncoderConfig):
         if alone.name == "fp8":
             expected = f"one of {', '.join((*OF_ENCODERS, 'fp16', 'tf32'))}"
             raise ConfigError("precision fp8 is not measured for encoders", expected, "choose one of them")
         check_encoder(build, options.precision)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
     chosen = settled(source, options)
-    traced = _Traced(source, trace_model(source.module, source.weights, operators()), alone, is_random)
-    chosen.precision.check_patterns(node.origin[0] for node in traced.graph.nodes if node.op == "linear")
-    model = traced.model(chosen)
-    check_runs(model.graph, model.kv)
-    check_multiplies(gpu.name, gpu.capability, precisions_used(model.graph, model.dtype, model.fp8_rows, model.kv))
-    needs = _needs(model, gpu)
+    graph = trace_model(source.module, source.weights, operators())
+    traced = Traced(
+        about=_about(source, lambda: checkpoint_identity(checkpoint, cache, progress)), graph=graph, alone=alone,
+        fp8_rows=lambda precision: alone.fp8_rows(source.stored, graph, precision), is_random=is_random,
+    )  # fmt: skip
+    chosen.precision.check_patterns(node.origin[0] for node in graph.nodes if node.op == "linear")
     notes = (*notes_of(source, chosen), *((DRAWN,) if is_random else _unpriced(source, chosen, alone)))
+    model, needs = planned(traced, chosen, gpu)
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
-    identity = checkpoint_identity(checkpoint, cache, progress)
+    manifest = manifest_of(name, traced, chosen, model, needs, notes)
     files = Files()
     for carried, content in source.files().items():
         (files.folder / carried).write_bytes(content)
     return GpuEngine(
-        folder=files.folder, manifest=_manifest(name, traced, chosen, model, needs, identity, notes),
-        held=Hold(os.open(files.folder, os.O_RDONLY)), model=model, gpu=gpu, needs=needs, files=files,
-        smaller=lambda: _smaller(traced, chosen, gpu),
-        tuner=_tuner(gpu, build.tune, cache) if build.tune and not is_encoder else None,
+        folder=files.folder, manifest=manifest, held=Hold(os.open(files.folder, os.O_RDONLY)), model=model, gpu=gpu,
+        needs=needs, files=files, smaller=lambda: smaller(traced, chosen, gpu), tuner=tuner(traced, gpu, build, cache),
+    )  # fmt: skip
+
+
+def planned(traced: Traced, chosen: Settled, gpu: Gpu) -> tuple[GpuModel, Needs]:
+    """What will run, and the memory that it takes. raises ConfigError, EngineError for what this GPU lacks"""
+    model = traced.model(chosen)
+    check_runs(model.graph, model.kv)
+    check_multiplies(gpu.name, gpu.capability, precisions_used(model.graph, model.dtype, model.fp8_rows, model.kv))
+    return model, _needs(model, gpu)
+
+
+def _about(source: Source, identity: Callable[[], str]) -> About:
+    return About(
+        architecture=source.architecture, n_parameters=source.n_parameters, vocab_size=source.vocab_size,
+        eos_token_ids=source.eos_token_ids, bos_token_id=source.bos_token_id, identity=identity,
     )  # fmt: skip
 
 
@@ -146,7 +172,7 @@ def _options(build: BuildSettings, source: Source, precisions: Mapping[str, str]
     )  # fmt: skip
 
 
-def _check(build: BuildSettings) -> None:
+def check_asked(build: BuildSettings) -> None:
     """raises ConfigError"""
     if asked := [name for name in build.asked if name in _OF_CPUS]:
         raise ConfigError(
@@ -159,13 +185,18 @@ def _check(build: BuildSettings) -> None:
         )  # fmt: skip
 
 
-def _tuner(gpu: Gpu, seconds: float, cache: Path | None) -> "Callable[[CudaExecutor], Tiles]":
+def tuner(
+    traced: Traced, gpu: Gpu, build: BuildSettings, cache: Path | None
+) -> "Callable[[CudaExecutor], Tiles] | None":
+    """None: nothing is timed"""
+
     def tuned(executor: "CudaExecutor") -> "Tiles":
         from millrace.compile.device_tune import DeviceTuner, check_choice  # and with it Triton
 
-        return DeviceTuner(gpu, seconds, TimingCache(cache / "timings.json", check_choice) if cache else None)(executor)
+        timings = TimingCache(cache / "timings.json", check_choice) if cache else None
+        return DeviceTuner(gpu, build.tune, timings)(executor)
 
-    return tuned
+    return tuned if build.tune and not traced.is_encoder else None
 
 
 def _unpriced(source: Source, chosen: Settled, alone: GpuPrecision) -> tuple[str, ...]:
@@ -184,23 +215,27 @@ def _needs(model: GpuModel, gpu: Gpu) -> Needs:
     )  # fmt: skip
 
 
-def _smaller(traced: _Traced, chosen: Settled, gpu: Gpu) -> Iterable[tuple[str, Needs]]:
-    """What takes less, of what this GPU can: fewer at a time, keys and values of 8 bits, weights of 8 or 4."""
-    asked = []
+def smaller_steps(traced: Traced, chosen: Settled, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+    """What takes less, with the same weights: fewer at a time, keys and values of 8 bits."""
     if chosen.max_batch > 1:
         few = max(1, chosen.max_batch // 8)
-        asked.append((f"--max-batch {few}", replace(chosen, max_batch=few)))
-    is_encoder = find(traced.graph.outputs, LOGITS) is None
-    if not is_encoder and chosen.kv_format in (KvFormat.F32, KvFormat.BF16):
-        asked.append(("--kv-cache-dtype int8", replace(chosen, kv_format=KvFormat.INT8)))
+        yield f"--max-batch {few}", _needs(traced.model(replace(chosen, max_batch=few)), gpu)
+    if not traced.is_encoder and chosen.kv_format in (KvFormat.F32, KvFormat.BF16):
+        yield "--kv-cache-dtype int8", _needs(traced.model(replace(chosen, kv_format=KvFormat.INT8)), gpu)
+
+
+def smaller(traced: Traced, chosen: Settled, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+    """What takes less, of what this GPU can: such steps, and weights of 8 bits or 4."""
+    yield from smaller_steps(traced, chosen, gpu)
+    asked = []
     default, groups = chosen.precision.default, chosen.precision.group
-    for precision in OF_ENCODERS if is_encoder else (Precision.BF16, Precision.W8A16, Precision.W4A16):
+    for precision in OF_ENCODERS if traced.is_encoder else (Precision.BF16, Precision.W8A16, Precision.W4A16):
         if _bits(precision) < _bits(default):
             other = replace(chosen, precision=precision_map(precision, groups), table="bf16")
             kept = KvFormat.BF16 if chosen.kv_format == KvFormat.F32 else chosen.kv_format
             asked.append((f"--precision {precision}", replace(other, kv_format=kept)))
     other_traced = replace(traced, alone=traced.alone if traced.alone.name == "fp16" else GpuPrecision())
-    return ((words, _needs(other_traced.model(other), gpu)) for words, other in asked)
+    yield from ((words, _needs(other_traced.model(other), gpu)) for words, other in asked)
 
 
 def _bits(precision: Precision) -> int:
@@ -208,15 +243,15 @@ def _bits(precision: Precision) -> int:
     return {Precision.FP32: 32, Precision.BF16: 16}.get(precision, precision.bits)
 
 
-def _manifest(
-    name: str, traced: _Traced, chosen: Settled, model: GpuModel, needs: Needs, identity: str, notes: tuple[str, ...]
+def manifest_of(
+    name: str, traced: Traced, chosen: Settled, model: GpuModel, needs: Needs, notes: tuple[str, ...]
 ) -> Manifest:
     """Of this start: what a client may ask of a model, and what lies on the device in place of a program's."""
     limits = model.limits
     most = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
     symbols, head = [s.name for s in model.graph.symbols], head_of(model.graph)
     precisions = traced.alone.described(chosen.precision.described(head.origin[0] if head else None))
-    source = traced.source
+    about, identity = traced.about, traced.about.identity()
     section = CpuSection(
         n_calls=0, weights_bytes=needs.weights_bytes, activation_bytes=needs.step_bytes + needs.graphs_bytes,
         activation_lower_bound=0, caches=[],
@@ -224,10 +259,10 @@ def _manifest(
         outputs=[slot_entry(Slot.of(port)) for port in model.graph.outputs],
     )  # fmt: skip
     return Manifest(
-        format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
+        format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=about.architecture,
         source=identity, precision=precisions, group=chosen.precision.group,
-        n_parameters=source.n_parameters, symbols=[SymbolEntry(s, 1, most[s], most[s]) for s in symbols],
-        max_context=chosen.max_context, vocab_size=limits.vocab_size, eos_token_ids=list(source.eos_token_ids),
-        bos_token_id=source.bos_token_id, files={"checkpoint": FileEntry(needs.weights_bytes, identity)},
+        n_parameters=about.n_parameters, symbols=[SymbolEntry(s, 1, most[s], most[s]) for s in symbols],
+        max_context=chosen.max_context, vocab_size=limits.vocab_size, eos_token_ids=list(about.eos_token_ids),
+        bos_token_id=about.bos_token_id, files={"checkpoint": FileEntry(needs.weights_bytes, identity)},
         notes=list(notes), evaluation=Evaluation("on a GPU nothing is measured"), cpu=section,
     )  # fmt: skip

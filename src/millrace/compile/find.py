@@ -1,6 +1,6 @@
 """MODEL, as every command and `LLM` take it: a folder (engine or checkpoint), a GGUF file, a hub id, a cached name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.cache import CacheEntry, EngineCache
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.settings import BuildSettings, Progress, Say
-from millrace.engine.cuda.found import CPU, ON_CPU, Place, find_gpu
+from millrace.engine.cuda.found import CPU, ON_CPU, Gpu, Place, find_gpu
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST, read_manifest
 from millrace.env import Env
@@ -77,11 +77,7 @@ def find_engine(
     name, folder = model_folder(model, env, progress) if isinstance(model, str) else model
     if gpu is not None:
         if (folder / MANIFEST).is_file():
-            raise EngineError(
-                f"{folder} is an engine for CPUs, and --device is {place.device}",
-                "a checkpoint, whose weights go to a GPU as they are",
-                "name the checkpoint that it was built from, with the same --precision",
-            )  # fmt: skip
+            return _built_on_gpu(folder, build, gpu, env, say, place)
         from millrace.compile.device import device_engine
 
         checkpoint = Checkpoint.without_weights(folder) if place.random_weights else Checkpoint.open(folder)
@@ -108,16 +104,30 @@ def find_engine(
     return name, engine
 
 
+def _built_on_gpu(
+    folder: Path, build: BuildSettings, gpu: Gpu, env: Env, say: Say | None, place: Place
+) -> tuple[str, Engine]:  # fmt: skip
+    from millrace.compile.device_built import AT_A_START, built_engine
+
+    _refuse_build_settings(build, folder, AT_A_START)
+    if place.random_weights:
+        raise ConfigError(
+            f"--random-weights is given, but {folder} is already built", "a checkpoint", "leave it out: it has weights"
+        )
+    engine = built_engine(Engine.open(folder), build, gpu, env.cache, say)
+    return engine.manifest.model_name, engine
+
+
 def _say_price(engine: Engine, say: Say | None) -> None:
     """Every time: who runs an engine need not be the one who built it."""
     if say and engine.manifest.evaluation.price is not None:
         say(engine.manifest.evaluation.said)
 
 
-def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
-    """A built engine cannot be changed by flags; saying nothing would be worse."""
-    if build.asked:
-        name = build.asked[0]
+def _refuse_build_settings(build: BuildSettings, folder: Path, open_: Collection[str] = ()) -> None:
+    """A built engine cannot be changed by flags; saying nothing would be worse. open_: what may still be asked for"""
+    if asked := [name for name in build.asked if name not in open_]:
+        name = asked[0]
         flag = flag_of(f"no_{name}" if getattr(build, name) is False else name)
         raise ConfigError(
             f"{flag} is given, but {folder} is already built", "a checkpoint, where this is still open",

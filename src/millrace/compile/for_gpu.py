@@ -1,8 +1,7 @@
-"""`millrace build --device`: engine folders are for CPUs; whether a GPU has the precision goes first."""
+"""`millrace build --device`: whether that GPU has the precisions that a start will ask of it, before a build."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, settled
@@ -13,27 +12,16 @@ from millrace.compile.source import Source
 from millrace.engine.cuda.found import known_gpu
 from millrace.engine.cuda.precisions import multiplied_by
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
-from millrace.errors import ConfigError, MachineError
 from millrace.machine.devices import check_architecture
 from millrace.model.families import HEAD
 
 
-def refuse_gpu(
-    device: str, model: str, folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None
-) -> NoReturn:
-    """raises ConfigError: for a precision of these that such a GPU has not, else for an engine of a GPU"""
-    try:
-        gpu = known_gpu(device)
-    except MachineError:  # none is here, so that nobody knows what it multiplies
-        gpu = None
-    if gpu is not None:
-        check_architecture(gpu.about, gpu.architecture, _needed(folder, build, precisions))
-    asked = f" --precision {build.precision}" if build.precision else ""
-    raise ConfigError(
-        f"an engine for {gpu.about if gpu else device}: engine folders are for CPUs",
-        "no build: a GPU takes a checkpoint's weights as they are, at every start",
-        f"millrace serve {model} --device cuda{asked}",
-    )
+def check_gpu_has(
+    device: str, folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None
+) -> None:  # fmt: skip
+    """raises ConfigError for a precision of these that such a GPU has not; MachineError where none is here to ask"""
+    gpu = known_gpu(device)
+    check_architecture(gpu.about, gpu.architecture, _needed(folder, build, precisions))
 
 
 def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None) -> list[str]:

@@ -4,14 +4,17 @@ TF32 is float32 whose factors are rounded to 10 bits behind the leading one; sum
 In `fp8` weights have a scale for each output and activations one for each token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from millrace.compile.precision import MEANT
+from millrace.compile.precision import MEANT, PrecisionMap, StoredMatrix
 from millrace.compile.pricing import AUTO
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
+from millrace.engine.manifest import GpuSection
 from millrace.errors import ConfigError, EngineError
+from millrace.graph.rewrite import head_of
+from millrace.graph.types import Graph
 from millrace.kernels.precision import Precision
 
 # By the name in --precision: the precision of layers that a CPU has in its place.
@@ -33,6 +36,15 @@ class GpuPrecision:
         """What stands in its place."""
         return self.name if IN_PLACE_OF.get(self.name) == precision else precision
 
+    @property
+    def built(self) -> Precision | None:
+        """As which an engine is built, that a CPU runs too; float32 holds all of float16."""
+        return Precision.FP32 if self.name == "fp16" else IN_PLACE_OF.get(self.name)
+
+    def lowered(self, precision: str) -> str:
+        """Of a layer that is built so: as which a GPU's passes know it. Both may have groups behind a colon"""
+        return IN_PLACE_OF[self.name].value if self.name and precision == self.built else precision
+
     def floats(self, table: str) -> str:
         """An engine's activations, and weights that are not coded. table: "f32" or "bf16", as Settled has it"""
         return self.named("fp32" if table == "f32" else "bf16")
@@ -44,6 +56,21 @@ class GpuPrecision:
                 "keys and values in bf16 of a model in fp16 on a GPU", "int8, fp8, or fp16, as the activations are",
                 "leave --kv-cache-dtype out for fp16, or ask for --precision bf16",
             )  # fmt: skip
+
+    def fp8_rows(self, stored: Mapping[str, StoredMatrix], traced: Graph, chosen: PrecisionMap) -> Iterator[str]:
+        """Linear layers that are meant to be multiplied with E4M3: by the checkpoint, or all by who asks for fp8."""
+        if self.name == "fp8":
+            head = head_of(traced)
+            layers = [n for n in traced.nodes if n.op == "linear"]
+            yield from (n.origin[0] for n in layers if chosen.of(n.origin[0], is_head=n is head) == Precision.FP8A16)
+        for name, matrix in stored.items():
+            precision = chosen.of(name)
+            if matrix.fp8_rows and precision == Precision.FP8A16 and chosen.kept(matrix.held, precision):
+                yield name
+
+    def section(self, source: Source, traced: Graph, chosen: PrecisionMap) -> GpuSection:
+        """For an engine's manifest."""
+        return GpuSection(self.name, sorted(set(self.fp8_rows(source.stored, traced, chosen))))  # type: ignore[arg-type]
 
     def described(self, precisions: Mapping[str, str]) -> dict[str, str]:
         """As manifests say it."""

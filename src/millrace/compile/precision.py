@@ -242,7 +242,7 @@ MEANT = {
     "tf32": "tf32 is for a GPU: use fp32",
     "int8": "use w8a8 (8-bit weights and activations) or w8a16 (8-bit weights alone)",
     "int4": "use w4a8 (4-bit weights, 8-bit activations) or w4a16 (4-bit weights alone)",
-    "fp8": "use fp8a16 (E4M3 weights; activations stay bfloat16): with E4M3 activations it is for a GPU",
+    "fp8": "use fp8a16 (E4M3 weights; activations stay bfloat16): with E4M3 activations it is for a GPU, with --device",
     "auto": "auto is chosen for the whole model, in small letters: --precision auto, without a map",
 }  # fmt: skip
 

@@ -56,5 +56,6 @@ def _expression(call: Call) -> str:
 
 def _place(place: Place, program: Program) -> dict[str, Any]:
     if place.space == Space.WEIGHTS:
-        return {"weight": program.weights[place.number].name, "bytes": program.weights[place.number].nbytes}
+        weight = program.weights[place.number]
+        return {"weight": weight.name, "bytes": weight.nbytes, "number": place.number}
     return {"buffer": place.number, "offset": place.offset}

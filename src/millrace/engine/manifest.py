@@ -28,7 +28,7 @@ from millrace.kernels.declare import MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
 from millrace.model.module import ENCODER
 
-FORMAT = 11
+FORMAT = 12
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 UNREADABLE = (
@@ -98,6 +98,16 @@ class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels: str = msgspec.field(default_factory=kernels_digest)  # for which both are written
 
 
+class GpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is a GPU's alone, of an engine that runs on both."""
+
+    precision: Literal["", "fp16", "tf32", "fp8"] = ""  # that a CPU has others in place of; "": the same
+    fp8_rows: Annotated[list[str], msgspec.Meta(max_length=1 << 16)] = []  # linear layers whose rows become E4M3
+
+
+SAME_ON_A_GPU = GpuSection()
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     millrace: str
@@ -116,6 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: list[str]
     evaluation: Evaluation
     cpu: CpuSection
+    gpu: GpuSection = SAME_ON_A_GPU
     checksum: str = ""  # of all of the above
 
     @property

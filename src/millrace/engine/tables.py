@@ -93,6 +93,7 @@ class GraphTable(Struct, frozen=True):
 
     nodes: list[Node]
     inputs: list[GraphInput] = []
+    constants: dict[str, list[int]] = {}
     outputs: list[GraphOutput] = []
 
 

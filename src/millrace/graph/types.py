@@ -51,12 +51,14 @@ class Constant:
 
     stored: of (bits, group), the integers that the checkpoint itself holds, where it has them in such codes
     format: of these integers, known before they are read; None where there are none, or in several formats
+    transformed: of (bits, group, groups of rows), what an engine has rounded for rows that are transformed in such
     """
 
     load: Callable[[], Array]
     origin: tuple[str, ...]
     stored: Callable[[int, int], QuantisedMatrix | None] | None = None
     format: QuantisedFormat | None = None
+    transformed: Callable[[int, int, int], QuantisedMatrix] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,9 @@
-"""A model as it will run on a GPU: an engine that is made at every start, with the checkpoint's own weights."""
+"""A model as it will run on a GPU: an engine made at every start, of a checkpoint or of an engine folder."""
 
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +14,7 @@ from millrace.engine.cuda.memory import DevicePlan, Needs, check_fits, plan_devi
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor, ExecutorLimits
 from millrace.engine.kv import KvFormat
+from millrace.engine.weights import EngineWeights
 from millrace.errors import MachineError, mib
 from millrace.graph.types import Graph
 
@@ -59,6 +60,8 @@ class GpuModel:
 class GpuEngine(Engine):
     """Its folder has the tokenizer's files, and is there until `close`; its manifest is of this start alone.
 
+    files: of a checkpoint's start, which made them; weights: of an engine folder, whose checksum nobody has seen yet
+
     smaller: what could be asked for instead where this does not fit, and what that takes
     tuner: times kernels on the device, before they are captured
     """
@@ -67,7 +70,8 @@ class GpuEngine(Engine):
     gpu: Gpu
     needs: Needs
     smaller: Callable[[], Iterable[tuple[str, Needs]]]
-    files: Files = field(compare=False, repr=False)
+    files: Files | None = field(default=None, compare=False, repr=False)
+    weights: EngineWeights | None = field(default=None, compare=False, repr=False)
     tuner: "Callable[[CudaExecutor], Tiles] | None" = field(default=None, compare=False, repr=False)
 
     @property
@@ -85,7 +89,7 @@ class GpuEngine(Engine):
 
         self.check_language_model()
         model = self.model
-        with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"):
+        with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"), self._checked():
             executor = CudaExecutor(
                 model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
                 fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device, load=model.load,
@@ -103,13 +107,16 @@ class GpuEngine(Engine):
         check_fits(self.needs, self.gpu.free_bytes, self.smaller())
         model = self.model
         most = {"T": model.limits.max_step_tokens, "S": model.limits.max_sequences}
-        with self._failing(self.needs.fixed_bytes, "lower --max-batch"):
+        with self._failing(self.needs.fixed_bytes, "lower --max-batch"), self._checked():
             network = CudaNetwork(
                 model.graph, most, dtype=model.dtype, fp8_rows=model.fp8_rows, device=self.gpu.device, load=model.load
             )
             if self.gpu.device != CPU:
                 network.warm(model.limits.max_context)
         return network
+
+    def _checked(self) -> AbstractContextManager[None]:
+        return self.weights.checked() if self.weights else nullcontext()
 
     @contextmanager
     def _failing(self, needed_bytes: int, mend: str) -> Iterator[None]:
@@ -124,4 +131,5 @@ class GpuEngine(Engine):
 
     def close(self) -> None:
         Engine.close(self)
-        self.files.remove()
+        if self.files:
+            self.files.remove()

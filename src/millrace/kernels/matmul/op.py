@@ -33,7 +33,7 @@ from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
 
-_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may hold
+BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may hold
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -101,6 +101,8 @@ def codes_of(
 
     hadamard_group: for rows that are transformed in groups of so many; 0: they are not
     """
+    if constant and constant.transformed and hadamard_group:
+        return constant.transformed(bits, group, hadamard_group)
     stored = stored_codes([constant], bits, group) if constant and not hadamard_group else None
     if stored:
         return stored[0]
@@ -123,8 +125,8 @@ def _gated_reference(node: Node, values: Values) -> Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Codes:
-    """How a matrix is packed.
+class Packing:
+    """How a product's matrix is packed.
 
     hadamard_group: of rows that are transformed in groups of so many; scaling: what makes weights of its codes
     """
@@ -134,16 +136,21 @@ class _Codes:
     hadamard_group: int
     scaling: Scaling
 
-
-def _codes_of(matrices: tuple[Value, ...], format: WeightFormat, group: int, rows: Storage) -> _Codes:
-    """For rows that lie like this."""
-    own = Scaling.PLAIN
-    if format in _BITS and not rows.hadamard_group:
-        own = scaling_of([constant_of(v) for v in matrices], _BITS[format], group)
-    return _Codes(format, group, rows.hadamard_group, own)
+    @property
+    def bits(self) -> int:
+        """Of its codes; 0: it has none."""
+        return BITS.get(self.format, 0)
 
 
-def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
+def packing_of(node: Node, rows: Storage) -> Packing:
+    """Of a product whose rows lie like this."""
+    format, group, own = precision_of(node).weights, group_of(node), Scaling.PLAIN
+    if format in BITS and not rows.hadamard_group:
+        own = scaling_of([constant_of(v) for v in matrices_of(node)], BITS[format], group)
+    return Packing(format, group, rows.hadamard_group, own)
+
+
+def _pack(values: tuple[Value, ...], how: Packing, name: str) -> Packed:
     """A matrix in panels; two of them are interleaved as gate and up."""
     format, group = how.format, how.group
     constants, n, k = [constant_of(v) for v in values], size(values[0], 0), size(values[0], 1)
@@ -151,8 +158,7 @@ def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
     rows = 2 * up(n, 16) if gated else n
 
     def pack(run: Run) -> NDArray[np.uint8]:
-        keeps = format in _BITS and not how.hadamard_group
-        codes = stored_codes(constants, _BITS[format], group) if keeps else None
+        codes = stored_codes(constants, how.bits, group) if how.bits and not how.hadamard_group else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format, run)
         w, *rest = [c.load() for c in constants]
@@ -176,8 +182,7 @@ def _lower(node: Node, writer: Writer) -> None:
     numbers: list[float] = []
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
-    matrices = matrices_of(node)
-    how = _codes_of(matrices, weights, group, view.storage)
+    matrices, how = matrices_of(node), packing_of(node, view.storage)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
         "x_group": view.storage.group, "format": view.storage.format, "weights": weights, "scaling": how.scaling,

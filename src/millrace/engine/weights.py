@@ -1,0 +1,222 @@
+"""An engine's weights read back: from the panels that CPUs multiply to rows of floats or of codes, exactly.
+
+The program says where they lie: a product's matrix goes by the names of its weights and by how it is packed, all else,
+which lies in rows, by its names. Nothing is read by a number that was not looked at.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import PROGRAM_TABLE, WEIGHTS, damaged
+from millrace.engine.tables import Call, Weight, read_program_table
+from millrace.errors import EngineError
+from millrace.graph.types import Array, Constant, Graph, Node, Value
+from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
+from millrace.kernels.layout import matrix_bytes, up
+from millrace.kernels.library import library
+from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, Packing, matrices_of, packing_of, precision_of
+from millrace.kernels.matmul.unpack import part_codes, part_halves, unpack_codes, unpack_floats
+from millrace.kernels.operators import size
+from millrace.kernels.places import constant_of
+from millrace.kernels.precision import BF16_BY_TILES, Precision
+from millrace.kernels.storage import DENSE, storage_of
+
+Names = tuple[str, ...]
+T = TypeVar("T")
+_ROWS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}  # of what is no product's
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    """A packed matrix of n rows and k inputs; of two that are interleaved n counts both."""
+
+    data: NDArray[np.uint8]
+    n: int
+    k: int
+    packing: Packing
+
+    def floats(self) -> Array:
+        return unpack_floats(self.data, self.packing.format, self.n, self.k)
+
+    def codes(self) -> QuantisedMatrix:
+        p = self.packing
+        return unpack_codes(self.data, p.format, self.n, self.k, p.group, p.scaling)
+
+    def parts(self, each: int) -> tuple["_Part", ...]:
+        """The matrix, or gate and up of so many rows each."""
+        codes, floats = self.codes, self.floats
+        if self.n == each:
+            return (_Part(self.packing, codes=codes) if self.packing.bits else _Part(self.packing, floats=floats),)
+        if self.packing.bits:
+            of_codes = _Halves(lambda: part_codes(codes(), each))
+            return tuple(_Part(self.packing, codes=partial(of_codes.half, i)) for i in range(2))
+        of_floats = _Halves(lambda: part_halves(floats(), each))
+        return tuple(_Part(self.packing, floats=partial(of_floats.half, i)) for i in range(2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A constant's matrix as one of the products has it that multiply it: what reads its floats, or its codes."""
+
+    packing: Packing
+    floats: Callable[[], Array] | None = None
+    codes: Callable[[], QuantisedMatrix] | None = None
+
+
+class _Halves(Generic[T]):
+    """Of gate and up, which are read together: who comes first leaves the other one's half for it."""
+
+    def __init__(self, read: Callable[[], tuple[T, T]]) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._left: dict[int, T] = {}
+
+    def half(self, which: int) -> T:
+        with self._lock:
+            if which not in self._left:
+                self._left = dict(enumerate(self._read()))
+            return self._left.pop(which)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWeights:
+    """products: by the names of its weights, its precision and its packing; rows: all else, by its names"""
+
+    engine: Engine
+    products: Mapping[tuple[Names, str, Packing], Weight]
+    rows: Mapping[Names, Weight]
+    data: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "EngineWeights":
+        """raises EngineError where the program's table is none"""
+        table, nbytes = read_program_table(engine.folder), engine.manifest.cpu.weights_bytes
+        for weight in table.weights:
+            if min(weight.offset, weight.bytes, *weight.shape, 0) < 0 or weight.offset + weight.bytes > nbytes:
+                raise damaged(engine.folder, f"{PROGRAM_TABLE} has {weight.name} outside of {WEIGHTS}")
+        products, rows = dict[tuple[Names, str, Packing], Weight](), dict[Names, Weight]()
+        for call in table.calls:
+            for name, operand in call.operands.items():
+                if (number := operand.get("number")) is None:
+                    continue
+                if not isinstance(number, int) or not 0 <= number < len(table.weights):
+                    raise damaged(engine.folder, f"{PROGRAM_TABLE} has a weight {number!r:.40} of {len(table.weights)}")
+                weight = table.weights[number]
+                if call.kernel == "matmul" and name == "w":
+                    products[tuple(weight.origin), _precision(call), _packing(engine, call)] = weight
+                elif call.kernel == "rescore" and name == "w":
+                    continue  # which the head has besides
+                elif rows.setdefault(tuple(weight.origin), weight) is not weight:
+                    raise damaged(engine.folder, f"{PROGRAM_TABLE} has two of {weight.name} in rows")
+        whole = np.memmap(engine.folder / WEIGHTS, np.uint8, "c", shape=(nbytes,)) if nbytes else np.empty(0, np.uint8)
+        return cls(engine, products, rows, whole)
+
+    def formats(self) -> dict[str, QuantisedFormat]:
+        """Of the constants that are codes for rows as they are, by name: before a pass joins some of them."""
+        found = dict[str, QuantisedFormat]()
+        for names, _, packing in self.products:
+            if packing.bits and not packing.hadamard_group:
+                kind, e4m3 = packing.scaling, packing.format == WeightFormat.FP8
+                minimums, two_levels = kind % 2 == 1, kind >= Scaling.LEVELS
+                found |= dict.fromkeys(
+                    names, QuantisedFormat(packing.bits, packing.group, minimums, two_levels, e4m3)
+                )  # fmt: skip
+        return found
+
+    def bound(self, graph: Graph) -> Graph:
+        """A graph after its passes, its constants with their contents. raises EngineError where one is not there"""
+        producers, parts = graph.producers(), dict[Value, list[_Part]]()
+        for node in graph.nodes:
+            if node.operator in (LINEAR, GATED_LINEAR):
+                rows = producers.get(node.inputs[0])
+                packing = packing_of(node, storage_of(rows) if rows else DENSE)
+                for w, part in zip(matrices_of(node), self._parts(node, packing), strict=True):
+                    parts.setdefault(w, []).append(part)
+        new = {v: replace(v, constant=self._constant(v, parts.get(v, ()))) for v in graph.constants()}
+        nodes = (replace(node, inputs=tuple(new.get(v, v) for v in node.inputs)) for node in graph.nodes)
+        return replace(graph, nodes=tuple(nodes))
+
+    def _parts(self, node: Node, packing: Packing) -> tuple[_Part, ...]:
+        """Of each matrix of a product."""
+        matrices = matrices_of(node)
+        names = tuple(name for w in matrices for name in constant_of(w).origin)
+        each, k = size(matrices[0], 0), size(matrices[0], 1)
+        n = 2 * up(each, 16) if len(matrices) == 2 else each
+        precision = precision_of(node)
+        weight = self.products.get((names, precision.value, packing))
+        if weight is None and precision == Precision.BF16:  # of float16 on a GPU, which float32 holds exactly
+            packing = replace(packing, format=WeightFormat.F32)
+            weight = self.products.get((names, Precision.FP32.value, packing))
+        if weight is None:
+            raise self._lacks(f"{'+'.join(names)} for {precision}")
+        if weight.bytes != matrix_bytes(packing.format, n, k, packing.group, packing.scaling):
+            raise self._lacks(f"{weight.name} of {n} x {k}")
+        return _Panels(self._bytes(weight), n, k, packing).parts(each)
+
+    def _constant(self, value: Value, parts: Sequence[_Part]) -> Constant:
+        constant, in_rows = constant_of(value), self.rows.get(constant_of(value).origin)
+        coded = {(p.packing.bits, p.packing.group, p.packing.hadamard_group): p.codes for p in parts if p.codes}
+        load = next((part.floats for part in parts if part.floats), None)
+        if in_rows is not None:
+            load = self._in_rows(in_rows, value)
+        if load is None and not coded:
+            raise self._lacks("+".join(constant.origin))
+
+        def stored(bits: int, group: int) -> QuantisedMatrix | None:
+            read = coded.get((bits, group, 0))
+            return read() if read else None
+
+        def transformed(bits: int, group: int, hadamard_group: int) -> QuantisedMatrix:
+            return coded[bits, group, hadamard_group]()
+
+        def no_floats() -> Array:
+            raise self._lacks(f"{'+'.join(constant.origin)} as floats")
+
+        return replace(constant, load=load or no_floats, stored=stored, transformed=transformed)
+
+    def _in_rows(self, weight: Weight, value: Value) -> Callable[[], Array]:
+        dtype, shape = _ROWS.get(weight.format), tuple(weight.shape)
+        if dtype is None or shape != value.shape or math.prod(shape) * dtype.itemsize != weight.bytes:
+            raise self._lacks(f"{weight.name} as {value}")
+        rows: Array = self._bytes(weight).view(dtype).reshape(shape)
+        return lambda: rows
+
+    def _bytes(self, weight: Weight) -> NDArray[np.uint8]:
+        return self.data[weight.offset : weight.offset + weight.bytes]
+
+    def _lacks(self, what: str) -> EngineError:
+        return damaged(self.engine.folder, f"{WEIGHTS} does not hold {what}")
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Beside what is done within: their checksum, which nobody has seen yet. raises EngineError at the end"""
+        with ThreadPoolExecutor(1) as beside:
+            sum_ = beside.submit(library().mr_checksum, self.data.ctypes.data if self.data.size else 0, self.data.size)
+            yield
+        if f"{sum_.result() & (2**64 - 1):016x}" != self.engine.manifest.files[WEIGHTS].checksum:
+            raise damaged(self.engine.folder, f"{WEIGHTS} is damaged: its checksum differs")
+
+
+def _precision(call: Call) -> str:
+    return Precision.BF16.value if call.note == BF16_BY_TILES else call.note
+
+
+def _packing(engine: Engine, call: Call) -> Packing:
+    """As the call has it. raises EngineError for numbers that mean nothing"""
+    try:
+        p = {name: int(call.params[name]) for name in ("weights", "group", "format", "x_group", "scaling")}
+        hadamard_group = p["x_group"] if p["format"] == RowFormat.HADAMARD_Q8 else 0
+        return Packing(WeightFormat(p["weights"]), p["group"], hadamard_group, Scaling(p["scaling"]))
+    except (KeyError, ValueError, OverflowError) as error:
+        raise damaged(engine.folder, f"{PROGRAM_TABLE} has a product that is none: {error}") from error

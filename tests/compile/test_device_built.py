@@ -1,0 +1,215 @@
+"""An engine folder on a GPU: bit for bit what the checkpoint's own weights become there."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.builder import Builder, build_engine
+from millrace.compile.device import device_engine
+from millrace.compile.device_built import built_engine
+from millrace.compile.find import BUNDLED
+from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.cuda.loaded import Loaded, load
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST, Manifest, file_checksum, sealed
+from millrace.errors import ConfigError, EngineError, MillraceError
+from millrace.graph.rewrite import listing
+from tests.e2e.test_on_gpu import HERE
+from tests.support.checkpoints import random_checkpoint, random_encoder
+from tests.support.compressed_files import FP8_PER_TOKEN, write_compressed
+from tests.support.compressed_files import Kind as Compressed
+from tests.support.gguf_files import BLOCKY, write_gguf
+
+FLOATS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
+NOTHING_ASKED = BuildSettings()
+MAP = {"default": "w4a8:32", "lm_head": "bf16", "layers.0.*": "w8a16", "*.1.*.up_proj": "w8a8", "*.q_proj": "fp32"}
+
+
+def pair(
+    path: Path, folder: Path, asked: Mapping[str, Any], precisions: Mapping[str, str] | None = None
+) -> tuple[GpuEngine, GpuEngine]:
+    """Of the same weights: from the checkpoint, and from an engine that was built of it."""
+    built = BuildSettings(tune=0, evaluate=False, **asked)
+    checkpoint = Checkpoint.open(path)
+    Builder.of("m", checkpoint, built, None, precisions, for_gpu=True).write(folder)
+    of_checkpoint = device_engine("m", checkpoint, BuildSettings(**asked), HERE, None, precisions)
+    return of_checkpoint, built_engine(Engine.open(folder), NOTHING_ASKED, HERE, None)
+
+
+def tensors(engine: GpuEngine) -> Iterator[Tensor]:
+    """All constants in the order in which nodes read them, codes as bytes."""
+    loaded: Loaded = load(engine.model.graph, FLOATS[engine.model.dtype], CPU)
+    for node in engine.model.graph.nodes:
+        yield from (loaded.tensors[value] for value in node.inputs if value in loaded.tensors)
+        for matrix in loaded.coded.get(node, ()):
+            yield from (matrix.codes.view(torch.uint8), matrix.scales, torch.tensor([matrix.group, matrix.zero]))
+            yield from () if matrix.minimums is None else (matrix.minimums,)
+
+
+def assert_same(one: GpuEngine, other: GpuEngine) -> None:
+    a, b = one.model, other.model
+    assert listing(a.graph) == listing(b.graph) and replace(a, graph=b.graph) == b
+    assert one.needs == other.needs and one.page_bytes == other.page_bytes
+    kept = ("precision", "group", "symbols", "max_context", "vocab_size", "eos_token_ids", "bos_token_id", "cpu")
+    assert all(getattr(one.manifest, name) == getattr(other.manifest, name) for name in kept)
+    for mine, theirs in zip(tensors(one), tensors(other), strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tied heads, biases, norms that are folded; floats of 16 bits; codes of GGUF and of E4M3."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found = {family: random_checkpoint(folder / family, family, seed=3) for family in ("llama", "qwen2", "gemma")}
+    found["half"] = random_checkpoint(folder / "half", "llama", seed=4, dtype="float16")
+    blocky = random_checkpoint(folder / "blocky", "llama", seed=3, **BLOCKY)
+    kinds = [Kind.Q4_K, Kind.Q6_K, Kind.Q5_1, Kind.Q4_1, Kind.Q4_0, Kind.Q8_0, Kind.F16]
+    found["gguf"] = write_gguf(folder / "mixed.gguf", blocky, lambda name: kinds[sum(map(ord, name)) % len(kinds)])
+    fp8 = Compressed("float-quantized", 8, None, floats=True, scale="float32", activations=FP8_PER_TOKEN)
+    write_compressed(folder / "fp8", blocky, fp8)
+    found["fp8"] = folder / "fp8"
+    return found
+
+
+@pytest.mark.parametrize(("name", "asked"), [
+    ("llama", {"precision": "fp8"}), ("llama", {"precision": "w4a16", "group": 32, "max_batch": 70}),
+    ("qwen2", {"precision": "w4a8", "head": "w4a8", "kv_cache_dtype": "int8"}), ("qwen2", {"precision": "tf32"}),
+    ("gemma", {"precision": "w8a8"}), ("gemma", {"precision": "bf16", "max_context": 100}), ("half", {}),
+    ("half", {"precision": "w8a16"}), ("gguf", {}), ("fp8", {}), ("fp8", {"kv_cache_dtype": "fp8"}),
+], ids=str)  # fmt: skip
+def test_the_checkpoints_own_weights(
+    name: str, asked: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    one, other = pair(checkpoints[name], tmp_path / "e", asked)
+    assert_same(one, other)
+    assert bool(other.model.fp8_rows) == (asked.get("precision") == "fp8" or name == "fp8")
+    one.close()
+    assert other.folder == tmp_path / "e"
+    other.close()
+    assert (tmp_path / "e" / MANIFEST).is_file(), "an engine folder is not a start's own"
+
+
+def test_a_map_of_precisions(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    assert_same(*pair(checkpoints["llama"], tmp_path / "e", {}, MAP))
+
+
+@pytest.mark.parametrize("more", [{}, {"pooling": "cls", "normalised": False}], ids=["mean", "cls"])
+def test_an_encoder(more: dict[str, Any], tmp_path: Path) -> None:
+    assert_same(*pair(random_encoder(tmp_path / "c", seed=2, **more), tmp_path / "e", {"precision": "w8a8"}))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As for a CPU: nothing is said of GPUs."""
+    folder = tmp_path_factory.mktemp("built") / "tiny.engine"
+    build_engine(
+        "tiny", BUNDLED / "tiny", folder, BuildSettings(precision="w8a16", tune=0, evaluate=False, max_batch=8)
+    )
+    return folder
+
+
+def opened(folder: Path, **asked: Any) -> GpuEngine:
+    return built_engine(Engine.open(folder), BuildSettings(**asked), HERE, None)
+
+
+def test_what_a_start_may_ask_for(built: Path) -> None:
+    usual, asked = opened(built), opened(built, max_batch=3, max_context=100, kv_cache_dtype="int8")
+    assert (usual.manifest.max_sequences, usual.manifest.max_step_tokens) == (64, 2048)
+    assert (asked.manifest.max_sequences, asked.manifest.max_context) == (3, 100)
+    assert asked.page_bytes < usual.page_bytes and asked.model.kv is not None
+    with pytest.raises(ConfigError, match=r"context=?.2049 .*tiny.engine"):
+        opened(built, max_context=2049)
+    words = [words for words, _ in opened(built).smaller()]
+    assert words == ["--max-batch 8", "--kv-cache-dtype int8"], "of an engine nothing else is open"
+
+
+def test_a_damaged_weight_is_found_while_it_is_loaded(built: Path, tmp_path: Path) -> None:
+    for file in built.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    data = bytearray((tmp_path / "weights.bin").read_bytes())
+    data[-100] ^= 1
+    (tmp_path / "weights.bin").write_bytes(data)
+    with pytest.raises(EngineError, match=r"weights.bin is damaged: its checksum differs"):
+        opened(tmp_path).on_gpu(40)
+
+
+def test_a_network_of_ones_own_is_refused(tmp_path: Path) -> None:
+    from millrace.compile.build import BuildOptions, plan_engine, write_engine
+    from millrace.compile.source import Source
+    from tests.support.networks import IMAGES, Digits, parameters
+
+    source = Source.from_module(Digits(), parameters(Digits()))
+    write_engine(source, plan_engine(source, BuildOptions(profile=IMAGES)), tmp_path / "e", name="digits")
+    with pytest.raises(EngineError, match="on a GPU: it gives scores, hidden"):
+        opened(tmp_path / "e")
+
+
+def resealed(folder: Path, name: str, table: object) -> None:
+    """As somebody would write it who knows how an engine is sealed."""
+    (folder / name).write_bytes(msgspec.json.encode(table))
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    entry = replace_entry(manifest, name, (folder / name).stat().st_size, file_checksum(folder / name))
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(sealed(entry)))
+
+
+def replace_entry(manifest: Manifest, name: str, nbytes: int, checksum: str) -> Manifest:
+    entry = msgspec.structs.replace(manifest.files[name], bytes=nbytes, checksum=checksum)
+    return msgspec.structs.replace(manifest, files={**manifest.files, name: entry})
+
+
+def changed(found: Any, rng: random.Random) -> Any:
+    """One thing within it is another, of its kind or not."""
+    if isinstance(found, dict) and found:
+        name = rng.choice(list(found))
+        if rng.random() < 0.1:
+            return {key: value for key, value in found.items() if key != name}
+        return {**found, name: changed(found[name], rng)}
+    if isinstance(found, list) and found:
+        at = rng.randrange(len(found))
+        if rng.random() < 0.1:
+            return found[:at] + found[at + 1 :]
+        return [*found[:at], changed(found[at], rng), *found[at + 1 :]]
+    others = [0, -1, 1, 7, 2**31, 2**62, -0.5, "", "T", "model.norm.weight", [], None, True, {}]
+    return found + rng.choice([1, -1]) if isinstance(found, int) and rng.random() < 0.4 else rng.choice(others)
+
+
+@pytest.mark.parametrize("name", ["graph.json", "program.json"])
+def test_what_nobody_built_is_refused_or_runs(name: str, built: Path, tmp_path: Path) -> None:
+    """Whatever the tables of an engine say: one clear error, or weights that are there."""
+    for file in built.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    table, rng, refused = json.loads((built / name).read_text()), random.Random(name), 0
+    for _ in range(60):
+        resealed(tmp_path, name, changed(table, rng))
+        try:
+            engine = opened(tmp_path)
+            list(tensors(engine))
+        except MillraceError as error:
+            assert len(str(error)) < 2000
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("words", "vocab"), [("rows for tokens", {"vocab_size": 4096}), ("rows for", {"max_context": 4096})]
+)
+def test_tables_that_are_too_short(words: str, vocab: dict[str, int], built: Path, tmp_path: Path) -> None:
+    """A token or a position behind a table's end would be read from somebody else's memory."""
+    for file in built.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    manifest = msgspec.json.decode((tmp_path / MANIFEST).read_bytes(), type=Manifest)
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, **vocab))))
+    with pytest.raises(EngineError, match=words):
+        opened(tmp_path)
