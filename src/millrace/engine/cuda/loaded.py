@@ -20,8 +20,9 @@ from millrace.graph.types import DType, Graph, Node, Value
 from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
 from millrace.kernels.matmul.op import codes_of, group_of, matrices_of, precision_of
 from millrace.kernels.places import constant_of
+from millrace.machine.cpu import usable_cores
 
-AHEAD = 4  # matrices that are read at a time; so many lie in the host's memory
+AHEAD = 2, 8  # matrices that are read at a time, by cores, and so lie in the host's memory: at least, at most
 _T = TypeVar("_T")
 
 
@@ -117,11 +118,11 @@ def _placed(parts: Sequence[CodedRows], device: torch.device) -> CodedRows:
 
 def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
     """What each gives, in turn: files are read, and weights rounded, while what came before goes to the device."""
-    flights = deque[Future[_T]]()
-    with ThreadPoolExecutor(AHEAD) as pool:
+    flights, ahead = deque[Future[_T]](), min(max(usable_cores() // 2, AHEAD[0]), AHEAD[1])
+    with ThreadPoolExecutor(ahead) as pool:
         for work in works:
             flights.append(pool.submit(work))
-            if len(flights) > AHEAD:
+            if len(flights) > ahead:
                 yield flights.popleft().result()
         while flights:
             yield flights.popleft().result()
