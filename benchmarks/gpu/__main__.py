@@ -13,7 +13,7 @@ that does not agree even so is not measured. A device that has failed ends the p
 not come back; where that was the first row, the next run begins one way further.
 
 Requests are a tenth to a quarter of the table's, as each file says; shares are of what this device was seen to reach in
-the same run. A start needs some 11 GB of the disk for a checkpoint.
+the same run. A start needs some 20 GB of the disk, for a checkpoint and an engine.
 """
 
 import argparse

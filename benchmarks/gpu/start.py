@@ -1,8 +1,10 @@
-"""How long a server takes from its process's start until it is ready: Llama-3.1-8B's shape in FP8, from a checkpoint.
+"""How long a server takes from its process's start until it is ready: Llama-3.1-8B's shape in FP8, from an engine.
 
-The weights go to the device as the file has them, so such a checkpoint is what a built engine is on a CPU.
+Where the native core is not there, which writes engines, from the checkpoint of which it would be built: E4M3 codes go
+to the device from either.
 """
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,24 +14,50 @@ from benchmarks.gpu.model import gpu_of
 from millrace.bench.server_process import ServerProcess
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
+from millrace.compile.builder import Builder
 from millrace.compile.device import device_engine
+from millrace.compile.device_built import built_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import CPU
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST
+from millrace.errors import MachineError
 
 
 def started(config: ModelConfig, device: str, start_s: float) -> dict[str, Any]:
-    """The first start compiles kernels, and reads the file once more for its digest; the second finds both."""
+    """The first start compiles kernels, the second finds them."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "checkpoint"
-        write_fp8_checkpoint(config, folder)
-        weights_bytes = (folder / "model.safetensors").stat().st_size
+        checkpoint = Path(temporary) / "checkpoint"
+        write_fp8_checkpoint(config, checkpoint)
+        folder, about = _built(checkpoint, Path(temporary) / "engine")
         if device == CPU:
-            engine = device_engine("dry", Checkpoint.open(folder), BuildSettings(max_batch=4), gpu_of(CPU), None)
-            engine.on_gpu(engine.pages_per_sequence).close()
-            engine.close()
-            return {"checkpoint_bytes": weights_bytes}
+            _dry(folder)
+            return about
         found = []
         for _ in range(2):
             with ServerProcess(folder, ("--device", device), start_s) as server:
                 found.append(server.ready_s)
-    return {"checkpoint_bytes": weights_bytes, "first_ready_s": found[0], "ready_s": found[1]}
+    return about | {"first_ready_s": found[0], "ready_s": found[1]}
+
+
+def _built(checkpoint: Path, engine: Path) -> tuple[Path, dict[str, Any]]:
+    """What is started, and what is said of it. The disk need not hold both for long."""
+    weights_bytes = (checkpoint / "model.safetensors").stat().st_size
+    try:
+        asked = BuildSettings(tune=0, evaluate=False)
+        Builder.of("m", Checkpoint.open(checkpoint), asked, None, for_gpu=True).write(engine)
+    except MachineError as error:
+        return checkpoint, {"of": "checkpoint", "weights_bytes": weights_bytes, "not_built": error.what}
+    shutil.rmtree(checkpoint)
+    return engine, {"of": "engine", "weights_bytes": (engine / "weights.bin").stat().st_size}
+
+
+def _dry(folder: Path) -> None:
+    """Loaded once, without a server."""
+    asked, gpu = BuildSettings(max_batch=4), gpu_of(CPU)
+    if (folder / MANIFEST).is_file():
+        engine = built_engine(Engine.open(folder), asked, gpu, None)
+    else:
+        engine = device_engine("dry", Checkpoint.open(folder), asked, gpu, None)
+    engine.on_gpu(engine.pages_per_sequence).close()
+    engine.close()
