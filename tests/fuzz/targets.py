@@ -26,6 +26,7 @@ from millrace.engine.tactics import TACTICS, Choice, Region, TacticTable, write_
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint
 from tests.fuzz.driver import Case
+from tests.fuzz.gpu_engines import gpu_engines
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import SENTENCES, write_checkpoint, write_encoder
 from tests.fuzz.tensor_models import pbtxt, tensors
@@ -265,5 +266,5 @@ def requests(folder: Path) -> Case:
 
 TARGETS = {
     f.__name__: f"{f.__module__}:{f.__name__}"
-    for f in (safetensors, gguf, config, sentences, tokenizer, program, requests, pbtxt, tensors)
+    for f in (safetensors, gguf, config, sentences, tokenizer, program, gpu_engines, requests, pbtxt, tensors)
 }

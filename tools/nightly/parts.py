@@ -99,7 +99,7 @@ def _marked(mark: str) -> tuple[str, ...]:
 
 
 DRAWN_OF_SERVE = _holding("@given", "tests/serve")
-FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests", "pbtxt",
+FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "gpu_engines", "requests", "pbtxt",
            "tensors")  # fmt: skip
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",

@@ -144,8 +144,8 @@ def _check_graph(folder: Path, graph: Graph, chosen: Settled, manifest: Manifest
     vocab = max(manifest.vocab_size, logits.width if logits else 0)  # ids of prompts, and of what is drawn
     most, names = {"tokens": vocab, "positions": chosen.max_context}, {port.value: port.name for port in graph.inputs}
     for node in graph.nodes:
-        for name, value in node.attrs.items():
-            if not isinstance(value, _KINDS.get(name, object)):
+        for name in node.operator.attrs & _KINDS.keys():
+            if not isinstance(value := node.attrs.get(name, name == "bias" or None), _KINDS[name]):
                 raise damaged(folder, f"{GRAPH} has {name} {value!r:.40} of {node.op}")
         first, folds = node.inputs[0], node.op == "elementwise" and all(v.constant for v in node.inputs)
         if (first.constant and not folds) or (first.dtype == DType.I32 and node.op != "embedding"):
