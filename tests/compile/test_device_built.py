@@ -22,6 +22,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.engine import Engine
+from millrace.engine.hold import in_use
 from millrace.engine.manifest import MANIFEST, Manifest, file_checksum, sealed
 from millrace.errors import ConfigError, EngineError, MillraceError
 from millrace.graph.rewrite import listing
@@ -102,9 +103,16 @@ def test_the_checkpoints_own_weights(
     assert_same(one, other)
     assert bool(other.model.fp8_rows) == (asked.get("precision", name) == "fp8")
     one.close()
-    assert other.folder == tmp_path / "e"
+    assert other.folder == tmp_path / "e" and in_use(tmp_path / "e")
     other.close()
-    assert (tmp_path / "e" / MANIFEST).is_file(), "an engine folder is not a start's own"
+    assert not in_use(tmp_path / "e") and (tmp_path / "e" / MANIFEST).is_file(), "an engine folder is not a start's own"
+
+
+def test_the_cache_keeps_apart_what_only_a_gpu_tells_apart(checkpoints: dict[str, Path]) -> None:
+    """float16 runs as float32 on a CPU: the same weights, and on a GPU other answers."""
+    half, asked = Checkpoint.open(checkpoints["half"]), BuildSettings(evaluate=False)
+    as_asked = Builder.of("m", half, replace(asked, precision="fp32"), None)
+    assert Builder.of("m", half, asked, None).key != as_asked.key
 
 
 @pytest.mark.parametrize("precisions", [MAP, {"default": "bf16", "l*": "w8a8", "lm_head": "fp32"}], ids=len)
@@ -259,14 +267,26 @@ def test_what_nobody_built_is_refused_or_runs(name: str, built: Path, tmp_path: 
     assert refused > 20
 
 
+def with_manifest(folder: Path, built: Path, **changed: Any) -> Path:
+    """A copy whose manifest says something else, and is sealed again."""
+    for file in built.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, **changed))))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("words", "vocab"), [("rows for tokens", {"vocab_size": 4096}), ("rows for", {"max_context": 4096})]
 )
 def test_tables_that_are_too_short(words: str, vocab: dict[str, int], built: Path, tmp_path: Path) -> None:
     """A token or a position behind a table's end would be read from somebody else's memory."""
-    for file in built.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    manifest = msgspec.json.decode((tmp_path / MANIFEST).read_bytes(), type=Manifest)
-    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, **vocab))))
     with pytest.raises(EngineError, match=words):
-        opened(tmp_path)
+        opened(with_manifest(tmp_path, built, **vocab))
+
+
+@pytest.mark.parametrize("more", [4096, -64])
+def test_weights_of_another_size(more: int, built: Path, tmp_path: Path) -> None:
+    cpu = Engine.open(built).manifest.cpu
+    with pytest.raises(EngineError, match="bytes of weights in another"):
+        opened(with_manifest(tmp_path, built, cpu=msgspec.structs.replace(cpu, weights_bytes=cpu.weights_bytes + more)))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import PROGRAM_TABLE, WEIGHTS, damaged
+from millrace.engine.manifest import MANIFEST, PROGRAM_TABLE, WEIGHTS, damaged
 from millrace.engine.tables import Call, Weight, read_program_table
 from millrace.errors import CheckpointError, EngineError
 from millrace.graph.types import Array, Constant, Graph, Node, Value
@@ -102,6 +102,8 @@ class EngineWeights:
     def of(cls, engine: Engine) -> "EngineWeights":
         """raises EngineError where the program's table is none"""
         table, nbytes = read_program_table(engine.folder), engine.manifest.cpu.weights_bytes
+        if nbytes != engine.manifest.files[WEIGHTS].bytes:
+            raise damaged(engine.folder, f"{MANIFEST} tells of {nbytes} bytes of weights in another {WEIGHTS}")
         for weight in table.weights:
             if min(weight.offset, weight.bytes, *weight.shape, 0) < 0 or weight.offset + weight.bytes > nbytes:
                 raise damaged(engine.folder, f"{PROGRAM_TABLE} has {weight.name} outside of {WEIGHTS}")
