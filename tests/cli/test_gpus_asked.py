@@ -130,6 +130,8 @@ def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest
     millrace(*build, "--device", "cuda", "--precision", "fp8a16").assert_mistake("NVIDIA A100 (Ampere, sm_80) does not")
     millrace(*build, "--device", "H10").assert_mistake('--device is "H10"')
     millrace(*build, "--precision", "fp8").assert_mistake("use fp8a16", "--device")
+    for kept, also in (("int4", ()), ("fp32", ("--precision", "bf16")), ("bf16", ("--precision", "fp16"))):
+        millrace(*build, "--device", "H100", "--kv-cache-dtype", kept, *also).assert_mistake(f"values in {kept} o")
     (tmp_path / "traffic.jsonl").write_text("")
     millrace(*build, "--device", "L4", "--traffic", tmp_path / "traffic.jsonl").assert_mistake("--traffic is given")
     assert not (tmp_path / "e").exists()

@@ -20,6 +20,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.engine import Engine
+from millrace.engine.hold import in_use
 from millrace.engine.manifest import MANIFEST, Manifest, sealed
 from millrace.errors import ConfigError, EngineError
 from millrace.graph.rewrite import listing
@@ -76,8 +77,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds = [Kind.Q4_K, Kind.Q6_K, Kind.Q5_1, Kind.Q4_1, Kind.Q4_0, Kind.Q8_0, Kind.F16]
     found["gguf"] = write_gguf(folder / "mixed.gguf", blocky, lambda name: kinds[sum(map(ord, name)) % len(kinds)])
     fp8 = Compressed("float-quantized", 8, None, floats=True, scale="float32", activations=FP8_PER_TOKEN)
-    write_compressed(folder / "fp8", blocky, fp8)
+    floats = ("lm_head", *(f"model.layers.0.{name}" for name in ("self_attn.k_proj", "mlp.up_proj")))
+    write_compressed(folder / "fp8", blocky, fp8, ignore=floats, kv_cache_scheme=FP8_PER_TOKEN)
     found["fp8"] = folder / "fp8"
+    found["codes and floats"] = write_gguf(
+        folder / "floats.gguf", blocky, lambda name: Kind.F32 if "attn_k" in name or "ffn_up" in name else Kind.Q8_0
+    )  # fmt: skip
     return found
 
 
@@ -85,22 +90,59 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("llama", {"precision": "fp8"}), ("llama", {"precision": "w4a16", "group": 32, "max_batch": 70}),
     ("qwen2", {"precision": "w4a8", "head": "w4a8", "kv_cache_dtype": "int8"}), ("qwen2", {"precision": "tf32"}),
     ("gemma", {"precision": "w8a8"}), ("gemma", {"precision": "bf16", "max_context": 100}), ("half", {}),
-    ("half", {"precision": "w8a16"}), ("gguf", {}), ("fp8", {}), ("fp8", {"kv_cache_dtype": "fp8"}),
+    ("half", {"precision": "w8a16"}), ("gguf", {}), ("fp8", {}), ("fp8", {"kv_cache_dtype": "int8"}),
+    ("fp8", {"precision": "fp8"}), ("fp8", {"precision": "fp16"}),
+    ("codes and floats", {"precision": "w8a16", "group": 32}),
 ], ids=str)  # fmt: skip
 def test_the_checkpoints_own_weights(
     name: str, asked: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     one, other = pair(checkpoints[name], tmp_path / "e", asked)
     assert_same(one, other)
-    assert bool(other.model.fp8_rows) == (asked.get("precision") == "fp8" or name == "fp8")
+    assert bool(other.model.fp8_rows) == (asked.get("precision", name) == "fp8")
     one.close()
-    assert other.folder == tmp_path / "e"
+    assert other.folder == tmp_path / "e" and in_use(tmp_path / "e")
     other.close()
-    assert (tmp_path / "e" / MANIFEST).is_file(), "an engine folder is not a start's own"
+    assert not in_use(tmp_path / "e") and (tmp_path / "e" / MANIFEST).is_file(), "an engine folder is not a start's own"
 
 
-def test_a_map_of_precisions(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    assert_same(*pair(checkpoints["llama"], tmp_path / "e", {}, MAP))
+def test_the_cache_keeps_apart_what_only_a_gpu_tells_apart(checkpoints: dict[str, Path]) -> None:
+    """float16 runs as float32 on a CPU: the same weights, and on a GPU other answers."""
+    half, asked = Checkpoint.open(checkpoints["half"]), BuildSettings(evaluate=False)
+    as_asked = Builder.of("m", half, replace(asked, precision="fp32"), None)
+    assert Builder.of("m", half, asked, None).key != as_asked.key
+
+
+@pytest.mark.parametrize("precisions", [MAP, {"default": "bf16", "l*": "w8a8", "lm_head": "fp32"}], ids=len)
+def test_a_map_of_precisions(precisions: dict[str, str], checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """In the second the head's own pattern comes too late: the first that matches decides."""
+    assert_same(*pair(checkpoints["llama"], tmp_path / "e", {}, precisions))
+
+
+@pytest.mark.parametrize(("asked", "precisions", "dtype"), [
+    ({"precision": "fp16", "head": "bf16"}, None, "fp16"), ({}, {"default": "fp32", "*.q_proj": "bf16"}, "fp32"),
+])  # fmt: skip
+def test_floats_of_two_types_are_refused(
+    asked: dict[str, Any], precisions: dict[str, str] | None, dtype: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A checkpoint's start has all of them in one type, and an engine rounded some: its answers would be others."""
+    words = f"(lm_head|q_proj) is built in bf16, and a GPU would have it in {dtype}"
+    checkpoint = Checkpoint.open(checkpoints["llama"])
+    with pytest.raises(ConfigError, match=words):
+        Builder.of("m", checkpoint, BuildSettings(tune=0, evaluate=False, **asked), None, precisions, for_gpu=True)
+    on_cpu = BuildSettings(tune=0, evaluate=False, head="bf16", precision="fp32")
+    Builder.of("m", checkpoint, on_cpu, None).write(tmp_path / "e")
+    with pytest.raises(ConfigError, match="lm_head is built in bf16, and a GPU would have it in fp32"):
+        opened(tmp_path / "e")
+
+
+def test_keys_in_bfloat16_of_a_model_in_float16(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Of 16 bits that are others a checkpoint's start says so, and so does what a CPU was built for."""
+    built = BuildSettings(tune=0, evaluate=False, kv_cache_dtype="bf16")
+    Builder.of("m", Checkpoint.open(checkpoints["half"]), built, None).write(tmp_path / "e")
+    with pytest.raises(EngineError, match="keys and values in bf16 of a model in fp16"):
+        opened(tmp_path / "e")
+    assert opened(tmp_path / "e", kv_cache_dtype="int8").model.dtype == "fp16"
 
 
 @pytest.mark.parametrize("more", [{}, {"pooling": "cls", "normalised": False}], ids=["mean", "cls"])
@@ -141,6 +183,12 @@ def test_a_damaged_weight_is_found_while_it_is_loaded(built: Path, tmp_path: Pat
     (tmp_path / "weights.bin").write_bytes(data)
     with pytest.raises(EngineError, match=r"weights.bin is damaged: its checksum differs"):
         opened(tmp_path).on_gpu(40)
+    table = json.loads((tmp_path / "program.json").read_text())
+    norm = next(weight for weight in table["weights"] if "norm" in weight["name"])
+    data[norm["offset"] : norm["offset"] + 4] = b"\xff" * 4  # no number, which a checkpoint would be blamed for
+    (tmp_path / "weights.bin").write_bytes(data)
+    with pytest.raises(EngineError, match=r"weights.bin is damaged: its checksum differs"):
+        opened(tmp_path).on_gpu(40)
 
 
 def test_a_network_of_ones_own_is_refused(tmp_path: Path) -> None:
@@ -154,14 +202,43 @@ def test_a_network_of_ones_own_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "e")
 
 
+@pytest.mark.parametrize("head", [None, "w8a8"])
+def test_a_language_model_of_ones_own(head: str | None, tmp_path: Path) -> None:
+    """Its head has a name of its own, which its manifest does not say."""
+    from examples.own_model import CONTEXT, Babbler
+    from millrace.compile.build import BuildOptions, plan_engine, write_engine
+    from millrace.compile.precision import precision_map
+    from millrace.compile.source import Source
+    from tests.support.networks import parameters
+
+    source = Source.from_module(Babbler(), parameters(Babbler()), max_context=CONTEXT)
+    options = BuildOptions(precision=precision_map("w4a16", head=head))
+    write_engine(source, plan_engine(source, options), tmp_path / "e", name="babbler")
+    engine = opened(tmp_path / "e")
+    assert engine.manifest.precision == {"default": "w4a16", "lm_head": head or "w8a16"}
+    assert len(list(tensors(engine))) > 20
+
+
+def with_manifest(folder: Path, built: Path, **changed: Any) -> Path:
+    """A copy whose manifest says something else, and is sealed again."""
+    for file in built.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, **changed))))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("words", "vocab"), [("rows for tokens", {"vocab_size": 4096}), ("rows for", {"max_context": 4096})]
 )
 def test_tables_that_are_too_short(words: str, vocab: dict[str, int], built: Path, tmp_path: Path) -> None:
     """A token or a position behind a table's end would be read from somebody else's memory."""
-    for file in built.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    manifest = msgspec.json.decode((tmp_path / MANIFEST).read_bytes(), type=Manifest)
-    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, **vocab))))
     with pytest.raises(EngineError, match=words):
-        opened(tmp_path)
+        opened(with_manifest(tmp_path, built, **vocab))
+
+
+@pytest.mark.parametrize("more", [4096, -64])
+def test_weights_of_another_size(more: int, built: Path, tmp_path: Path) -> None:
+    cpu = Engine.open(built).manifest.cpu
+    with pytest.raises(EngineError, match="bytes of weights in another"):
+        opened(with_manifest(tmp_path, built, cpu=msgspec.structs.replace(cpu, weights_bytes=cpu.weights_bytes + more)))

@@ -73,7 +73,7 @@ def command(
         if for_gpu:
             _check_traffic(traffic, device)
             check_gpu_has(device, folder, build, precisions)
-            build = build if tune_said else replace(build, tune=0)
+            build = build if tune_said or build.tune_rows else replace(build, tune=0)
         engines: list[tuple[Path, BuildSettings, Chosen | None]] = [(output, build, None)]
         if traffic.traffic is not None:
             found = chosen(folder, traffic, build, tune_said=tune_said)

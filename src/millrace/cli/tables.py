@@ -149,6 +149,7 @@ class Tables:
             "parameters": m.n_parameters,
             "precision": m.precision,
             "group": m.group,
+            "precision_on_gpu": m.gpu.precision or None,
             "bf16_sums": m.cpu.bf16_sums,
             **{name: getattr(m, name) for name in limits},
             "symbols": {s.name: {"low": s.low, "usual": s.usual, "high": s.high} for s in m.symbols},

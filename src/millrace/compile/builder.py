@@ -64,11 +64,17 @@ class Builder:
         raises ConfigError for what cannot be
         """
         source = Source.from_checkpoint(checkpoint, build.max_context)
+        kept = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
         if for_gpu:
             alone, build = gpu_precision(build, source, precisions)
-            build = replace(build, precision=alone.built.value) if alone.built else build
+            if alone.built:
+                build = replace(build, precision=alone.built.value)
+            if alone.name == "fp16" and kept is None:  # float32 on a CPU, which keeps them so unless it is asked
+                kept = source.kv_format
         precision = asked_precision(build, source.own_precision, precisions)
-        if not for_gpu:
+        if for_gpu:
+            alone.check_built((precision or source.own_precision).described(HEAD))
+        else:
             alone, _ = gpu_precision(build, source, precisions)
         encoder = isinstance(checkpoint.config, EncoderConfig)
         if encoder:
@@ -76,7 +82,7 @@ class Builder:
         options = BuildOptions(
             precision=precision,
             max_batch=build.max_batch or (ENCODER_BATCH if encoder else DEFAULT_BATCH),
-            kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
+            kv_format=kept,
             tiles=build.bf16_sums == "tiles" if build.bf16_sums else "amx" in usable_isas(),
         )
         measure = to_measure(build, checkpoint, source, options, pricing)

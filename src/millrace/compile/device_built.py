@@ -30,12 +30,12 @@ from millrace.compile.settings import BuildSettings, Say
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.found import Gpu
 from millrace.engine.engine import Engine
-from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.kv import KEPT, KV_CACHE_DTYPES, KvFormat
 from millrace.engine.manifest import GRAPH, Manifest, damaged
 from millrace.engine.tables import read_graph_table
 from millrace.engine.weights import EngineWeights
 from millrace.errors import ConfigError, EngineError
-from millrace.graph.rewrite import LOGITS
+from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.table import read_graph
 from millrace.graph.types import DType, Graph, Port, Shape, find
 from millrace.kernels.catalogue import operators
@@ -61,15 +61,16 @@ def built_engine(
             "run it on the CPU",
         )  # fmt: skip
     alone = GpuPrecision(manifest.gpu.precision)
-    alone.check_kept(build.kv_cache_dtype)
     weights = EngineWeights.of(engine)
     with _as_written(folder):
-        graph = read_graph(msgspec.to_builtins(read_graph_table(folder)), operators(), weights.formats())
+        alone.check_built(manifest.precision)
+        graph = weights.as_packed(read_graph(msgspec.to_builtins(read_graph_table(folder)), operators()))
         traced = Traced(
             about=_about(manifest), graph=graph, alone=alone, fp8_rows=lambda _: manifest.gpu.fp8_rows,
             bound=weights.bound,
         )  # fmt: skip
-        chosen = _settled(engine, build, alone, traced.is_encoder)
+        head = head_of(graph)
+        chosen = _settled(engine, build, _precision(manifest, alone, head.origin[0] if head else None), alone)
         _check_graph(folder, graph, chosen, manifest)
         model, needs = planned(traced, chosen, gpu)
     notes = (*manifest.notes, *_priced(manifest))
@@ -82,35 +83,49 @@ def built_engine(
     )  # fmt: skip
 
 
-def _settled(engine: Engine, build: BuildSettings, alone: GpuPrecision, is_encoder: bool) -> Settled:
+def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alone: GpuPrecision) -> Settled:
     manifest, (batch, tokens) = engine.manifest, (GPU_BATCH, GPU_STEP_TOKENS)
-    if is_encoder:
+    if manifest.is_encoder:
         batch, tokens = ENCODER_BATCH, ENCODER_STEP_TOKENS
-    precision = _precision(manifest, alone)
-    table = plain_format(precision.default)
-    kept = build.kv_cache_dtype
-    as_floats = is_encoder or manifest.kv_format == plain_format(
-        Precision(manifest.precision["default"].partition(":")[0])
-    )
-    own = KvFormat[table.upper() if as_floats else manifest.kv_format.upper()]
     if build.max_context is not None and build.max_context > manifest.max_context:
         raise ConfigError(
             f"--max-context {build.max_context} of {engine.folder}", f"at most {manifest.max_context}, as it is built",
             "lower it, or build the checkpoint again with it",
         )  # fmt: skip
+    table, kept = plain_format(precision.default), build.kv_cache_dtype or _kept(manifest)
+    alone.check_kept(kept)
     return Settled(
-        precision=precision, table=table, tiles=False, kv_format=KV_CACHE_DTYPES[kept] if kept else own,
+        precision=precision, table=table, tiles=False,
+        kv_format=KV_CACHE_DTYPES[kept] if kept else KvFormat[table.upper()],
         max_context=build.max_context or manifest.max_context,
         max_batch=build.max_batch or max(batch, manifest.max_sequences), max_step_tokens=tokens, fuse=True, profile={},
         keep=(),
     )  # fmt: skip
 
 
-def _precision(manifest: Manifest, alone: GpuPrecision) -> PrecisionMap:
-    """As its layers have it; of its head nothing follows from the default that is not said."""
+def _kept(manifest: Manifest) -> str | None:
+    """How keys and values are kept, as --kv-cache-dtype has it; None: as the floats of a CPU, or there are none."""
+    as_floats = plain_format(Precision(manifest.precision["default"].partition(":")[0]))
+    found = {KvFormat[cache.format.upper()] for cache in manifest.cpu.caches if cache.place is None}
+    return next((KEPT[format].name for format in found - {KvFormat[as_floats.upper()]}), None)
+
+
+def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> PrecisionMap:
+    """As its layers have it; of its head nothing follows from the default that is not said.
+
+    head: its name. Manifests call it HEAD in a model of one's own, too
+    """
     layers = {pattern: alone.lowered(precision) for pattern, precision in manifest.precision.items()}
     found = precision_map(layers, manifest.group, stored_groups=True)
-    return found if found.names(HEAD) else replace(found, head=found.default)
+    if head is None or found.names(head):
+        return found
+    own, patterns = found.default, []
+    for pattern, precision in found.patterns:
+        if pattern == HEAD:
+            own = precision
+        else:
+            patterns.append((pattern, precision))
+    return replace(found, head=own, patterns=tuple(patterns))
 
 
 def _about(manifest: Manifest) -> About:

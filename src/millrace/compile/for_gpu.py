@@ -10,7 +10,7 @@ from millrace.compile.gpu_precision import gpu_precision
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.engine.cuda.found import known_gpu
-from millrace.engine.cuda.precisions import multiplied_by
+from millrace.engine.cuda.precisions import check_keeps, multiplied_by
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.machine.devices import check_architecture
 from millrace.model.families import HEAD
@@ -19,7 +19,7 @@ from millrace.model.families import HEAD
 def check_gpu_has(
     device: str, folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None
 ) -> None:  # fmt: skip
-    """raises ConfigError for a precision of these that such a GPU has not; MachineError where none is here to ask"""
+    """raises ConfigError, EngineError for what such a GPU has not or no GPU here; MachineError where none is to ask"""
     gpu = known_gpu(device)
     check_architecture(gpu.about, gpu.architecture, _needed(folder, build, precisions))
 
@@ -29,8 +29,10 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     source = Source.from_checkpoint(Checkpoint.open(folder), build.max_context)
     kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
     alone, build = gpu_precision(build, source, precisions)
+    alone.check_kept(build.kv_cache_dtype)
     asked = asked_precision(build, source.own_precision, precisions)
     chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
+    check_keeps(None if chosen.kv_format == KvFormat[chosen.table.upper()] else chosen.kv_format)
     dtype = alone.floats(chosen.table)
     of = chosen.precision
     used = (of.default, of.of(HEAD, is_head=True), *(p for _, p in of.patterns))

@@ -7,7 +7,7 @@ In `fp8` weights have a scale for each output and activations one for each token
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from millrace.compile.precision import MEANT, PrecisionMap, StoredMatrix
+from millrace.compile.precision import MEANT, PrecisionMap, StoredMatrix, plain_format
 from millrace.compile.pricing import AUTO
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
@@ -54,7 +54,20 @@ class GpuPrecision:
         if self.name == "fp16" and asked == "bf16":
             raise EngineError(
                 "keys and values in bf16 of a model in fp16 on a GPU", "int8, fp8, or fp16, as the activations are",
-                "leave --kv-cache-dtype out for fp16, or ask for --precision bf16",
+                "leave --kv-cache-dtype out for fp16, choose int8 or fp8, or ask for --precision bf16",
+            )  # fmt: skip
+
+    def check_built(self, precisions: Mapping[str, str]) -> None:
+        """precisions: of an engine, as its manifest has them
+
+        raises ConfigError for layers in bfloat16 among floats of another type: a GPU has one type for all, and these
+        weights are rounded
+        """
+        dtype = self.floats(plain_format(Precision(self.lowered(precisions["default"].partition(":")[0]))))
+        if dtype != "bf16" and (narrow := [name for name, precision in precisions.items() if precision == "bf16"]):
+            raise ConfigError(
+                f"{narrow[0]} is built in bf16, and a GPU would have it in {dtype}, as all that is not coded",
+                "floats of one type in an engine for a GPU", f"build it again without bf16 for {narrow[0]}",
             )  # fmt: skip
 
     def fp8_rows(self, stored: Mapping[str, StoredMatrix], traced: Graph, chosen: PrecisionMap) -> Iterator[str]:

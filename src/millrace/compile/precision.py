@@ -77,7 +77,8 @@ class PrecisionMap:
         if head is not None:
             own = _written(self.of(head, is_head=True), self.x_group_of(head, is_head=True))
         different = {} if own == default else {HEAD: own}
-        return {"default": default, **different, **{p: _written(v, rows.get(p, 0)) for p, v in self.patterns}}
+        named = {p: _written(v, rows.get(p, 0)) for p, v in self.patterns if p not in different}
+        return {"default": default, **different, **named}
 
     def check_head(self, head: str) -> None:
         """raises ConfigError where two things are asked for the head of this name"""

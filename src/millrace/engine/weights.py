@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import PROGRAM_TABLE, WEIGHTS, damaged
+from millrace.engine.manifest import MANIFEST, PROGRAM_TABLE, WEIGHTS, damaged
 from millrace.engine.tables import Call, Weight, read_program_table
-from millrace.errors import EngineError
+from millrace.errors import CheckpointError, EngineError
 from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 from millrace.kernels.layout import matrix_bytes, up
@@ -102,6 +102,8 @@ class EngineWeights:
     def of(cls, engine: Engine) -> "EngineWeights":
         """raises EngineError where the program's table is none"""
         table, nbytes = read_program_table(engine.folder), engine.manifest.cpu.weights_bytes
+        if nbytes != engine.manifest.files[WEIGHTS].bytes:
+            raise damaged(engine.folder, f"{MANIFEST} tells of {nbytes} bytes of weights in another {WEIGHTS}")
         for weight in table.weights:
             if min(weight.offset, weight.bytes, *weight.shape, 0) < 0 or weight.offset + weight.bytes > nbytes:
                 raise damaged(engine.folder, f"{PROGRAM_TABLE} has {weight.name} outside of {WEIGHTS}")
@@ -122,17 +124,24 @@ class EngineWeights:
         whole = np.memmap(engine.folder / WEIGHTS, np.uint8, "c", shape=(nbytes,)) if nbytes else np.empty(0, np.uint8)
         return cls(engine, products, rows, whole)
 
-    def formats(self) -> dict[str, QuantisedFormat]:
-        """Of the constants that are codes for rows as they are, by name: before a pass joins some of them."""
-        found = dict[str, QuantisedFormat]()
-        for names, _, packing in self.products:
-            if packing.bits and not packing.hadamard_group:
-                kind, e4m3 = packing.scaling, packing.format == WeightFormat.FP8
-                minimums, two_levels = kind % 2 == 1, kind >= Scaling.LEVELS
-                found |= dict.fromkeys(
-                    names, QuantisedFormat(packing.bits, packing.group, minimums, two_levels, e4m3)
-                )  # fmt: skip
-        return found
+    def as_packed(self, graph: Graph) -> Graph:
+        """A graph as it was traced, its constants in the formats in which products have their codes.
+
+        Passes join by these, and shall join what they joined before: of two products over one input whose codes lie
+        alike, one has the checkpoint's own and the other was rounded, so that the other gets no format. Which is which
+        is the same to both. (For rows of bytes, rounded ones are transformed, and so lie otherwise.)
+        """
+        packed = {name: key for key in self.products for name in key[0]}
+        first, formats = dict[tuple[Value, str, Packing], Names](), dict[Value, QuantisedFormat]()
+        for node in graph.nodes:
+            w = node.inputs[1] if node.operator is LINEAR else None
+            if w is None or w.constant is None or w.constant.origin[0] not in packed:
+                continue
+            names, precision, packing = packed[w.constant.origin[0]]
+            joined = names == first.setdefault((node.inputs[0], precision, packing), names)
+            if packing.codes and (joined or Precision(precision).takes_bytes):
+                formats[w] = packing.codes
+        return _with_constants(graph, {w: replace(constant_of(w), format=codes) for w, codes in formats.items()})
 
     def bound(self, graph: Graph) -> Graph:
         """A graph after its passes, its constants with their contents. raises EngineError where one is not there"""
@@ -143,9 +152,7 @@ class EngineWeights:
                 packing = packing_of(node, storage_of(rows) if rows else DENSE)
                 for w, part in zip(matrices_of(node), self._parts(node, packing), strict=True):
                     parts.setdefault(w, []).append(part)
-        new = {v: replace(v, constant=self._constant(v, parts.get(v, ()))) for v in graph.constants()}
-        nodes = (replace(node, inputs=tuple(new.get(v, v) for v in node.inputs)) for node in graph.nodes)
-        return replace(graph, nodes=tuple(nodes))
+        return _with_constants(graph, {v: self._constant(v, parts.get(v, ())) for v in graph.constants()})
 
     def _parts(self, node: Node, packing: Packing) -> tuple[_Part, ...]:
         """Of each matrix of a product."""
@@ -200,12 +207,29 @@ class EngineWeights:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Beside what is done within: their checksum, which nobody has seen yet. raises EngineError at the end"""
+        """Beside what is done within: their checksum, which nobody has seen yet. raises EngineError at the end
+
+        Damaged weights may be none that a model can have: then what is within fails, and the damage is why.
+        """
         with ThreadPoolExecutor(1) as beside:
             sum_ = beside.submit(library().mr_checksum, self.data.ctypes.data if self.data.size else 0, self.data.size)
-            yield
-        if f"{sum_.result() & (2**64 - 1):016x}" != self.engine.manifest.files[WEIGHTS].checksum:
+            try:
+                yield
+            except CheckpointError:
+                self._check(sum_.result())
+                raise
+        self._check(sum_.result())
+
+    def _check(self, sum_: int) -> None:
+        if f"{sum_ & (2**64 - 1):016x}" != self.engine.manifest.files[WEIGHTS].checksum:
             raise damaged(self.engine.folder, f"{WEIGHTS} is damaged: its checksum differs")
+
+
+def _with_constants(graph: Graph, constants: Mapping[Value, Constant]) -> Graph:
+    """Some of a graph's constants are others."""
+    new = {value: replace(value, constant=constant) for value, constant in constants.items()}
+    nodes = (replace(node, inputs=tuple(new.get(v, v) for v in node.inputs)) for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _precision(call: Call) -> str:

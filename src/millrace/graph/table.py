@@ -6,10 +6,8 @@ they have in the checkpoint; a dimension that only a run knows is a word.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from millrace.checkpoint.quantised import QuantisedFormat
 from millrace.errors import GraphError
 from millrace.graph.rules import named
 from millrace.graph.trees import tuples
@@ -58,17 +56,12 @@ def _shape(shape: object) -> list[int | str]:
     return [d.name if isinstance(d, Symbol) else d for d in shape]
 
 
-def read_graph(
-    table: Mapping[str, Any], operators: Operators, formats: Mapping[str, QuantisedFormat] = MappingProxyType({})
-) -> Graph:
-    """The graph again, its constants without their content; verified. `table` is as graph_table() made it.
-
-    formats: of constants that are there in codes, by their names
-    """
+def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
+    """The graph again, its constants without their content; verified. `table` is as graph_table() made it."""
     inputs = tuple(Port(p["name"], Value(_dims(p["shape"]), DType(p["dtype"]))) for p in table["inputs"])
     values: dict[int | str, Value] = {i: port.value for i, port in enumerate(inputs)}
     for name, shape in table["constants"].items():
-        values[name] = Value(_dims(shape), constant=Constant(_unread, (name,), format=formats.get(name)))
+        values[name] = Value(_dims(shape), constant=Constant(_unread, (name,)))
     nodes = []
     for found in table["nodes"]:
         outputs = tuple(Value(_dims(shape)) for shape in found["shapes"])

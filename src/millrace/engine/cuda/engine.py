@@ -61,7 +61,6 @@ class GpuEngine(Engine):
     """Its folder has the tokenizer's files, and is there until `close`; its manifest is of this start alone.
 
     files: of a checkpoint's start, which made them; weights: of an engine folder, whose checksum nobody has seen yet
-
     smaller: what could be asked for instead where this does not fit, and what that takes
     tuner: times kernels on the device, before they are captured
     """

@@ -8,8 +8,8 @@ from millrace.engine.cuda.found import first_line
 from millrace.engine.cuda.memory import ATTENTION
 from millrace.engine.cuda.operators import OPERATORS
 from millrace.engine.cuda.placement import PRODUCTS
-from millrace.engine.cuda.precisions import WIDE, multiplied_by
-from millrace.engine.kv import KEPT, KvFormat
+from millrace.engine.cuda.precisions import WIDE, check_keeps, multiplied_by
+from millrace.engine.kv import KvFormat
 from millrace.errors import EngineError, MachineError
 from millrace.graph.types import Graph
 from millrace.kernels.matmul.coded import E4M3
@@ -42,9 +42,7 @@ def check_runs(graph: Graph, kv: KvFormat | None) -> None:
     if unknown:
         raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
                           "run it on the CPU")  # fmt: skip
-    if kv is not None and kv not in CODES:
-        raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
-                          "choose one of them")  # fmt: skip
+    check_keeps(kv)
     sizes = {size(n.inputs[1], 2) for n in graph.nodes if n.op in ATTENTION}
     if kv == KvFormat.FP8 and (odd := [n for n in sorted(sizes) if n & n - 1]):
         raise EngineError(f"keys and values in fp8 of heads of {odd[0]} on a GPU", "heads of a power of two",

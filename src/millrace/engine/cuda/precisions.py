@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from millrace.engine.cuda.found import Known
-from millrace.errors import ConfigError
+from millrace.engine.kv import KEPT, KvFormat
+from millrace.errors import ConfigError, EngineError
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import check_architecture
@@ -18,6 +19,13 @@ def multiplied_by(precision: Precision, dtype: str, *, meets_fp8: bool = False) 
         return () if dtype in WIDE else (dtype,)
     rows = "int8" if precision.takes_bytes else "bf16" if dtype in WIDE else dtype
     return (rows, "fp8") if precision.weights == WeightFormat.FP8 or meets_fp8 else (rows,)
+
+
+def check_keeps(kv: KvFormat | None) -> None:
+    """raises EngineError for keys and values that no kernel here keeps so. None: as activations are"""
+    if kv not in (None, KvFormat.INT8, KvFormat.FP8):
+        raise EngineError(f"keys and values in {KEPT[kv].name} on a GPU", "int8, fp8, or as the activations are",
+                          "choose one of them")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

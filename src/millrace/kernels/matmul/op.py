@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
@@ -140,6 +140,14 @@ class Packing:
     def bits(self) -> int:
         """Of its codes; 0: it has none."""
         return BITS.get(self.format, 0)
+
+    @property
+    def codes(self) -> QuantisedFormat | None:
+        """As a checkpoint would hold them; None: it has none, or of weights that are transformed."""
+        if not self.bits or self.hadamard_group:
+            return None
+        minimums, two_levels = self.scaling % 2 == 1, self.scaling >= Scaling.LEVELS
+        return QuantisedFormat(self.bits, self.group, minimums, two_levels, self.format == WeightFormat.FP8)
 
 
 def packing_of(node: Node, rows: Storage) -> Packing:
