@@ -303,7 +303,7 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {
         "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows", "gated",
-        "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
+        "merge", "normalise", "one_row", "one_row_of_halves", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
     early = {node.name for _, node in jitted() if overlaps(node)}
     asking = {node.name for _, node in jitted() if "asks_for" in calls(node)}
@@ -314,8 +314,10 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
         most = 227 if arch == 90 and row["about"] == "prompts, heads of 256" else 99  # KiB: of an H200, of an L4
         assert row["shared_bytes"] <= most * 1024, row
     for row in found:
-        if arch == 90 and row["kernel"] == "one_row":  # 4.8 TB/s for some 0.9 us, by 132 multiprocessors
+        if arch == 90 and row["kernel"].startswith("one_row"):  # 4.8 TB/s for some 0.9 us, by 132 multiprocessors
             resident = 65536 // (32 * row["warps"] * row["registers"])
-            assert resident * row["under_way_bytes"] >= 32 << 10, row
+            assert resident * row["under_way_bytes"] >= (32 if row["kernel"] == "one_row" else 48) << 10, row
+        if arch == 90 and row["kernel"] == "one_row_of_halves":  # of 128 weights a thread; by tensor cores alone 860
+            assert row["loop"] <= 320, row
         if row["kernel"] == "coded_product" and "many" not in row["about"]:
             assert row["under_way_bytes"] >= 8 << 10, row

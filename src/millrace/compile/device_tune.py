@@ -25,7 +25,7 @@ from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu
 from millrace.engine.cuda.transfer import there
 from millrace.engine.tactics import Choice, Comparison
-from millrace.kernels.matmul import cuda, gpu_tiles
+from millrace.kernels.matmul import cuda, cuda_row, gpu_tiles
 from millrace.kernels.matmul.coded import CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, Tiles, region_of, takes, tiles
 
@@ -57,7 +57,7 @@ def on_device(products: Products, tile: Tile) -> float:
 
 def machine_key(gpu: Gpu) -> str:
     """What a time holds for: the device, the compiler, the very kernels that were timed, and the tiles' places."""
-    sources = Path(cuda.__file__).read_bytes() + Path(gpu_tiles.__file__).read_bytes()
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (cuda, cuda_row, gpu_tiles))
     digest = hashlib.blake2b(sources, digest_size=6).hexdigest()
     major, minor = gpu.capability
     return f"{gpu.name}, sm_{major}{minor}, torch {torch.__version__}, triton {triton.__version__}, kernels {digest}"

@@ -10,6 +10,7 @@ import torch
 
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 
+ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
 
 
@@ -17,7 +18,8 @@ MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of wei
 class Tile:
     """Rows and columns of a program, its warps, and how many blocks of weights are on their way at a time.
 
-    Of one row and one stage: of `one_row`, which multiplies without tensor cores; it holds its inputs itself
+    Of one row: of cuda_row.py's kernels, which hold their inputs themselves. Columns are tensor cores' 16, or fewer
+    of `one_row`, which multiplies without them; its stage is one
     """
 
     rows: int
@@ -26,7 +28,8 @@ class Tile:
     stages: int = 3
 
 
-_ONE = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
+ONE_OF_E4M3 = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
+ONE_OF_HALVES = (Tile(1, 16, 8, 2), Tile(1, 16, 4, 2), Tile(1, 16, 8, 1), Tile(1, 32, 4, 2))
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
@@ -39,14 +42,19 @@ _MANY = (Tile(64, 64, 8), Tile(64, 128, 8), Tile(128, 64, 8))
 def tiles(rows: int) -> tuple[Tile, ...]:
     """That products of so many rows may go by; the first that takes them is the rule."""
     if rows == 1:
-        return (*_ONE, *_FEW)
+        return (*ONE_OF_E4M3, *ONE_OF_HALVES, *_FEW)
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
 
 
 def takes(tile: Tile, x: Matrix, w: CodedRows) -> bool:
-    """Whether a tile is of a kernel for such rows and weights: `one_row` is for E4M3, a scale for each row."""
+    """Whether a tile is of a kernel for such rows and weights.
+
+    `one_row` is for E4M3, a scale for each row; `one_row_of_halves` for 16-bit floats, with codes of whole words.
+    """
     if tile.rows > 1:
         return True
+    if tile in ONE_OF_HALVES:
+        return isinstance(x, torch.Tensor) and x.itemsize == 2 and len(x) == 1 and w.halves and w.width % 8 == 0
     whole = w.codes.dtype == E4M3 and w.group >= w.width
     return whole and isinstance(x, CodedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
 

@@ -1,0 +1,209 @@
+"""Products of one row with coded weights on a GPU, in Triton: for one user, who waits for all weights at each token.
+
+Tensor cores would multiply 15 rows of zeros beside the row, and codes would go to them through shared memory. Here
+E4M3 is multiplied without them, and codes of four bits are their 16 rows, with the one row as a column.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
+from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.gpu_tiles import ASKED, Tile
+
+WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
+WARP_HALVES = 256  # of one row of halves, for each warp at a time
+# 16 with a unit of its own as last bit, in two 16-bit floats, and where its four bits after the first are.
+POWER_BF16, PLACES_BF16 = tl.constexpr(0x41804180), tl.constexpr(0x00780078)
+POWER_FP16, PLACES_FP16 = tl.constexpr(0x4C004C00), tl.constexpr(0x03C003C0)
+_BITS_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")  # and, or
+_BITS_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
+
+
+@triton.jit
+def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASKED: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    """One program: a row x (1, K) times BLOCK_N of w (N, K), both of E4M3 with a scale for each row; y (1, N).
+
+    A thread has the same 16 neighbours of x and of each row of w (BLOCK_K is WARP_K for each warp, or registers
+    would go through shared memory), so that all its loads are on their way at once; every fourth product meets in one
+    sum, and threads meet at the end.
+    """
+    lets_next_begin(PDL)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column, place = column < N, tl.arange(0, BLOCK_K)[None, :]
+    lines = w + column.to(tl.int64)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_K // 4), tl.float32)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, ASKED, PDL)
+    after_those_before(PDL)
+    for first in range(0, K, BLOCK_K):
+        at = first + place
+        codes = tl.load(lines + at, mask=is_column[:, None] & (at < K), other=0.0)
+        row = tl.load(x + at, mask=at < K, other=0.0)
+        a, b, c, d = _in_four(codes.to(tl.float16).to(tl.float32))
+        e, f, g, h = _in_four(row.to(tl.float16).to(tl.float32))
+        total += a * e
+        total += b * f
+        total += c * g
+        total += d * h
+    scale = tl.load(w_scales + column, mask=is_column, other=0.0) * tl.load(x_scales)
+    tl.store(y + column, (tl.sum(total, 1) * scale).to(y.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _in_four(x):
+    """x (n, 4 k) -> every fourth column, from each of the first four on."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def one_row_of_halves(x, w, w_scales, minimums, y, N, K, w_row, groups, GROUP: tl.constexpr, ZERO: tl.constexpr,
+                      MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr,
+                      WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, ASKED: tl.constexpr,
+                      PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: a row x (1, K) of 16-bit floats times BLOCK_N of w (N, K), codes of four bits; y (1, N).
+
+    A unit is DEPTH inputs, which share a scale. A warp has UNITS neighbours at a time for all columns, and each thread
+    words of w just where tensor cores want them: what it multiplies first of a row is not what comes first there, but
+    x is permuted alike. So nothing goes through shared memory before the end, where warps meet.
+    A code is the last bits of 16, which is taken away with the zero by what tensor cores start from: -(16 + zero) times
+    the sum of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros.
+
+    groups: scales of a row of w, each of GROUP inputs, 0: there is one | EVEN: all units are whole
+    AHEAD: words of the next units are asked for before those at hand are multiplied | PLAIN: for the interpreter
+    """
+    lets_next_begin(PDL)
+    STEP: tl.constexpr = WARPS * UNITS * DEPTH
+    line = tl.arange(0, UNITS * WARPS * BLOCK_N)  # eight columns, warps, units, the next eight columns
+    is_column = (_column(line, WARPS * UNITS, BLOCK_N) < N)[:, None]
+    word = ((line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS) * (DEPTH // 8))[:, None]
+    word += tl.arange(0, DEPTH // 8)[None, :]
+    lines = w.to(tl.pointer_type(tl.int32)) + word
+    lines += _column(line, WARPS * UNITS, BLOCK_N).to(tl.int64)[:, None] * (w_row // 4)
+    total = tl.zeros((UNITS * WARPS, BLOCK_N, 4, 2), tl.float32)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
+    after_those_before(PDL)
+    row_words = w_row // 4
+    coming = tl.load(lines, mask=is_column if EVEN else is_column & (word < row_words))
+    for first in range(0, K, STEP):
+        if AHEAD:
+            words, then = coming, (first + STEP) // 8
+            coming = tl.load(lines + then, mask=is_column & (then + word * (not EVEN) < row_words))
+        else:
+            at = first // 8
+            words = tl.load(lines + at, mask=is_column if EVEN else is_column & (at + word < row_words))
+        tl.debug_barrier()  # or the compiler asks for rows of x first
+        rows = _columns_of(x, first, K, EVEN, DEPTH, UNITS, WARPS)
+        least = _times(tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, rows.dtype), rows, None, PLAIN)
+        found = _times(_codes(words, UNITS, WARPS, rows.dtype, PLAIN), rows, least, PLAIN)
+        found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
+        if GROUP:
+            found *= _of_units(w_scales, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+        if MINIMUMS:
+            sums = tl.reshape(least, (UNITS * WARPS, BLOCK_N, 4, 2)) * (-1 / (16 + ZERO))
+            found += sums * _of_units(minimums, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+        total += found
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = tl.sum(tl.reshape(tl.sum(total, 0), (BLOCK_N, 8)), 1) / 8  # all eight are the same
+    if not GROUP:
+        product *= tl.load(w_scales + column, mask=column < N, other=0.0).to(tl.float32)
+    tl.store(y + column, product.to(y.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _column(line, between, BLOCK_N: tl.constexpr):
+    """Which of w's rows a line is of: eight of them are neighbours, the next eight come `between` times eight later."""
+    return tl.program_id(0) * BLOCK_N + line % 8 + line // (8 * between) * 8
+
+
+@triton.jit
+def _codes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """words (eight columns x units x ..., DEPTH / 8) of eight halves, the first the lowest -> (units, columns, DEPTH)
+    of 16 + code, exactly. Inputs in the order of `_columns_of`.
+
+    The instruction is said to have effects because tensor cores' layout is chosen by the joins that it hides.
+    """
+    if dtype == tl.bfloat16:
+        four = tl.join(tl.join(words << 3, words >> 1), tl.join(words >> 5, words >> 9))
+    else:
+        four = tl.join(tl.join(words << 6, words << 2), tl.join(words >> 2, words >> 6))
+    two = tl.join(four.to(tl.int16), (four >> 16).to(tl.int16))  # halves 0 and 4, 1 and 5, 2 and 6, 3 and 7
+    if PLAIN:
+        places: tl.constexpr = PLACES_BF16 if dtype == tl.bfloat16 else PLACES_FP16
+        power: tl.constexpr = POWER_BF16 if dtype == tl.bfloat16 else POWER_FP16
+        two = (two & (places & 0xFFFF)) | (power & 0xFFFF)
+    else:
+        bits: tl.constexpr = _BITS_BF16 if dtype == tl.bfloat16 else _BITS_FP16
+        two = tl.inline_asm_elementwise(bits, "=r,r", [two], dtype=tl.int16, is_pure=False, pack=2)
+    eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
+    of_thread: tl.constexpr = words.shape[1] // 4
+    two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, of_thread, 2, 2, 2))
+    two = tl.permute(two, (1, 0, 2, 4, 6, 5, 3, 7))
+    return tl.reshape(two, (UNITS * WARPS, 8 * eights, 8 * words.shape[1])).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _columns_of(x, first, K, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr):
+    """x (K) from `first` on -> (units, DEPTH, 8), eight times the same. Of each DEPTH / 32 words' inputs that a thread
+    has: word, half's last two bits, thread of four, half's first bit."""
+    of_thread: tl.constexpr = DEPTH // 32
+    line, i = tl.arange(0, of_thread * UNITS * WARPS * 8), tl.arange(0, 32)
+    unit = line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS
+    at = first + (unit * DEPTH + line // (8 * UNITS * WARPS) * 8)[:, None] + (i // 8 * (8 * of_thread) + i % 8)[None, :]
+    rows = tl.load(x + at) if EVEN else tl.load(x + at, mask=at < K, other=0.0)
+    rows = tl.permute(tl.reshape(rows, (of_thread, UNITS * WARPS, 8, 4, 2, 2, 2)), (1, 0, 5, 6, 3, 4, 2))
+    return tl.reshape(rows, (UNITS * WARPS, DEPTH, 8))
+
+
+@triton.jit
+def _times(codes, rows, start, PLAIN: tl.constexpr):
+    """In the interpreter of float32: it has no products of bfloat16."""
+    if PLAIN:
+        codes, rows = codes.to(tl.float32), rows.to(tl.float32)
+    return tl.dot(codes, rows, start, input_precision="ieee" if PLAIN else None)
+
+
+@triton.jit
+def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+              UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """scales (N, groups) -> (units, columns, 4, 1) float32, as four threads have each column."""
+    line = tl.arange(0, WARPS * BLOCK_N)
+    unit = first // DEPTH + (line // 8 % WARPS * UNITS)[:, None] + (tl.arange(0, 4 * UNITS) % UNITS)[None, :]
+    column = _column(line, WARPS, BLOCK_N)[:, None]
+    group = unit if GROUP == DEPTH else unit * DEPTH // max(GROUP, 1)
+    inside = column < N if EVEN else (column < N) & (unit * DEPTH < K)
+    found = tl.load(scales + column * groups + group, mask=inside, other=0.0).to(tl.float32)
+    found = tl.permute(tl.reshape(found, (BLOCK_N // 8, WARPS, 8, 4, UNITS)), (4, 1, 0, 2, 3))
+    return tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 1))
+
+
+def by_one_row(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
+    """(1, N) of `dtype`. depth: inputs that share a scale, at most; of halves alone"""
+    given = x.codes if isinstance(x, CodedRows) else x
+    (n, w_row), k, asked = w.codes.shape, given.shape[1], ASKED if w.codes.shape[1] % 16 == 0 else 0
+    y = torch.empty((1, n), dtype=dtype, device=given.device)
+    grid = (cdiv(n, tile.columns),)
+    if isinstance(x, CodedRows):
+        one_row[grid](
+            given.contiguous(), x.scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
+            ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+        return y
+    one_row_of_halves[grid](
+        given.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, n, k, w_row,
+        w.scales.shape[1], GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
+        EVEN=k % (WARP_HALVES * tile.warps) == 0, DEPTH=depth, UNITS=WARP_HALVES // depth, WARPS=tile.warps,
+        BLOCK_N=tile.columns, AHEAD=tile.stages > 1, ASKED=asked, PLAIN=triton.knobs.runtime.interpret,
+        **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return y
+
+
+def group_of(w: CodedRows) -> int:
+    """Whose scales meet sums of units; 0: one scale for each row, which meets all at the end."""
+    return 0 if w.group >= w.width and w.minimums is None else min(w.group, w.width)
