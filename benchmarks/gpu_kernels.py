@@ -31,8 +31,8 @@ from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, Coding
 from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
-from millrace.kernels.matmul.cuda_row import WARP_HALVES, WARP_K, one_row, one_row_of_halves
-from millrace.kernels.matmul.gpu_tiles import ASKED, MANY_ROWS, ONE_OF_E4M3, ONE_OF_HALVES, Tile, tiles
+from millrace.kernels.matmul.cuda_few import WARP_HALVES, WARP_K, few_rows_of_halves, one_row
+from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_HALVES, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
 
@@ -75,16 +75,14 @@ def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, An
 
 
 def _by(tile: Tile) -> Any:
-    if tile.rows > 1:
-        return coded_product
-    return one_row_of_halves if tile in ONE_OF_HALVES else one_row
+    return coded_product if tile.rows > EIGHT else few_rows_of_halves if tile.rows > 1 else one_row
 
 
 def _some(precision: str, rows: int) -> tuple[Tile, ...]:
     """Tiles of so many rows, the rule first, that products of no fewer go by."""
-    if rows > 1:
+    if rows > EIGHT:
         return tiles(rows)
-    return {"fp8": ONE_OF_E4M3, "w4a16": ONE_OF_HALVES}.get(precision, ())
+    return {("fp8", 1): ONE_OF_E4M3, ("w4a16", EIGHT): EIGHT_OF_HALVES}.get((precision, rows), ())
 
 
 # What rows become, by the end of a case's name.
@@ -136,8 +134,8 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *((gated, f"{n:,} columns{to}", _row(n, to)) for n in (14336, 28672) for to in _ROWS),
     *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
     (one_row, "fp8", _product("fp8", ONE_OF_E4M3[0])),
-    (one_row_of_halves, "w4a16", _product("w4a16", ONE_OF_HALVES[0])),
-    (one_row_of_halves, "w4a16 minimums", _product("w4a16", ONE_OF_HALVES[0], minimums=True)),
+    (few_rows_of_halves, "w4a16", _product("w4a16", EIGHT_OF_HALVES[0])),
+    (few_rows_of_halves, "w4a16 minimums", _product("w4a16", EIGHT_OF_HALVES[0], minimums=True)),
     *((coded_product, precision, _product(precision, tiles(16)[0])) for precision in _CODED),
     (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
     (sample.put_tokens, "any number", {"BLOCK": 128}),
@@ -153,7 +151,7 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
 TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = (*(
     (_by(tile), f"{precision} {tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages",
      _product(precision, tile))
-    for precision in TUNED for rows in (1, 16, 32, MANY_ROWS) for tile in _some(precision, rows)[1:]
+    for precision in TUNED for rows in (1, EIGHT, 16, 32, MANY_ROWS) for tile in _some(precision, rows)[1:]
     if rows < MANY_ROWS or "x" in _CODED[precision]
 ), (attend, "prompts of float32", {**_HEADS, **_TILE, "BLOCK_M": FLOAT_ROWS}),
 )  # fmt: skip
@@ -162,7 +160,7 @@ TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = (*(
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
     """What one of them takes. Tensors that are not of another type by name are of bfloat16, or as `about` says."""
     names = kernel.arg_names
-    is_product = kernel in (coded_product, one_row, one_row_of_halves)
+    is_product = kernel in (coded_product, one_row, few_rows_of_halves)
     types = _TYPES | _CODED[about.split()[0]] if is_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]

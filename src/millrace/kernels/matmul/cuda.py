@@ -15,8 +15,8 @@ from torch.nn import functional
 from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
 from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
-from millrace.kernels.matmul.cuda_row import by_one_row
-from millrace.kernels.matmul.gpu_tiles import ASKED, MANY_ROWS, RULES, Tile, Tiles, rows_of
+from millrace.kernels.matmul.cuda_few import by_few_rows
+from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, MANY_ROWS, RULES, Tile, Tiles, rows_of
 
 BLOCK_K = 128  # what goes through at a time, at most
 # Powers of two whose last bit is 1, and the bits of two of them in 16-bit floats.
@@ -177,8 +177,8 @@ def _block_k(integers: bool, halves: bool, *groups: int) -> int:
 
 def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
     depth = block_k(x, w)
-    if tile.rows == 1:
-        return by_one_row(x, w, dtype, tile, depth)
+    if tile.rows <= EIGHT:
+        return by_few_rows(x, w, dtype, tile, depth)
     given, scales = (x.codes, x.scales) if isinstance(x, CodedRows) else (x, w.scales)
     (m, k), (n, w_row) = given.shape, w.codes.shape
     y = torch.empty((m, n), dtype=dtype, device=given.device)

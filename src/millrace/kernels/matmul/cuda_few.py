@@ -1,7 +1,8 @@
-"""Products of one row with coded weights on a GPU, in Triton: for one user, who waits for all weights at each token.
+"""Products of one to eight rows with coded weights on a GPU, in Triton: for few users, who wait for all weights at
+each token.
 
-Tensor cores would multiply 15 rows of zeros beside the row, and codes would go to them through shared memory. Here
-E4M3 is multiplied without them, and codes of four bits are their 16 rows, with the one row as a column.
+As 16 rows of tensor cores they would be zeros most of all, and codes would go there through shared memory. Here one
+row of E4M3 is multiplied without them, and codes of four bits are their 16 rows, with the few rows as eight columns.
 """
 
 import torch
@@ -14,7 +15,7 @@ from millrace.kernels.matmul.coded import CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import ASKED, Tile
 
 WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
-WARP_HALVES = 256  # of one row of halves, for each warp at a time
+WARP_HALVES = 256  # inputs of halves, for each warp at a time
 # 16 with a unit of its own as last bit, in two 16-bit floats, and where its four bits after the first are.
 POWER_BF16, PLACES_BF16 = tl.constexpr(0x41804180), tl.constexpr(0x00780078)
 POWER_FP16, PLACES_FP16 = tl.constexpr(0x4C004C00), tl.constexpr(0x03C003C0)
@@ -61,18 +62,18 @@ def _in_four(x):
     return a, b, c, d
 
 
-@triton.jit
-def one_row_of_halves(x, w, w_scales, minimums, y, N, K, w_row, groups, GROUP: tl.constexpr, ZERO: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])  # that only says which rows there are
+def few_rows_of_halves(x, w, w_scales, minimums, y, M, N, K, w_row, groups, GROUP: tl.constexpr, ZERO: tl.constexpr,
                       MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr,
                       WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, ASKED: tl.constexpr,
                       PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program: a row x (1, K) of 16-bit floats times BLOCK_N of w (N, K), codes of four bits; y (1, N).
+    """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), codes of four bits; y (M, N).
 
     A unit is DEPTH inputs, which share a scale. A warp has UNITS neighbours at a time for all columns, and each thread
     words of w just where tensor cores want them: what it multiplies first of a row is not what comes first there, but
     x is permuted alike. So nothing goes through shared memory before the end, where warps meet.
     A code is the last bits of 16, which is taken away with the zero by what tensor cores start from: -(16 + zero) times
-    the sum of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros.
+    the sums of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros.
 
     groups: scales of a row of w, each of GROUP inputs, 0: there is one | EVEN: all units are whole
     AHEAD: words of the next units are asked for before those at hand are multiplied | PLAIN: for the interpreter
@@ -98,7 +99,7 @@ def one_row_of_halves(x, w, w_scales, minimums, y, N, K, w_row, groups, GROUP: t
             at = first // 8
             words = tl.load(lines + at, mask=is_column if EVEN else is_column & (at + word < row_words))
         tl.debug_barrier()  # or the compiler asks for rows of x first
-        rows = _columns_of(x, first, K, EVEN, DEPTH, UNITS, WARPS)
+        rows = _columns_of(x, first, M, K, EVEN, DEPTH, UNITS, WARPS)
         least = _times(tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, rows.dtype), rows, None, PLAIN)
         found = _times(_codes(words, UNITS, WARPS, rows.dtype, PLAIN), rows, least, PLAIN)
         found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
@@ -109,10 +110,11 @@ def one_row_of_halves(x, w, w_scales, minimums, y, N, K, w_row, groups, GROUP: t
             found += sums * _of_units(minimums, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
         total += found
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    product = tl.sum(tl.reshape(tl.sum(total, 0), (BLOCK_N, 8)), 1) / 8  # all eight are the same
+    product = tl.reshape(tl.sum(total, 0), (BLOCK_N, 8))
     if not GROUP:
-        product *= tl.load(w_scales + column, mask=column < N, other=0.0).to(tl.float32)
-    tl.store(y + column, product.to(y.dtype.element_ty), mask=column < N)
+        product *= tl.load(w_scales + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
+    row = tl.arange(0, 8)[None, :]
+    tl.store(y + row * N + column[:, None], product.to(y.dtype.element_ty), mask=(row < M) & (column < N)[:, None])
 
 
 @triton.jit
@@ -148,14 +150,15 @@ def _codes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr,
 
 
 @triton.jit
-def _columns_of(x, first, K, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr):
-    """x (K) from `first` on -> (units, DEPTH, 8), eight times the same. Of each DEPTH / 32 words' inputs that a thread
-    has: word, half's last two bits, thread of four, half's first bit."""
+def _columns_of(x, first, M, K, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr):
+    """x (M, K) from `first` on -> (units, DEPTH, 8), where there are fewer rows the last one again. Of each DEPTH / 32
+    words' inputs that a thread has: word, half's last two bits, thread of four, half's first bit."""
     of_thread: tl.constexpr = DEPTH // 32
     line, i = tl.arange(0, of_thread * UNITS * WARPS * 8), tl.arange(0, 32)
     unit = line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS
     at = first + (unit * DEPTH + line // (8 * UNITS * WARPS) * 8)[:, None] + (i // 8 * (8 * of_thread) + i % 8)[None, :]
-    rows = tl.load(x + at) if EVEN else tl.load(x + at, mask=at < K, other=0.0)
+    row = tl.minimum(line % 8, M - 1)[:, None] * K
+    rows = tl.load(x + row + at) if EVEN else tl.load(x + row + at, mask=at < K, other=0.0)
     rows = tl.permute(tl.reshape(rows, (of_thread, UNITS * WARPS, 8, 4, 2, 2, 2)), (1, 0, 5, 6, 3, 4, 2))
     return tl.reshape(rows, (UNITS * WARPS, DEPTH, 8))
 
@@ -182,11 +185,12 @@ def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constex
     return tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 1))
 
 
-def by_one_row(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
-    """(1, N) of `dtype`. depth: inputs that share a scale, at most; of halves alone"""
+def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
+    """(M, N) of `dtype`. depth: inputs that share a scale, at most; of halves alone"""
     given = x.codes if isinstance(x, CodedRows) else x
-    (n, w_row), k, asked = w.codes.shape, given.shape[1], ASKED if w.codes.shape[1] % 16 == 0 else 0
-    y = torch.empty((1, n), dtype=dtype, device=given.device)
+    (m, k), (n, w_row), asked = given.shape, w.codes.shape, ASKED if w.codes.shape[1] % 16 == 0 else 0
+    assert 0 < m <= tile.rows, f"{m} rows by {tile}"
+    y = torch.empty((m, n), dtype=dtype, device=given.device)
     grid = (cdiv(n, tile.columns),)
     if isinstance(x, CodedRows):
         one_row[grid](
@@ -194,9 +198,9 @@ def by_one_row(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: i
             ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
         return y
-    one_row_of_halves[grid](
-        given.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, n, k, w_row,
-        w.scales.shape[1], GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
+    few_rows_of_halves[grid](
+        given.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
+        w_row, w.scales.shape[1], GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
         EVEN=k % (WARP_HALVES * tile.warps) == 0, DEPTH=depth, UNITS=WARP_HALVES // depth, WARPS=tile.warps,
         BLOCK_N=tile.columns, AHEAD=tile.stages > 1, ASKED=asked, PLAIN=triton.knobs.runtime.interpret,
         **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,

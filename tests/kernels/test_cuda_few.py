@@ -1,4 +1,4 @@
-"""One row by codes of four bits on a GPU: Triton's interpreter beside float64, at odd sizes; and by tensor cores."""
+"""Few rows by codes of four bits on a GPU: Triton's interpreter beside float64, at odd sizes; and its instructions."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ import torch
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.kernels.matmul.coded import weights
-from millrace.kernels.matmul.gpu_tiles import ONE_OF_HALVES, takes
+from millrace.kernels.matmul.gpu_tiles import EIGHT, EIGHT_OF_HALVES, takes
 from millrace.kernels.matmul.pack import rounded_codes
 
 products = pytest.importorskip("millrace.kernels.matmul.cuda", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 
-from millrace.kernels.matmul import cuda_row  # noqa: E402 (Triton's)
+from millrace.kernels.matmul import cuda_few  # noqa: E402 (Triton's)
 
 
 def matrix(n: int, k: int, group: int, minimums: bool, rng: np.random.Generator) -> QuantisedMatrix:
@@ -27,19 +27,19 @@ def matrix(n: int, k: int, group: int, minimums: bool, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "k", "group", "minimums"), [
-    (1, 8, 128, False), (37, 136, 32, False), (17, 2040, 64, True), (5, 2048, 128, False), (33, 2184, 256, True),
-    (16, 4096, 128, False), (19, 1032, 0, False), (7, 264, 0, True),
+@pytest.mark.parametrize(("m", "n", "k", "group", "minimums"), [
+    (1, 1, 8, 128, False), (8, 37, 136, 32, False), (1, 17, 2040, 64, True), (3, 5, 2048, 128, False),
+    (1, 33, 2184, 256, True), (1, 16, 4096, 128, False), (7, 19, 1032, 0, False), (2, 7, 264, 0, True),
 ])  # fmt: skip
-def test_one_row_of_halves_by_every_tile(n: int, k: int, group: int, minimums: bool, dtype: torch.dtype) -> None:
+def test_few_rows_by_every_tile(m: int, n: int, k: int, group: int, minimums: bool, dtype: torch.dtype) -> None:
     """Beside float64 over the same codes: columns, units and blocks that end early, whole ones, a scale for each row.
     What lies behind a row's end is another row, and not summed."""
     rng = np.random.default_rng(k)
     of = matrix(n, k, group or k, minimums, rng)
-    w, x = weights(of), torch.from_numpy(rng.normal(size=(1, k))).to(dtype)
+    w, x = weights(of), torch.from_numpy(rng.normal(size=(m, k))).to(dtype)
     exact, dense = x.double().numpy(), of.dequantise()
-    assert len(ONE_OF_HALVES) >= 3
-    for tile in ONE_OF_HALVES:
+    assert len(EIGHT_OF_HALVES) >= 3
+    for tile in EIGHT_OF_HALVES:
         assert takes(tile, x, w)
         y = products.by_kernel(x, w, torch.float32, tile).double().numpy()
         assert (np.abs(y - exact @ dense.T) <= 2e-6 * (np.abs(exact) @ np.abs(dense).T)).all(), tile
@@ -47,17 +47,18 @@ def test_one_row_of_halves_by_every_tile(n: int, k: int, group: int, minimums: b
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_each_half_of_a_word_is_exact(dtype: torch.dtype) -> None:
-    """All 16 codes in each of the 8 places of a word, met by a row of which one element is 1."""
+    """All 16 codes in each of the 8 places of a word, met by rows of which one element is 1."""
     codes = np.stack([np.roll(np.arange(32) % 16, n) for n in range(16)]) - 8
     w = weights(QuantisedMatrix(codes.astype(np.int8), np.ones((16, 1), np.float16), 32, 4))
-    for place in range(32):
-        x = torch.nn.functional.one_hot(torch.tensor([place]), 32).to(dtype)
-        assert products.product(x, w, torch.float32)[0].tolist() == codes[:, place].tolist()
+    for first in range(0, 32, EIGHT):
+        x = torch.eye(32, dtype=dtype)[first : first + EIGHT]
+        assert takes(EIGHT_OF_HALVES[0], x, w)
+        assert products.product(x, w, torch.float32).T.tolist() == codes[:, first : first + EIGHT].tolist()
 
 
 @pytest.mark.parametrize(("bits", "power", "places", "dtype"), [
-    (cuda_row._BITS_BF16, cuda_row.POWER_BF16, cuda_row.PLACES_BF16, torch.bfloat16),
-    (cuda_row._BITS_FP16, cuda_row.POWER_FP16, cuda_row.PLACES_FP16, torch.float16),
+    (cuda_few._BITS_BF16, cuda_few.POWER_BF16, cuda_few.PLACES_BF16, torch.bfloat16),
+    (cuda_few._BITS_FP16, cuda_few.POWER_FP16, cuda_few.PLACES_FP16, torch.float16),
 ])  # fmt: skip
 def test_the_instruction_does_what_the_interpreter_does(
     bits: tl.constexpr, power: tl.constexpr, places: tl.constexpr, dtype: torch.dtype
@@ -76,12 +77,22 @@ def test_the_instruction_does_what_the_interpreter_does(
 def test_it_starts_from_nothing_and_tells_what_is_not_finite(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(3)
     w = weights(matrix(20, 256, 64, minimums=True, rng=rng))
-    x = torch.zeros((1, 256), dtype=dtype)
+    x = torch.zeros((4, 256), dtype=dtype)
     assert not products.product(x, w, dtype).any()
-    for wrong in ("nan", "inf"):
-        x[0, 131] = float(wrong)
-        with np.errstate(invalid="ignore"):  # the interpreter's own products
-            assert not products.product(x, w, dtype).isfinite().any()
+    x[1, 131], x[3, 255] = float("nan"), float("inf")
+    with np.errstate(invalid="ignore"):  # the interpreter's own products
+        y = products.product(x, w, dtype)
+    assert not y[[0, 2]].any() and not y[[1, 3]].isfinite().any()
+
+
+def test_a_row_is_the_same_beside_others() -> None:
+    """To the bit, however many they are: a column of tensor cores knows nothing of the next."""
+    rng = np.random.default_rng(4)
+    w = weights(matrix(40, 1152, 128, minimums=False, rng=rng))
+    x = torch.from_numpy(rng.normal(size=(EIGHT, 1152))).bfloat16()
+    whole = products.product(x, w, torch.float32)
+    for m in (1, 2, 5):
+        assert torch.equal(products.product(x[:m], w, torch.float32), whole[:m])
 
 
 def test_what_is_taken_away_costs_little_beside_rounding() -> None:
