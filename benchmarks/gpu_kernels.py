@@ -31,7 +31,7 @@ from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, Coding
 from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
-from millrace.kernels.matmul.cuda_few import WARP_HALVES, WARP_K, few_rows_of_halves, one_row
+from millrace.kernels.matmul.cuda_few import WARP_HALVES, WARP_K, few_rows_of_halves, one_row, registers
 from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_HALVES, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
@@ -195,6 +195,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if is_product:
         tile = constants["TILE"]
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    if kernel is few_rows_of_halves:
+        options |= {"num_stages": 1, "maxnreg": registers(tile, BLOCK_K)}
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     told = _dumped(found.asm["cubin"], "-res-usage")
     usage = dict(part.split(":", 1) for part in told.split("Function", 1)[1].split() if part.count(":") == 1)

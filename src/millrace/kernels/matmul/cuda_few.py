@@ -89,25 +89,24 @@ def few_rows_of_halves(x, w, w_scales, minimums, y, M, N, K, w_row, groups, GROU
     total = tl.zeros((UNITS * WARPS, BLOCK_N, 4, 2), tl.float32)
     asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
     after_those_before(PDL)
-    row_words = w_row // 4
-    coming = tl.load(lines, mask=is_column if EVEN else is_column & (word < row_words))
+    words, scale, least = _asked(lines, word, is_column, w_scales, minimums, 0, N, K, groups, GROUP, MINIMUMS, EVEN,
+                                 DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
     for first in range(0, K, STEP):
-        if AHEAD:
-            words, then = coming, (first + STEP) // 8
-            coming = tl.load(lines + then, mask=is_column & (then + word * (not EVEN) < row_words))
-        else:
-            at = first // 8
-            words = tl.load(lines + at, mask=is_column if EVEN else is_column & (at + word < row_words))
+        these, by, plus = words, scale, least
+        words, scale, least = _asked(lines, word, is_column, w_scales, minimums, first + (STEP if AHEAD else 0), N, K,
+                                     groups, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
+        if not AHEAD:
+            these, by, plus = words, scale, least
         tl.debug_barrier()  # or the compiler asks for rows of x first
         rows = _columns_of(x, first, M, K, EVEN, DEPTH, UNITS, WARPS)
-        least = _times(tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, rows.dtype), rows, None, PLAIN)
-        found = _times(_codes(words, UNITS, WARPS, rows.dtype, PLAIN), rows, least, PLAIN)
+        minus = _times(tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, rows.dtype), rows, None, PLAIN)
+        found = _times(_codes(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
         found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
         if GROUP:
-            found *= _of_units(w_scales, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+            found *= _by_columns(by, UNITS, WARPS, BLOCK_N)
         if MINIMUMS:
-            sums = tl.reshape(least, (UNITS * WARPS, BLOCK_N, 4, 2)) * (-1 / (16 + ZERO))
-            found += sums * _of_units(minimums, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+            of_minus = _by_columns(plus, UNITS, WARPS, BLOCK_N) * (-1 / (16 + ZERO))
+            found += tl.reshape(minus, (UNITS * WARPS, BLOCK_N, 4, 2)) * of_minus
         total += found
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     product = tl.reshape(tl.sum(total, 0), (BLOCK_N, 8))
@@ -172,17 +171,37 @@ def _times(codes, rows, start, PLAIN: tl.constexpr):
 
 
 @triton.jit
+def _asked(lines, word, is_column, w_scales, minimums, first, N, K, groups, GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
+           EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr,
+           BLOCK_N: tl.constexpr):  # fmt: skip
+    """Words from input `first` on, and scales and minimums where units have them; of what lies behind K, none."""
+    inside = first // 8 + word * (not EVEN) < K // 8  # not the number alone: the interpreter makes no mask of that
+    words = tl.load(lines + first // 8, mask=is_column & inside)
+    scale, least = words, words
+    if GROUP:
+        scale = _of_units(w_scales, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+    if MINIMUMS:
+        least = _of_units(minimums, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+    return words, scale, least
+
+
+@triton.jit
 def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
               UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """scales (N, groups) -> (units, columns, 4, 1) float32, as four threads have each column."""
+    """scales (N, groups) -> as four threads have each of eight columns: (columns x warps, 4 x units)."""
     line = tl.arange(0, WARPS * BLOCK_N)
     unit = first // DEPTH + (line // 8 % WARPS * UNITS)[:, None] + (tl.arange(0, 4 * UNITS) % UNITS)[None, :]
     column = _column(line, WARPS, BLOCK_N)[:, None]
-    group = unit if GROUP == DEPTH else unit * DEPTH // max(GROUP, 1)
-    inside = column < N if EVEN else (column < N) & (unit * DEPTH < K)
-    found = tl.load(scales + column * groups + group, mask=inside, other=0.0).to(tl.float32)
-    found = tl.permute(tl.reshape(found, (BLOCK_N // 8, WARPS, 8, 4, UNITS)), (4, 1, 0, 2, 3))
-    return tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 1))
+    group = unit if GROUP == DEPTH else unit * DEPTH // GROUP
+    inside = (first + column * 0 if EVEN else unit * DEPTH) < K
+    return tl.load(scales + column * groups + group, mask=(column < N) & inside, other=0.0)
+
+
+@triton.jit
+def _by_columns(of_units, UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What `_of_units` found -> (units, columns, 4, 1) float32."""
+    found = tl.reshape(of_units.to(tl.float32), (BLOCK_N // 8, WARPS, 8, 4, UNITS))
+    return tl.reshape(tl.permute(found, (4, 1, 0, 2, 3)), (UNITS * WARPS, BLOCK_N, 4, 1))
 
 
 def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
@@ -203,9 +222,16 @@ def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: 
         w_row, w.scales.shape[1], GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
         EVEN=k % (WARP_HALVES * tile.warps) == 0, DEPTH=depth, UNITS=WARP_HALVES // depth, WARPS=tile.warps,
         BLOCK_N=tile.columns, AHEAD=tile.stages > 1, ASKED=asked, PLAIN=triton.knobs.runtime.interpret,
-        **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+        **overlapping(given.device), num_warps=tile.warps, num_stages=1, maxnreg=registers(tile, depth),
+        enable_fp_fusion=True,
     )  # fmt: skip
     return y
+
+
+def registers(tile: Tile, depth: int) -> int | None:
+    """Of a thread, at most, so that a multiprocessor has two programs of eight warps; None: as many as it takes, which
+    are more where a thread's words are of several groups and go through shared memory."""
+    return 65536 // (2 * 32 * tile.warps) if tile.warps == 8 and depth == 128 else None
 
 
 def group_of(w: CodedRows) -> int:

@@ -29,7 +29,7 @@ class Tile:
 
 
 ONE_OF_E4M3 = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
-EIGHT_OF_HALVES = (Tile(8, 16, 8, 2), Tile(8, 16, 4, 2), Tile(8, 16, 8, 1), Tile(8, 32, 4, 2))
+EIGHT_OF_HALVES = (Tile(8, 16, 8, 2), Tile(8, 16, 4, 2), Tile(8, 16, 8, 1), Tile(8, 32, 4, 1))
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
