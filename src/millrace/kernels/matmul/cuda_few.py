@@ -99,7 +99,8 @@ def few_rows_of_halves(x, w, w_scales, minimums, y, M, N, K, w_row, groups, GROU
             these, by, plus = words, scale, least
         tl.debug_barrier()  # or the compiler asks for rows of x first
         rows = _columns_of(x, first, M, K, EVEN, DEPTH, UNITS, WARPS)
-        minus = _times(tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, rows.dtype), rows, None, PLAIN)
+        minus = tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, tl.float32).to(rows.dtype)
+        minus = _times(minus, rows, None, PLAIN)
         found = _times(_codes(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
         found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
         if GROUP:
