@@ -31,8 +31,8 @@ from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, Coding
 from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
-from millrace.kernels.matmul.cuda_few import WARP_HALVES, WARP_K, few_rows_of_halves, one_row, registers
-from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_HALVES, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
+from millrace.kernels.matmul.cuda_few import BYTES_DEPTH, WARP_BYTES, WARP_K, few_rows_of_words, one_row, registers
+from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_WORDS, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
 
@@ -69,20 +69,20 @@ def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, An
     return {"CODED_X": coded_x, "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums, "WHOLE": whole,
             "WORDS": halves and not coded_x, "EVEN": True, "GROUP": 0 if whole else 128,
             "X_GROUP": 0 if whole or not coded_x else 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-            "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "DEPTH": BLOCK_K,
-            "UNITS": WARP_HALVES // BLOCK_K, "WARPS": tile.warps, "AHEAD": tile.stages > 1, "PLAIN": False,
+            "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "DEPTH": BLOCK_K if halves else BYTES_DEPTH,
+            "UNITS": 2 * WARP_BYTES // BLOCK_K, "WARPS": tile.warps, "AHEAD": tile.stages > 1, "PLAIN": False,
             "ASKED": ASKED, "TILE": tile}  # fmt: skip
 
 
 def _by(tile: Tile) -> Any:
-    return coded_product if tile.rows > EIGHT else few_rows_of_halves if tile.rows > 1 else one_row
+    return coded_product if tile.rows > EIGHT else few_rows_of_words if tile.rows > 1 else one_row
 
 
 def _some(precision: str, rows: int) -> tuple[Tile, ...]:
     """Tiles of so many rows, the rule first, that products of no fewer go by."""
     if rows > EIGHT:
         return tiles(rows)
-    return {("fp8", 1): ONE_OF_E4M3, ("w4a16", EIGHT): EIGHT_OF_HALVES}.get((precision, rows), ())
+    return {("fp8", 1): ONE_OF_E4M3, ("w4a16", EIGHT): EIGHT_OF_WORDS}.get((precision, rows), ())  # W8A16's lie between
 
 
 # What rows become, by the end of a case's name.
@@ -134,8 +134,9 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *((gated, f"{n:,} columns{to}", _row(n, to)) for n in (14336, 28672) for to in _ROWS),
     *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
     (one_row, "fp8", _product("fp8", ONE_OF_E4M3[0])),
-    (few_rows_of_halves, "w4a16", _product("w4a16", EIGHT_OF_HALVES[0])),
-    (few_rows_of_halves, "w4a16 minimums", _product("w4a16", EIGHT_OF_HALVES[0], minimums=True)),
+    (few_rows_of_words, "w4a16", _product("w4a16", EIGHT_OF_WORDS[0])),
+    (few_rows_of_words, "w8a16", _product("w8a16", EIGHT_OF_WORDS[0])),
+    (few_rows_of_words, "w4a16 minimums", _product("w4a16", EIGHT_OF_WORDS[0], minimums=True)),
     *((coded_product, precision, _product(precision, tiles(16)[0])) for precision in _CODED),
     (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
     (sample.put_tokens, "any number", {"BLOCK": 128}),
@@ -160,7 +161,7 @@ TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = (*(
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
     """What one of them takes. Tensors that are not of another type by name are of bfloat16, or as `about` says."""
     names = kernel.arg_names
-    is_product = kernel in (coded_product, one_row, few_rows_of_halves)
+    is_product = kernel in (coded_product, one_row, few_rows_of_words)
     types = _TYPES | _CODED[about.split()[0]] if is_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
@@ -195,8 +196,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if is_product:
         tile = constants["TILE"]
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    if kernel is few_rows_of_halves:
-        options |= {"num_stages": 1, "maxnreg": registers(tile, BLOCK_K)}
+    if kernel is few_rows_of_words:
+        options |= {"num_stages": 1, "maxnreg": registers(tile, constants["HALVES"], constants["DEPTH"])}
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     told = _dumped(found.asm["cubin"], "-res-usage")
     usage = dict(part.split(":", 1) for part in told.split("Function", 1)[1].split() if part.count(":") == 1)

@@ -16,7 +16,7 @@ from millrace.errors import MachineError
 from millrace.kernels.matmul.coded import E4M3, CodedRows, e4m3_rows, int8_rows
 from millrace.kernels.matmul.gpu_tiles import (
     EIGHT,
-    EIGHT_OF_HALVES,
+    EIGHT_OF_WORDS,
     MANY_ROWS,
     ONE_OF_E4M3,
     Tile,
@@ -169,7 +169,7 @@ def test_a_tile_counts_for_at_most_so_many_rows() -> None:
     x = torch.zeros((20, 32), dtype=torch.bfloat16)
     a, b = Tile(16, 16, 2, 4), Tile(32, 64, 4, 4)
     found = Tiles({region_of(x, w): ((1, a), (8, None), (16, b))})
-    assert [found.of(x[:n], w) for n in (1, 2, 9, 16, 17)] == [a, tiles(9)[0], b, b, tiles(17)[0]]
+    assert [found.of(x[:n], w) for n in (1, 2, 9, 16, 17)] == [a, tiles(2)[0], b, b, tiles(17)[0]]
 
 
 def test_a_kernel_for_one_row_is_the_rule_where_it_takes_the_codes() -> None:
@@ -178,7 +178,7 @@ def test_a_kernel_for_one_row_is_the_rule_where_it_takes_the_codes() -> None:
     floats, integers = torch.ones((1, 32), dtype=torch.bfloat16), int8_rows(torch.ones((8, 32)), 0)
     assert Tiles().of(floats, w).rows == Tiles().of(integers.some(0, 1), integers).rows == 16
     halves = CodedRows(torch.zeros((8, 16), dtype=torch.uint8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
-    assert Tiles().of(floats, halves) == Tiles().of(floats.half().repeat(8, 1), halves) == EIGHT_OF_HALVES[0]
+    assert Tiles().of(floats, halves) == Tiles().of(floats.half().repeat(8, 1), halves) == EIGHT_OF_WORDS[0]
     odd = replace(halves, codes=halves.codes[:, :15], width=30)
     assert Tiles().of(floats[:, :30], odd).rows == Tiles().of(floats.repeat(9, 1), halves).rows == 16
     assert Tiles().of(integers.some(0, 1), halves).rows == Tiles().of(floats[:0], halves).rows == 16
@@ -204,9 +204,9 @@ def test_tiles_of_one_row_are_timed_where_they_take_the_codes(tmp_path: Path) ->
     rows = torch.zeros((1, weights.width), dtype=torch.bfloat16)
     timed = {tile for _, tile in device.timed}
     assert found.of(meets(rows), weights) == one and timed >= {*ONE_OF_E4M3, *tiles(16), *tiles(40)}
-    assert not timed & {*EIGHT_OF_HALVES} and EIGHT not in {work.rows for work in device_tune.works_of(fp8)}
+    assert not timed & {*EIGHT_OF_WORDS} and EIGHT not in {work.rows for work in device_tune.works_of(fp8)}
     assert tuner(Device(lambda tile: 1.0), tmp_path / "timings.json")(fp8) == found
-    for precision, of_few in (("w4a16", EIGHT_OF_HALVES), ("w8a16", ())):
+    for precision, of_few in (("w4a16", EIGHT_OF_WORDS), ("w8a16", EIGHT_OF_WORDS), ("w8a8", ())):
         again = Device(lambda tile: 9.0)
         tuner(again)(both(folder, precision)[0])
         assert {tile for _, tile in again.timed if tile.rows <= EIGHT} == {*of_few}

@@ -303,7 +303,7 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {
         "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows",
-        "few_rows_of_halves", "gated", "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
+        "few_rows_of_words", "gated", "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
     early = {node.name for _, node in jitted() if overlaps(node)}
     asking = {node.name for _, node in jitted() if "asks_for" in calls(node)}
@@ -314,11 +314,11 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
         most = 227 if arch == 90 and row["about"] == "prompts, heads of 256" else 99  # KiB: of an H200, of an L4
         assert row["shared_bytes"] <= most * 1024, row
     for row in found:
-        least = {"one_row": 32, "few_rows_of_halves": 48}.get(row["kernel"])  # KiB: 4.8 TB/s for some 0.9 us, by 132
+        least = {"one_row": 32, "few_rows_of_words": 48}.get(row["kernel"])  # KiB: 4.8 TB/s for some 0.9 us, by 132
         if arch == 90 and least is not None:
             resident = 65536 // (32 * row["warps"] * row["registers"])
             assert resident * row["under_way_bytes"] >= least << 10, row
-        if arch == 90 and row["kernel"] == "few_rows_of_halves":  # of 128 weights a thread; by tensor cores alone 860
-            assert row["loop"] <= 320, row
+        if arch == 90 and row["kernel"] == "few_rows_of_words":  # by 16 rows 860 of 128 halves a thread, 364 of 64 int8
+            assert row["loop"] <= (240 if row["about"] == "w8a16" else 320), row
         if row["kernel"] == "coded_product" and "many" not in row["about"]:
             assert row["under_way_bytes"] >= 8 << 10, row

@@ -1,4 +1,4 @@
-"""Few rows by codes of four bits, as Triton compiles them for an H200, emulated in a process that interprets no kernel.
+"""Few rows by INT4 and INT8, as Triton compiles them for an H200, emulated in a process that interprets no kernel.
 
 python -m tests.support.emulated CASES   # JSON, a list of what `furthest` is given; written are its answers
 """
@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.kernels.matmul import cuda, cuda_few
 from millrace.kernels.matmul.coded import weights
-from millrace.kernels.matmul.gpu_tiles import EIGHT_OF_HALVES, takes
+from millrace.kernels.matmul.gpu_tiles import EIGHT_OF_WORDS, takes
 from tests.support.fake_cuda import OPTIONS, RUN, FakeDriver, Pointer
 from tests.support.ptx import Program
 
@@ -54,7 +54,9 @@ def _bytes(x: Tensor) -> Any:
     return x.view(torch.uint8).numpy().reshape(-1)
 
 
-def furthest(rows: int, columns: int, inputs: int, group: int, minimums: bool, dtype: str, tile: int) -> float:
+def furthest(
+    bits: int, rows: int, columns: int, inputs: int, group: int, minimums: bool, dtype: str, tile: int
+) -> float:
     """Of products from float64's, as shares of the sums of their terms' magnitudes. group 0: a row is one
 
     dtype: of the rows, and of the products: these are rounded, and float64's are too
@@ -62,12 +64,14 @@ def furthest(rows: int, columns: int, inputs: int, group: int, minimums: bool, d
     rng = np.random.default_rng(columns + inputs)
     shape = columns, -(-inputs // (group or inputs))
     least = rng.normal(size=shape).astype(np.float16) if minimums else None
-    codes = rng.integers(0, 16, (columns, inputs)).astype(np.int8) - np.int8(0 if minimums else 8)
+    codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, (columns, inputs)).astype(np.int8)
+    if minimums and bits == 4:
+        codes += np.int8(8)
     scales = rng.uniform(0.5, 1.5, shape).astype(np.float16)
-    of = QuantisedMatrix(codes, scales, group or inputs, 4, least)
+    of = QuantisedMatrix(codes, scales, group or inputs, bits, least)
     x, w = torch.from_numpy(rng.normal(size=(rows, inputs))).to(getattr(torch, dtype)), weights(of)
-    assert takes(EIGHT_OF_HALVES[tile], x, w)
-    y = cuda.by_kernel(x, w, x.dtype, EIGHT_OF_HALVES[tile]).double().numpy()
+    assert takes(EIGHT_OF_WORDS[tile], x, w)
+    y = cuda.by_kernel(x, w, x.dtype, EIGHT_OF_WORDS[tile]).double().numpy()
     exact, dense = x.double().numpy(), of.dequantise().astype(np.float64)
     want, bound = exact @ dense.T, np.abs(exact) @ np.abs(dense).T
     rounding = np.abs(want) * float(torch.finfo(x.dtype).eps) / 2

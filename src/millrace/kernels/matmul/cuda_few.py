@@ -2,7 +2,7 @@
 each token.
 
 As 16 rows of tensor cores they would be zeros most of all, and codes would go there through shared memory. Here one
-row of E4M3 is multiplied without them, and codes of four bits are their 16 rows, with the few rows as eight columns.
+row of E4M3 is multiplied without them; codes of INT4 and INT8 are their 16 rows, with the few rows as eight columns.
 """
 
 import torch
@@ -15,12 +15,20 @@ from millrace.kernels.matmul.coded import CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import ASKED, Tile
 
 WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
-WARP_HALVES = 256  # inputs of halves, for each warp at a time
+WARP_BYTES = 128  # of each row of codes, for each warp at a time
+BYTES_DEPTH = 64  # inputs of INT8 at most that are a unit: words of four threads, 16 bytes each
 # 16 with a unit of its own as last bit, in two 16-bit floats, and where its four bits after the first are.
 POWER_BF16, PLACES_BF16 = tl.constexpr(0x41804180), tl.constexpr(0x00780078)
 POWER_FP16, PLACES_FP16 = tl.constexpr(0x4C004C00), tl.constexpr(0x03C003C0)
 _BITS_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")  # and, or
 _BITS_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
+# Of INT8 in bfloat16 the low seven bits behind 128, and 256 less 128 where it is negative; in float16 all behind 1,024.
+LOW_BF16, LOW_PLACES = tl.constexpr(0x43004300), tl.constexpr(0x007F007F)
+TOP_BF16, TOP_PLACES = tl.constexpr(0x43804380), tl.constexpr(0x00800080)
+BYTE_FP16, BYTE_PLACES = tl.constexpr(0x64806480), tl.constexpr(0x00FF00FF)
+_LOW_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x007F007F, 0x43004300, 0x6A;")  # and, xor
+_TOP_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x00800080, 0x43804380, 0x6A;")
+_BYTE_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
 
 
 @triton.jit
@@ -63,50 +71,58 @@ def _in_four(x):
 
 
 @triton.jit(do_not_specialize=["M"])  # that only says which rows there are
-def few_rows_of_halves(x, w, w_scales, minimums, y, M, N, K, w_row, groups, GROUP: tl.constexpr, ZERO: tl.constexpr,
-                      MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr,
-                      WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, ASKED: tl.constexpr,
-                      PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), codes of four bits; y (M, N).
+def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVES: tl.constexpr, GROUP: tl.constexpr,
+                      ZERO: tl.constexpr, MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+                      UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+                      ASKED: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), halves or int8; y (M, N).
 
     A unit is DEPTH inputs, which share a scale. A warp has UNITS neighbours at a time for all columns, and each thread
     words of w just where tensor cores want them: what it multiplies first of a row is not what comes first there, but
     x is permuted alike. So nothing goes through shared memory before the end, where warps meet.
-    A code is the last bits of 16, which is taken away with the zero by what tensor cores start from: -(16 + zero) times
-    the sums of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros.
+    A half is the last bits of 16, which is taken away with the zero by what tensor cores start from: -(16 + zero) times
+    the sums of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros. int8 likewise.
 
-    groups: scales of a row of w, each of GROUP inputs, 0: there is one | EVEN: all units are whole
-    AHEAD: words of the next units are asked for before those at hand are multiplied | PLAIN: for the interpreter
+    HALVES: eight codes of a word, or four | groups: scales of a row of w, each of GROUP inputs, 0: there is one
+    EVEN: all units are whole | AHEAD: words of the next units are asked for before those at hand are multiplied
+    PLAIN: for the interpreter
     """
     lets_next_begin(PDL)
     STEP: tl.constexpr = WARPS * UNITS * DEPTH
+    EACH: tl.constexpr = 8 if HALVES else 4
     line = tl.arange(0, UNITS * WARPS * BLOCK_N)  # eight columns, warps, units, the next eight columns
     is_column = (_column(line, WARPS * UNITS, BLOCK_N) < N)[:, None]
-    word = ((line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS) * (DEPTH // 8))[:, None]
-    word += tl.arange(0, DEPTH // 8)[None, :]
+    word = ((line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS) * (DEPTH // EACH))[:, None]
+    word += tl.arange(0, DEPTH // EACH)[None, :]
     lines = w.to(tl.pointer_type(tl.int32)) + word
     lines += _column(line, WARPS * UNITS, BLOCK_N).to(tl.int64)[:, None] * (w_row // 4)
     total = tl.zeros((UNITS * WARPS, BLOCK_N, 4, 2), tl.float32)
     asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
     after_those_before(PDL)
-    words, scale, least = _asked(lines, word, is_column, w_scales, minimums, 0, N, K, groups, GROUP, MINIMUMS, EVEN,
-                                 DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
+    words, scale, least = _asked(lines, word, is_column, w_scales, minimums, 0, N, K, groups, EACH, GROUP, MINIMUMS,
+                                 EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
     for first in range(0, K, STEP):
         these, by, plus = words, scale, least
         words, scale, least = _asked(lines, word, is_column, w_scales, minimums, first + (STEP if AHEAD else 0), N, K,
-                                     groups, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
+                                     groups, EACH, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
         if not AHEAD:
             these, by, plus = words, scale, least
         tl.debug_barrier()  # or the compiler asks for rows of x first
-        rows = _columns_of(x, first, M, K, EVEN, DEPTH, UNITS, WARPS)
-        minus = tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -16 - ZERO, tl.float32).to(rows.dtype)
+        rows = _columns_of(x, first, M, K, HALVES, EVEN, DEPTH, UNITS, WARPS)
+        behind: tl.constexpr = 16 + ZERO if HALVES else 384 if rows.dtype == tl.bfloat16 else 1152
+        minus = tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -behind, tl.float32).to(rows.dtype)
         minus = _times(minus, rows, None, PLAIN)
-        found = _times(_codes(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
+        if HALVES:
+            found = _times(_halves(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
+        else:
+            found = _times(_bytes(these, UNITS, WARPS, rows.dtype, False, PLAIN), rows, minus, PLAIN)
+            if rows.dtype == tl.bfloat16:
+                found = _times(_bytes(these, UNITS, WARPS, rows.dtype, True, PLAIN), rows, found, PLAIN)
         found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
         if GROUP:
             found *= _by_columns(by, UNITS, WARPS, BLOCK_N)
         if MINIMUMS:
-            of_minus = _by_columns(plus, UNITS, WARPS, BLOCK_N) * (-1 / (16 + ZERO))
+            of_minus = _by_columns(plus, UNITS, WARPS, BLOCK_N) * (-1 / behind)
             found += tl.reshape(minus, (UNITS * WARPS, BLOCK_N, 4, 2)) * of_minus
         total += found
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -124,42 +140,66 @@ def _column(line, between, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _codes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
+def _halves(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
     """words (eight columns x units x ..., DEPTH / 8) of eight halves, the first the lowest -> (units, columns, DEPTH)
-    of 16 + code, exactly. Inputs in the order of `_columns_of`.
-
-    The instruction is said to have effects because tensor cores' layout is chosen by the joins that it hides.
-    """
+    of 16 + code, exactly. Inputs in the order of `_columns_of`."""
     if dtype == tl.bfloat16:
         four = tl.join(tl.join(words << 3, words >> 1), tl.join(words >> 5, words >> 9))
+        two = _two(four, _BITS_BF16, PLACES_BF16, POWER_BF16, PLAIN)
     else:
         four = tl.join(tl.join(words << 6, words << 2), tl.join(words >> 2, words >> 6))
-    two = tl.join(four.to(tl.int16), (four >> 16).to(tl.int16))  # halves 0 and 4, 1 and 5, 2 and 6, 3 and 7
-    if PLAIN:
-        places: tl.constexpr = PLACES_BF16 if dtype == tl.bfloat16 else PLACES_FP16
-        power: tl.constexpr = POWER_BF16 if dtype == tl.bfloat16 else POWER_FP16
-        two = (two & (places & 0xFFFF)) | (power & 0xFFFF)
-    else:
-        bits: tl.constexpr = _BITS_BF16 if dtype == tl.bfloat16 else _BITS_FP16
-        two = tl.inline_asm_elementwise(bits, "=r,r", [two], dtype=tl.int16, is_pure=False, pack=2)
+        two = _two(four, _BITS_FP16, PLACES_FP16, POWER_FP16, PLAIN)
     eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
-    of_thread: tl.constexpr = words.shape[1] // 4
-    two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, of_thread, 2, 2, 2))
+    two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, words.shape[1] // 4, 2, 2, 2))
     two = tl.permute(two, (1, 0, 2, 4, 6, 5, 3, 7))
     return tl.reshape(two, (UNITS * WARPS, 8 * eights, 8 * words.shape[1])).to(dtype, bitcast=True)
 
 
 @triton.jit
-def _columns_of(x, first, M, K, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr):
-    """x (M, K) from `first` on -> (units, DEPTH, 8), where there are fewer rows the last one again. Of each DEPTH / 32
-    words' inputs that a thread has: word, half's last two bits, thread of four, half's first bit."""
+def _bytes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, TOP: tl.constexpr,
+           PLAIN: tl.constexpr):  # fmt: skip
+    """words of four int8, as `_halves`, of what together is 384 + code in bfloat16 (TOP: of their highest bits), and
+    1,152 + code in float16."""
+    both = tl.join(words, words >> 8)
+    if dtype == tl.float16:
+        two = _two(both, _BYTE_FP16, BYTE_PLACES, BYTE_FP16, PLAIN)
+    elif TOP:
+        two = _two(both, _TOP_BF16, TOP_PLACES, TOP_BF16, PLAIN)
+    else:
+        two = _two(both, _LOW_BF16, LOW_PLACES, LOW_BF16, PLAIN)
+    eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
+    two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, words.shape[1] // 4, 2, 2))
+    two = tl.permute(two, (1, 0, 2, 4, 5, 3, 6))
+    return tl.reshape(two, (UNITS * WARPS, 8 * eights, 4 * words.shape[1])).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _two(words, BITS: tl.constexpr, PLACES: tl.constexpr, POWER: tl.constexpr, PLAIN: tl.constexpr):
+    """words -> (..., 2) int16, low and high: their bits at places, by the instruction that BITS is.
+
+    It is said to have effects because tensor cores' layout is chosen by the joins that it hides.
+    """
+    two = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    if PLAIN:
+        two = (two & (PLACES & 0xFFFF)) ^ (POWER & 0xFFFF)  # as good as `or` for halves, whose bits are other ones
+    else:
+        two = tl.inline_asm_elementwise(BITS, "=r,r", [two], dtype=tl.int16, is_pure=False, pack=2)
+    return two
+
+
+@triton.jit
+def _columns_of(x, first, M, K, HALVES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr,
+                WARPS: tl.constexpr):  # fmt: skip
+    """x (M, K) from `first` on -> (units, DEPTH, 8), where there are fewer rows the last one again. A thread has inputs
+    in eights: which eight, two bits of which in it, thread of four, and the bit that is a word's upper half."""
     of_thread: tl.constexpr = DEPTH // 32
     line, i = tl.arange(0, of_thread * UNITS * WARPS * 8), tl.arange(0, 32)
     unit = line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS
     at = first + (unit * DEPTH + line // (8 * UNITS * WARPS) * 8)[:, None] + (i // 8 * (8 * of_thread) + i % 8)[None, :]
     row = tl.minimum(line % 8, M - 1)[:, None] * K
     rows = tl.load(x + row + at) if EVEN else tl.load(x + row + at, mask=at < K, other=0.0)
-    rows = tl.permute(tl.reshape(rows, (of_thread, UNITS * WARPS, 8, 4, 2, 2, 2)), (1, 0, 5, 6, 3, 4, 2))
+    rows = tl.reshape(rows, (of_thread, UNITS * WARPS, 8, 4, 2, 2, 2))
+    rows = tl.permute(rows, (1, 0, 5, 6, 3, 4, 2) if HALVES else (1, 0, 4, 6, 3, 5, 2))
     return tl.reshape(rows, (UNITS * WARPS, DEPTH, 8))
 
 
@@ -172,12 +212,14 @@ def _times(codes, rows, start, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _asked(lines, word, is_column, w_scales, minimums, first, N, K, groups, GROUP: tl.constexpr, MINIMUMS: tl.constexpr,
-           EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr,
+def _asked(lines, word, is_column, w_scales, minimums, first, N, K, groups, EACH: tl.constexpr, GROUP: tl.constexpr,
+           MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr,
            BLOCK_N: tl.constexpr):  # fmt: skip
     """Words from input `first` on, and scales and minimums where units have them; of what lies behind K, none."""
-    inside = first // 8 + word * (not EVEN) < K // 8  # not the number alone: the interpreter makes no mask of that
-    words = tl.load(lines + first // 8, mask=is_column & inside)
+    inside = (
+        first // EACH + word * (not EVEN) < K // EACH
+    )  # not the number alone: the interpreter makes no mask of that
+    words = tl.load(lines + first // EACH, mask=is_column & inside)
     scale, least = words, words
     if GROUP:
         scale = _of_units(w_scales, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
@@ -191,10 +233,11 @@ def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constex
               UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """scales (N, groups) -> as four threads have each of eight columns: (columns x warps, 4 x units)."""
     line = tl.arange(0, WARPS * BLOCK_N)
-    unit = first // DEPTH + (line // 8 % WARPS * UNITS)[:, None] + (tl.arange(0, 4 * UNITS) % UNITS)[None, :]
+    unit = first // DEPTH + (line // 8 % WARPS * UNITS)[:, None]
+    which = (tl.arange(0, 4 * UNITS) % UNITS)[None, :]
     column = _column(line, WARPS, BLOCK_N)[:, None]
-    group = unit if GROUP == DEPTH else unit * DEPTH // GROUP
-    inside = (first + column * 0 if EVEN else unit * DEPTH) < K
+    group = unit + which if GROUP == DEPTH else (unit + which) * DEPTH // GROUP
+    inside = (first + column * 0 if EVEN else (unit + which) * DEPTH) < K
     return tl.load(scales + column * groups + group, mask=(column < N) & inside, other=0.0)
 
 
@@ -206,7 +249,7 @@ def _by_columns(of_units, UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.
 
 
 def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
-    """(M, N) of `dtype`. depth: inputs that share a scale, at most; of halves alone"""
+    """(M, N) of `dtype`. depth: inputs that share a scale, at most; of words alone"""
     given = x.codes if isinstance(x, CodedRows) else x
     (m, k), (n, w_row), asked = given.shape, w.codes.shape, ASKED if w.codes.shape[1] % 16 == 0 else 0
     assert 0 < m <= tile.rows, f"{m} rows by {tile}"
@@ -218,21 +261,22 @@ def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: 
             ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
         return y
-    few_rows_of_halves[grid](
+    each, depth = (2, depth) if w.halves else (1, min(depth, BYTES_DEPTH))
+    few_rows_of_words[grid](
         given.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
-        w_row, w.scales.shape[1], GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
-        EVEN=k % (WARP_HALVES * tile.warps) == 0, DEPTH=depth, UNITS=WARP_HALVES // depth, WARPS=tile.warps,
+        w_row, w.scales.shape[1], HALVES=w.halves, GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
+        EVEN=k % (WARP_BYTES * each * tile.warps) == 0, DEPTH=depth, UNITS=WARP_BYTES * each // depth, WARPS=tile.warps,
         BLOCK_N=tile.columns, AHEAD=tile.stages > 1, ASKED=asked, PLAIN=triton.knobs.runtime.interpret,
-        **overlapping(given.device), num_warps=tile.warps, num_stages=1, maxnreg=registers(tile, depth),
+        **overlapping(given.device), num_warps=tile.warps, num_stages=1, maxnreg=registers(tile, w.halves, depth),
         enable_fp_fusion=True,
     )  # fmt: skip
     return y
 
 
-def registers(tile: Tile, depth: int) -> int | None:
+def registers(tile: Tile, halves: bool, depth: int) -> int | None:
     """Of a thread, at most, so that a multiprocessor has two programs of eight warps; None: as many as it takes, which
     are more where a thread's words are of several groups and go through shared memory."""
-    return 65536 // (2 * 32 * tile.warps) if tile.warps == 8 and depth == 128 else None
+    return 65536 // (2 * 32 * tile.warps) if tile.warps == 8 and depth == (128 if halves else BYTES_DEPTH) else None
 
 
 def group_of(w: CodedRows) -> int:

@@ -29,7 +29,7 @@ class Tile:
 
 
 ONE_OF_E4M3 = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
-EIGHT_OF_HALVES = (Tile(8, 16, 8, 2), Tile(8, 16, 4, 2), Tile(8, 16, 8, 1), Tile(8, 32, 4, 1))
+EIGHT_OF_WORDS = (Tile(8, 16, 8, 2), Tile(8, 16, 4, 2), Tile(8, 16, 8, 1), Tile(8, 32, 4, 1))
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
@@ -42,20 +42,20 @@ _MANY = (Tile(64, 64, 8), Tile(64, 128, 8), Tile(128, 64, 8))
 def tiles(rows: int) -> tuple[Tile, ...]:
     """That products of so many rows may go by; the first that takes them is the rule."""
     if rows <= EIGHT:
-        return (*(ONE_OF_E4M3 if rows == 1 else ()), *EIGHT_OF_HALVES, *_FEW)
+        return (*(ONE_OF_E4M3 if rows == 1 else ()), *EIGHT_OF_WORDS, *_FEW)
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
 
 
 def takes(tile: Tile, x: Matrix, w: CodedRows) -> bool:
     """Whether a tile is of a kernel for such rows and weights.
 
-    `one_row` is for E4M3, a scale for each row; `few_rows_of_halves` for 16-bit floats, with codes of whole words.
+    `one_row` is for E4M3, a scale for each row; `few_rows_of_words` for 16-bit floats, halves or int8 of whole words.
     """
     if tile.rows > EIGHT:
         return True
     if tile.rows == EIGHT:
         few = isinstance(x, torch.Tensor) and x.itemsize == 2 and 0 < len(x) <= EIGHT
-        return few and w.halves and w.width % 8 == 0
+        return few and (w.width % 8 == 0 if w.halves else w.codes.dtype == torch.int8 and w.width % 4 == 0)
     whole = w.codes.dtype == E4M3 and w.group >= w.width
     return whole and isinstance(x, CodedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
 
