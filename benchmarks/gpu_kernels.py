@@ -30,8 +30,9 @@ from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
 from millrace.kernels.matmul.coded import AS_E4M3, Coding
-from millrace.kernels.matmul.cuda import ASKED, BLOCK_K, WARP_K, coded_product, one_row
-from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, tiles
+from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
+from millrace.kernels.matmul.cuda_few import BYTES_DEPTH, WARP_BYTES, WARP_K, few_rows_of_words, one_row, registers
+from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_WORDS, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
 
@@ -46,7 +47,7 @@ _TYPES = {
     "blocks": "*i32", "starts": "*i32",
     "found_in": "*fp32", "sums_in": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32",
     "q_row": "i32", "k_row": "i32", "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16",
-    "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "key_scales": "*fp32",
+    "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "groups": "i32", "key_scales": "*fp32",
     "value_scales": "*fp32", "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64",
     "top_p": "*fp64", "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
     "row_elements": "i32", "block_rows": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
@@ -68,11 +69,20 @@ def _product(precision: str, tile: Tile, minimums: bool = False) -> dict[str, An
     return {"CODED_X": coded_x, "HALVES": halves, "ZERO": 8 if halves else 0, "MINIMUMS": minimums, "WHOLE": whole,
             "WORDS": halves and not coded_x, "EVEN": True, "GROUP": 0 if whole else 128,
             "X_GROUP": 0 if whole or not coded_x else 128, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-            "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "ASKED": ASKED, "TILE": tile}  # fmt: skip
+            "BLOCK_K": BLOCK_K if tile.rows > 1 else WARP_K * tile.warps, "DEPTH": BLOCK_K if halves else BYTES_DEPTH,
+            "UNITS": 2 * WARP_BYTES // BLOCK_K, "WARPS": tile.warps, "AHEAD": tile.stages > 1, "PLAIN": False,
+            "ASKED": ASKED, "TILE": tile}  # fmt: skip
 
 
 def _by(tile: Tile) -> Any:
-    return coded_product if tile.rows > 1 else one_row
+    return coded_product if tile.rows > EIGHT else few_rows_of_words if tile.rows > 1 else one_row
+
+
+def _some(precision: str, rows: int) -> tuple[Tile, ...]:
+    """Tiles of so many rows, the rule first, that products of no fewer go by."""
+    if rows > EIGHT:
+        return tiles(rows)
+    return {("fp8", 1): ONE_OF_E4M3, ("w4a16", EIGHT): EIGHT_OF_WORDS}.get((precision, rows), ())  # W8A16's lie between
 
 
 # What rows become, by the end of a case's name.
@@ -123,7 +133,10 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *((add_normalise, f"4,096 columns{to}", _row(4096, to, whole=True)) for to in _ROWS),
     *((gated, f"{n:,} columns{to}", _row(n, to)) for n in (14336, 28672) for to in _ROWS),
     *((convert.code_rows, f"{n:,} columns{to}", _row(n, to)) for n in (4096, 28672) for to in _ROWS if to),
-    (one_row, "fp8", _product("fp8", tiles(1)[0])),
+    (one_row, "fp8", _product("fp8", ONE_OF_E4M3[0])),
+    (few_rows_of_words, "w4a16", _product("w4a16", EIGHT_OF_WORDS[0])),
+    (few_rows_of_words, "w8a16", _product("w8a16", EIGHT_OF_WORDS[0])),
+    (few_rows_of_words, "w4a16 minimums", _product("w4a16", EIGHT_OF_WORDS[0], minimums=True)),
     *((coded_product, precision, _product(precision, tiles(16)[0])) for precision in _CODED),
     (sample.best_rows, "any vocabulary", {"BLOCK": sample.BEST_BLOCK}),
     (sample.put_tokens, "any number", {"BLOCK": 128}),
@@ -139,8 +152,8 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
 TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = (*(
     (_by(tile), f"{precision} {tile.rows} x {tile.columns}, {tile.warps} warps, {tile.stages} stages",
      _product(precision, tile))
-    for precision in TUNED for rows in (1, 16, 32, MANY_ROWS) for tile in tiles(rows)[1:]
-    if (tile.rows == 1 and precision == "fp8") or (rows > 1 and (rows < MANY_ROWS or "x" in _CODED[precision]))
+    for precision in TUNED for rows in (1, EIGHT, 16, 32, MANY_ROWS) for tile in _some(precision, rows)[1:]
+    if rows < MANY_ROWS or "x" in _CODED[precision]
 ), (attend, "prompts of float32", {**_HEADS, **_TILE, "BLOCK_M": FLOAT_ROWS}),
 )  # fmt: skip
 
@@ -148,7 +161,7 @@ TILES: tuple[tuple[Any, str, dict[str, Any]], ...] = (*(
 def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
     """What one of them takes. Tensors that are not of another type by name are of bfloat16, or as `about` says."""
     names = kernel.arg_names
-    is_product = kernel in (coded_product, one_row)
+    is_product = kernel in (coded_product, one_row, few_rows_of_words)
     types = _TYPES | _CODED[about.split()[0]] if is_product else dict(_TYPES)
     if "pages of" in about:
         types["keys"] = types["values"] = _PAGES[about.rsplit(maxsplit=1)[1]]
@@ -183,6 +196,8 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
     if is_product:
         tile = constants["TILE"]
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    if kernel is few_rows_of_words:
+        options |= {"num_stages": 1, "maxnreg": registers(tile, constants["HALVES"], constants["DEPTH"])}
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     told = _dumped(found.asm["cubin"], "-res-usage")
     usage = dict(part.split(":", 1) for part in told.split("Function", 1)[1].split() if part.count(":") == 1)
@@ -192,7 +207,7 @@ def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> d
         "warps": found.metadata.num_warps, "overlaps": _overlaps(found.asm["ptx"]),
         "asks_ahead": "prefetch.L2" in found.asm["ptx"],
         "under_way_bytes": _under_way(found) if is_product else 0,
-    }  # fmt: skip
+    } | ({"loop": _loop(found.asm["cubin"])} if is_product else {})  # fmt: skip
 
 
 def _dumped(cubin: bytes, what: str) -> str:
@@ -204,7 +219,8 @@ def _dumped(cubin: bytes, what: str) -> str:
 
 def _under_way(kernel: Any) -> int:
     """Bytes that a program has asked for when it waits for some of them, in its loop: by PTX where they go to shared
-    memory, group by group; else by the loads of 16 bytes for each thread in a row, which come before they are used."""
+    memory, group by group; else by the loads of 16 bytes for each thread in a row, which come before they are used and
+    before a barrier: there are no weights behind one."""
     threads = 32 * int(kernel.metadata.num_warps)
     before, waits, _ = kernel.asm["ptx"].partition("cp.async.wait_group")
     if waits:
@@ -213,8 +229,17 @@ def _under_way(kernel: Any) -> int:
         ]
         left = int(kernel.asm["ptx"][len(before) + len(waits) :].split(";", 1)[0])
         return sum(groups[len(groups) - left :])
-    used = re.split(r"\bF2FP\b|\bFFMA\b", _dumped(kernel.asm["cubin"], "-sass").partition("ACQBULK")[2])
+    sass = _dumped(kernel.asm["cubin"], "-sass").partition("ACQBULK")[2]
+    used = re.split(r"\bF2FP\b|\bFFMA\b", sass.partition("BAR")[0])
     return 16 * threads * max(part.count("LDG.E.128") for part in used)
+
+
+def _loop(cubin: bytes) -> int:
+    """Instructions of the longest loop: all that are from the place to which one jumps back, to that one."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", _dumped(cubin, "-sass"), re.MULTILINE)
+    at = {int(place, 16): i for i, (place, _) in enumerate(found)}
+    jumps = ((re.search(r"\bBRA\S*(?: [!U]*P\d,)? `?\(?0x([0-9a-f]+)", does), i) for i, (_, does) in enumerate(found))
+    return max((i - at[int(jump[1], 16)] + 1 for jump, i in jumps if jump and at[int(jump[1], 16)] < i), default=0)
 
 
 def _overlaps(ptx: str) -> bool:

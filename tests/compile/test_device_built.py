@@ -1,5 +1,6 @@
 """An engine folder on a GPU: bit for bit what the checkpoint's own weights become there."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

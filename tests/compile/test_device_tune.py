@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu
 from millrace.errors import MachineError
 from millrace.kernels.matmul.coded import E4M3, CodedRows, e4m3_rows, int8_rows
-from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, Tiles, region_of, tiles
+from millrace.kernels.matmul.gpu_tiles import (
+    EIGHT,
+    EIGHT_OF_WORDS,
+    MANY_ROWS,
+    ONE_OF_E4M3,
+    Tile,
+    Tiles,
+    region_of,
+    tiles,
+)
 from tests.engine.test_cuda import both
 from tests.support.checkpoints import random_checkpoint
 
@@ -61,9 +71,11 @@ def test_the_clearly_faster_tile_is_chosen(executor: CudaExecutor) -> None:
     some = found.of(meets(torch.zeros((40, weights.width), dtype=torch.bfloat16)), weights)
     assert some == tiles(40)[0], "where none is faster it is the rule"
     works = device_tune.works_of(executor)
-    assert {work.rows for work in works} == {1, 16, 32, MANY_ROWS - 1}, "of many rows others compute"
+    assert {work.rows for work in works} == {1, EIGHT, 16, 32, MANY_ROWS - 1}, "of many rows others compute"
     regions = {work.region for work in works}
-    assert len(regions) * 4 == len(works) and all(r.endswith(", int4 in 128 by bfloat16") for r in regions)
+    words = sum(" x 364," not in region for region in regions)  # elsewhere a row of codes is no whole words
+    assert len(regions) * 4 + words == len(works) and 0 < words < len(regions)
+    assert all(r.endswith(", int4 in 128 by bfloat16") for r in regions)
     assert {n for n, _ in device.timed} == {2}, "of all layers at a time; gate and up are one"
 
 
@@ -165,6 +177,11 @@ def test_a_kernel_for_one_row_is_the_rule_where_it_takes_the_codes() -> None:
     assert Tiles().of(x, w).rows == 1 and Tiles().of(e4m3_rows(torch.ones((2, 32))), w).rows == 16
     floats, integers = torch.ones((1, 32), dtype=torch.bfloat16), int8_rows(torch.ones((8, 32)), 0)
     assert Tiles().of(floats, w).rows == Tiles().of(integers.some(0, 1), integers).rows == 16
+    halves = CodedRows(torch.zeros((8, 16), dtype=torch.uint8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
+    assert Tiles().of(floats, halves) == Tiles().of(floats.half().repeat(8, 1), halves) == EIGHT_OF_WORDS[0]
+    odd = replace(halves, codes=halves.codes[:, :15], width=30)
+    assert Tiles().of(floats[:, :30], odd).rows == Tiles().of(floats.repeat(9, 1), halves).rows == 16
+    assert Tiles().of(integers.some(0, 1), halves).rows == Tiles().of(floats[:0], halves).rows == 16
 
 
 def test_no_rows_at_all_go_by_no_kernel_for_one() -> None:
@@ -180,16 +197,19 @@ def test_tiles_of_one_row_are_timed_where_they_take_the_codes(tmp_path: Path) ->
     folder = random_checkpoint(tmp_path / "checkpoint", "llama")
     fp8 = both(folder, "fp8a16")[0]
     fp8._fp8_rows = frozenset(o for node in fp8._loaded.coded for o in node.origin)
-    one = tiles(1)[1]
+    one = ONE_OF_E4M3[1]
     device = Device(lambda tile: 5.0 if tile == one else 9.0)
     found = tuner(device, tmp_path / "timings.json")(fp8)
     weights, meets = next(iter(fp8.coded()))
     rows = torch.zeros((1, weights.width), dtype=torch.bfloat16)
-    assert found.of(meets(rows), weights) == one and {tile for _, tile in device.timed} >= {*tiles(1), *tiles(40)}
+    timed = {tile for _, tile in device.timed}
+    assert found.of(meets(rows), weights) == one and timed >= {*ONE_OF_E4M3, *tiles(16), *tiles(40)}
+    assert not timed & {*EIGHT_OF_WORDS} and EIGHT not in {work.rows for work in device_tune.works_of(fp8)}
     assert tuner(Device(lambda tile: 1.0), tmp_path / "timings.json")(fp8) == found
-    again = Device(lambda tile: 9.0)
-    tuner(again)(both(folder, "w4a16")[0])
-    assert again.timed and not {tile for _, tile in again.timed} & {tile for tile in tiles(1) if tile.rows == 1}
+    for precision, of_few in (("w4a16", EIGHT_OF_WORDS), ("w8a16", EIGHT_OF_WORDS), ("w8a8", ())):
+        again = Device(lambda tile: 9.0)
+        tuner(again)(both(folder, precision)[0])
+        assert {tile for _, tile in again.timed if tile.rows <= EIGHT} == {*of_few}
 
 
 class Queue:

@@ -22,7 +22,7 @@ from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
 from millrace.kernels.convert.ref import to_e4m3, to_q8
 from millrace.kernels.matmul.coded import CodedRows, e4m3_rows, int8_rows, weights
-from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, tiles
+from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, takes, tiles
 from millrace.kernels.matmul.pack import rounded_codes, rounded_e4m3
 from millrace.kernels.operators import Rows
 from millrace.kernels.rms_norm.ref import rms_norm
@@ -177,11 +177,11 @@ def test_coded_products(rows: str, kind: str, m: int, n: int, k: int, group: int
 @pytest.mark.parametrize(("rows", "kind"), [("float", "4 minimums"), ("int8", "8"), ("e4m3", "e4m3")])
 @pytest.mark.parametrize("m", [3, *(pytest.param(m, marks=pytest.mark.nightly) for m in (40, 70))])
 def test_every_tile_gives_the_same_bits(rows: str, kind: str, m: int) -> None:
-    """They cut rows and columns otherwise, never what is summed along a row."""
+    """They cut rows and columns otherwise, never what is summed along a row; but for those of at most eight rows."""
     rng = np.random.default_rng(m)
     w = weights(coded_weights(kind, 150, 192, 64, rng))
     x, _ = coded_rows(rows, m, 192, 64, rng)
-    found = [products.by_kernel(x, w, torch.float32, tile) for tile in tiles(m)]
+    found = [products.by_kernel(x, w, torch.float32, tile) for tile in tiles(m) if tile.rows > EIGHT]
     assert len(found) >= 3 and all(torch.equal(y, found[0]) for y in found[1:])
 
 
@@ -193,7 +193,7 @@ def test_one_row_of_e4m3_by_every_tile(n: int, k: int) -> None:
     x, exact = coded_rows("e4m3", 1, k, 0, rng)
     assert isinstance(x, CodedRows)
     dense = w.dense().double().numpy()
-    for tile in tiles(1):
+    for tile in (tile for tile in tiles(1) if takes(tile, x, w)):
         y = products.by_kernel(x, w, torch.float32, tile).double().numpy()
         assert (np.abs(y - exact @ dense.T) <= 1e-6 * (np.abs(exact) @ np.abs(dense).T)).all(), tile
     assert products.product(replace(x, scales=x.scales * float("nan")), w, torch.bfloat16).isnan().all()
@@ -302,8 +302,8 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
     )
     found = json.loads(out.stdout)
     assert {row["kernel"] for row in found} == {
-        "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows", "gated",
-        "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
+        "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows",
+        "few_rows_of_words", "gated", "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
     early = {node.name for _, node in jitted() if overlaps(node)}
     asking = {node.name for _, node in jitted() if "asks_for" in calls(node)}
@@ -314,8 +314,11 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int) -> None:
         most = 227 if arch == 90 and row["about"] == "prompts, heads of 256" else 99  # KiB: of an H200, of an L4
         assert row["shared_bytes"] <= most * 1024, row
     for row in found:
-        if arch == 90 and row["kernel"] == "one_row":  # 4.8 TB/s for some 0.9 us, by 132 multiprocessors
+        least = {"one_row": 32, "few_rows_of_words": 48}.get(row["kernel"])  # KiB: 4.8 TB/s for some 0.9 us, by 132
+        if arch == 90 and least is not None:
             resident = 65536 // (32 * row["warps"] * row["registers"])
-            assert resident * row["under_way_bytes"] >= 32 << 10, row
+            assert resident * row["under_way_bytes"] >= least << 10, row
+        if arch == 90 and row["kernel"] == "few_rows_of_words":  # by 16 rows 860 of 128 halves a thread, 364 of 64 int8
+            assert row["loop"] <= (240 if row["about"] == "w8a16" else 320), row
         if row["kernel"] == "coded_product" and "many" not in row["about"]:
             assert row["under_way_bytes"] >= 8 << 10, row

@@ -116,12 +116,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         if all(grid):  # Triton launches nothing of no programs (its driver.c, as of 3.6 and 3.9)
             self.launched.append(name)
         if isinstance(kernel, JITFunction):
-            pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
-            driver.set_active(_Driver())
+            pointers = [Pointer(x) if isinstance(x, Tensor) else x for x in args]
+            driver.set_active(FakeDriver())
             self.specialised.add((name, _specialisation(kernel, pointers, given)))
             self.kernels.add(kernel)
             if self.compiles:
-                _RUN(kernel, *pointers, grid=grid, warmup=True, **given)
+                RUN(kernel, *pointers, grid=grid, warmup=True, **given)
 
     def stream(self, device: object) -> SimpleNamespace:
         """In place of `torch.cuda.Stream`."""
@@ -141,7 +141,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[misc]  # PyTorch's has no typ
         self.capturing = False
 
 
-class _Driver:
+class FakeDriver:
     """What Triton asks before a launch."""
 
     def get_current_target(self) -> GPUTarget:
@@ -154,7 +154,7 @@ class _Driver:
         return 0
 
 
-class _Pointer:
+class Pointer:
     """As a launch sees a tensor: memory begins at a multiple of 16."""
 
     def __init__(self, x: Tensor) -> None:
@@ -167,13 +167,13 @@ class _Pointer:
 def _specialisation(kernel: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
     """Of each argument that is no constant: its type, and what is known of it."""
     binder = kernel.device_caches[0][-1]
-    _, specialised, _ = binder(*args, **_OPTIONS, **given)
+    _, specialised, _ = binder(*args, **OPTIONS, **given)
     return str([one for one in specialised if one[0] != "constexpr"])
 
 
-_RUN = JITFunction.run
+RUN = JITFunction.run
 _EMPTY = torch.empty
-_OPTIONS = {"debug": False, "instrumentation_mode": ""}
+OPTIONS = {"debug": False, "instrumentation_mode": ""}
 
 
 @contextmanager

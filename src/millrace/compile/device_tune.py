@@ -25,12 +25,12 @@ from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu
 from millrace.engine.cuda.transfer import there
 from millrace.engine.tactics import Choice, Comparison
-from millrace.kernels.matmul import cuda, gpu_tiles
+from millrace.kernels.matmul import cuda, cuda_few, gpu_tiles
 from millrace.kernels.matmul.coded import CodedRows, Matrix
-from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, Tile, Tiles, region_of, takes, tiles
+from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, region_of, takes, tiles
 
 KNOB = "tile"  # its value is a place among the tiles of so many rows; none is the rule
-ROWS = 1, 16, 32, MANY_ROWS - 1  # of decode steps; up to so many are alike
+ROWS = 1, EIGHT, 16, 32, MANY_ROWS - 1  # of decode steps; up to so many are alike
 MORE_ROWS = 2048  # of rows that the kernel takes however many they are
 AT_MOST = 32  # layers of a pass
 LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, what a launch takes a host at most
@@ -57,7 +57,7 @@ def on_device(products: Products, tile: Tile) -> float:
 
 def machine_key(gpu: Gpu) -> str:
     """What a time holds for: the device, the compiler, the very kernels that were timed, and the tiles' places."""
-    sources = Path(cuda.__file__).read_bytes() + Path(gpu_tiles.__file__).read_bytes()
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (cuda, cuda_few, gpu_tiles))
     digest = hashlib.blake2b(sources, digest_size=6).hexdigest()
     major, minor = gpu.capability
     return f"{gpu.name}, sm_{major}{minor}, torch {torch.__version__}, triton {triton.__version__}, kernels {digest}"
@@ -154,7 +154,8 @@ def works_of(executor: CudaExecutor) -> list[Work]:
             w, x = weights[0], met(weights[0], meets, rows)
             if cuda.goes_by_kernel(x, w, executor.dtype):
                 which = {value: tile for value, tile in enumerate(tiles(rows)) if takes(tile, x, w)}
-                found.append(Work(region, rows, which, weights[:AT_MOST], meets))
+                if rows != EIGHT or EIGHT in (tile.rows for tile in which.values()):  # else as of 16
+                    found.append(Work(region, rows, which, weights[:AT_MOST], meets))
     return found
 
 

@@ -15,11 +15,10 @@ from torch.nn import functional
 from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
 from millrace.kernels.layout import SLAB
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
-from millrace.kernels.matmul.gpu_tiles import MANY_ROWS, RULES, Tile, Tiles, rows_of
+from millrace.kernels.matmul.cuda_few import by_few_rows
+from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, MANY_ROWS, RULES, Tile, Tiles, rows_of
 
 BLOCK_K = 128  # what goes through at a time, at most
-WARP_K = 512  # of one row: 16 neighbours for each thread of a warp
-ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 # Powers of two whose last bit is 1, and the bits of two of them in 16-bit floats.
 UNITS_BF16, BITS_BF16 = tl.constexpr(128), tl.constexpr(0x43004300)
 UNITS_FP16, BITS_FP16 = tl.constexpr(1024), tl.constexpr(0x64006400)
@@ -128,46 +127,6 @@ def _dot(left, right):
     return found
 
 
-@triton.jit
-def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASKED: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
-    """One program: a row x (1, K) times BLOCK_N of w (N, K), both of E4M3 with a scale for each row; y (1, N).
-
-    By hand: tensor cores would multiply 15 rows of zeros beside it, which have to be loaded and made float16 by every
-    warp. A thread has the same 16 neighbours of x and of each row of w (BLOCK_K is WARP_K for each warp, or registers
-    would go through shared memory), so that all its loads are on their way at once; every fourth product meets in one
-    sum, and threads meet at the end.
-    """
-    lets_next_begin(PDL)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column, place = column < N, tl.arange(0, BLOCK_K)[None, :]
-    lines = w + column.to(tl.int64)[:, None] * K
-    total = tl.zeros((BLOCK_N, BLOCK_K // 4), tl.float32)
-    asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, ASKED, PDL)
-    after_those_before(PDL)
-    for first in range(0, K, BLOCK_K):
-        at = first + place
-        codes = tl.load(lines + at, mask=is_column[:, None] & (at < K), other=0.0)
-        row = tl.load(x + at, mask=at < K, other=0.0)
-        a, b, c, d = _in_four(codes.to(tl.float16).to(tl.float32))
-        e, f, g, h = _in_four(row.to(tl.float16).to(tl.float32))
-        total += a * e
-        total += b * f
-        total += c * g
-        total += d * h
-    scale = tl.load(w_scales + column, mask=is_column, other=0.0) * tl.load(x_scales)
-    tl.store(y + column, (tl.sum(total, 1) * scale).to(y.dtype.element_ty), mask=is_column)
-
-
-@triton.jit
-def _in_four(x):
-    """x (n, 4 k) -> every fourth column, from each of the first four on."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
 def product(
     x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None, tiles: Tiles = RULES
 ) -> Tensor:  # fmt: skip
@@ -217,18 +176,13 @@ def _block_k(integers: bool, halves: bool, *groups: int) -> int:
 
 
 def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
+    depth = block_k(x, w)
+    if tile.rows <= EIGHT:
+        return by_few_rows(x, w, dtype, tile, depth)
     given, scales = (x.codes, x.scales) if isinstance(x, CodedRows) else (x, w.scales)
     (m, k), (n, w_row) = given.shape, w.codes.shape
     y = torch.empty((m, n), dtype=dtype, device=given.device)
     asked = ASKED if w_row % 16 == 0 else 0
-    if tile.rows == 1:
-        one_row[(cdiv(n, tile.columns),)](
-            given.contiguous(), scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
-            ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-        return y
-    depth = block_k(x, w)
     coded_product[cdiv(n, tile.columns), cdiv(m, tile.rows)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
         w_row, X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, CodedRows), HALVES=w.halves,

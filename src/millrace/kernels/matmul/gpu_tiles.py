@@ -1,6 +1,6 @@
 """Tiles of the product with coded weights on a GPU: which there are, and by which of them each product goes.
 
-None of them changes what is summed in which order along a row's inputs, but for those of one row.
+None of them changes what is summed in which order along a row's inputs, but for those of one row and of eight.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ import torch
 
 from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
 
+ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
+EIGHT = 8  # columns of a tensor core's product
 MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of weights
 
 
@@ -17,7 +19,7 @@ MANY_ROWS = 64  # from here on arithmetic takes the time, not the reading of wei
 class Tile:
     """Rows and columns of a program, its warps, and how many blocks of weights are on their way at a time.
 
-    Of one row and one stage: of `one_row`, which multiplies without tensor cores; it holds its inputs itself
+    Of one row and of eight: of cuda_few.py's kernels, which hold their inputs themselves. One row has one stage
     """
 
     rows: int
@@ -26,7 +28,8 @@ class Tile:
     stages: int = 3
 
 
-_ONE = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
+ONE_OF_E4M3 = (Tile(1, 4, 4, 1), Tile(1, 8, 4, 1), Tile(1, 2, 4, 1), Tile(1, 4, 2, 1))
+EIGHT_OF_WORDS = (Tile(8, 16, 8, 2), Tile(8, 16, 4, 2), Tile(8, 16, 8, 1), Tile(8, 32, 4, 1))
 # The first is the rule: a tensor core's least rows, or what many fill without spilling. The others have more or fewer
 # programs for the multiprocessors, and more or fewer bytes on their way to each.
 _FEW = (
@@ -38,15 +41,21 @@ _MANY = (Tile(64, 64, 8), Tile(64, 128, 8), Tile(128, 64, 8))
 
 def tiles(rows: int) -> tuple[Tile, ...]:
     """That products of so many rows may go by; the first that takes them is the rule."""
-    if rows == 1:
-        return (*_ONE, *_FEW)
+    if rows <= EIGHT:
+        return (*(ONE_OF_E4M3 if rows == 1 else ()), *EIGHT_OF_WORDS, *_FEW)
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
 
 
 def takes(tile: Tile, x: Matrix, w: CodedRows) -> bool:
-    """Whether a tile is of a kernel for such rows and weights: `one_row` is for E4M3, a scale for each row."""
-    if tile.rows > 1:
+    """Whether a tile is of a kernel for such rows and weights.
+
+    `one_row` is for E4M3, a scale for each row; `few_rows_of_words` for 16-bit floats, halves or int8 of whole words.
+    """
+    if tile.rows > EIGHT:
         return True
+    if tile.rows == EIGHT:
+        few = isinstance(x, torch.Tensor) and x.itemsize == 2 and 0 < len(x) <= EIGHT
+        return few and (w.width % 8 == 0 if w.halves else w.codes.dtype == torch.int8 and w.width % 4 == 0)
     whole = w.codes.dtype == E4M3 and w.group >= w.width
     return whole and isinstance(x, CodedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
 

@@ -1,0 +1,284 @@
+"""Products of one to eight rows with coded weights on a GPU, in Triton: for few users, who wait for all weights at
+each token.
+
+As 16 rows of tensor cores they would be zeros most of all, and codes would go there through shared memory. Here one
+row of E4M3 is multiplied without them; codes of INT4 and INT8 are their 16 rows, with the few rows as eight columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
+from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.gpu_tiles import ASKED, Tile
+
+WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
+WARP_BYTES = 128  # of each row of codes, for each warp at a time
+BYTES_DEPTH = 64  # inputs of INT8 at most that are a unit: words of four threads, 16 bytes each
+# 16 with a unit of its own as last bit, in two 16-bit floats, and where its four bits after the first are.
+POWER_BF16, PLACES_BF16 = tl.constexpr(0x41804180), tl.constexpr(0x00780078)
+POWER_FP16, PLACES_FP16 = tl.constexpr(0x4C004C00), tl.constexpr(0x03C003C0)
+_BITS_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")  # and, or
+_BITS_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
+# Of INT8 in bfloat16 the low seven bits behind 128, and 256 less 128 where it is negative; in float16 all behind 1,024.
+LOW_BF16, LOW_PLACES = tl.constexpr(0x43004300), tl.constexpr(0x007F007F)
+TOP_BF16, TOP_PLACES = tl.constexpr(0x43804380), tl.constexpr(0x00800080)
+BYTE_FP16, BYTE_PLACES = tl.constexpr(0x64806480), tl.constexpr(0x00FF00FF)
+_LOW_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x007F007F, 0x43004300, 0x6A;")  # and, xor
+_TOP_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x00800080, 0x43804380, 0x6A;")
+_BYTE_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
+
+
+@triton.jit
+def one_row(x, x_scales, w, w_scales, y, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASKED: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    """One program: a row x (1, K) times BLOCK_N of w (N, K), both of E4M3 with a scale for each row; y (1, N).
+
+    A thread has the same 16 neighbours of x and of each row of w (BLOCK_K is WARP_K for each warp, or registers
+    would go through shared memory), so that all its loads are on their way at once; every fourth product meets in one
+    sum, and threads meet at the end.
+    """
+    lets_next_begin(PDL)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column, place = column < N, tl.arange(0, BLOCK_K)[None, :]
+    lines = w + column.to(tl.int64)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_K // 4), tl.float32)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, ASKED, PDL)
+    after_those_before(PDL)
+    for first in range(0, K, BLOCK_K):
+        at = first + place
+        codes = tl.load(lines + at, mask=is_column[:, None] & (at < K), other=0.0)
+        row = tl.load(x + at, mask=at < K, other=0.0)
+        a, b, c, d = _in_four(codes.to(tl.float16).to(tl.float32))
+        e, f, g, h = _in_four(row.to(tl.float16).to(tl.float32))
+        total += a * e
+        total += b * f
+        total += c * g
+        total += d * h
+    scale = tl.load(w_scales + column, mask=is_column, other=0.0) * tl.load(x_scales)
+    tl.store(y + column, (tl.sum(total, 1) * scale).to(y.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _in_four(x):
+    """x (n, 4 k) -> every fourth column, from each of the first four on."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit(do_not_specialize=["M"])  # that only says which rows there are
+def few_rows_of_words(x, w, w_scales, minimums, y, M, N, K, w_row, groups, HALVES: tl.constexpr, GROUP: tl.constexpr,
+                      ZERO: tl.constexpr, MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+                      UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+                      ASKED: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: up to eight rows x (M, K) of 16-bit floats times BLOCK_N of w (N, K), halves or int8; y (M, N).
+
+    A unit is DEPTH inputs, which share a scale. A warp has UNITS neighbours at a time for all columns, and each thread
+    words of w just where tensor cores want them: what it multiplies first of a row is not what comes first there, but
+    x is permuted alike. So nothing goes through shared memory before the end, where warps meet.
+    A half is the last bits of 16, which is taken away with the zero by what tensor cores start from: -(16 + zero) times
+    the sums of a unit's x, once for all columns. Any bits are such codes, so no mask asks for zeros. int8 likewise.
+
+    HALVES: eight codes of a word, or four | groups: scales of a row of w, each of GROUP inputs, 0: there is one
+    EVEN: all units are whole | AHEAD: words of the next units are asked for before those at hand are multiplied
+    PLAIN: for the interpreter
+    """
+    lets_next_begin(PDL)
+    STEP: tl.constexpr = WARPS * UNITS * DEPTH
+    EACH: tl.constexpr = 8 if HALVES else 4
+    line = tl.arange(0, UNITS * WARPS * BLOCK_N)  # eight columns, warps, units, the next eight columns
+    is_column = (_column(line, WARPS * UNITS, BLOCK_N) < N)[:, None]
+    word = ((line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS) * (DEPTH // EACH))[:, None]
+    word += tl.arange(0, DEPTH // EACH)[None, :]
+    lines = w.to(tl.pointer_type(tl.int32)) + word
+    lines += _column(line, WARPS * UNITS, BLOCK_N).to(tl.int64)[:, None] * (w_row // 4)
+    total = tl.zeros((UNITS * WARPS, BLOCK_N, 4, 2), tl.float32)
+    asks_for(w, tl.program_id(0) * BLOCK_N, N, w_row, BLOCK_N, ASKED, PDL)
+    after_those_before(PDL)
+    words, scale, least = _asked(lines, word, is_column, w_scales, minimums, 0, N, K, groups, EACH, GROUP, MINIMUMS,
+                                 EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
+    for first in range(0, K, STEP):
+        these, by, plus = words, scale, least
+        words, scale, least = _asked(lines, word, is_column, w_scales, minimums, first + (STEP if AHEAD else 0), N, K,
+                                     groups, EACH, GROUP, MINIMUMS, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)  # fmt: skip
+        if not AHEAD:
+            these, by, plus = words, scale, least
+        tl.debug_barrier()  # or the compiler asks for rows of x first
+        rows = _columns_of(x, first, M, K, HALVES, EVEN, DEPTH, UNITS, WARPS)
+        behind: tl.constexpr = 16 + ZERO if HALVES else 384 if rows.dtype == tl.bfloat16 else 1152
+        minus = tl.full((UNITS * WARPS, BLOCK_N, DEPTH), -behind, tl.float32).to(rows.dtype)
+        minus = _times(minus, rows, None, PLAIN)
+        if HALVES:
+            found = _times(_halves(these, UNITS, WARPS, rows.dtype, PLAIN), rows, minus, PLAIN)
+        else:
+            found = _times(_bytes(these, UNITS, WARPS, rows.dtype, False, PLAIN), rows, minus, PLAIN)
+            if rows.dtype == tl.bfloat16:
+                found = _times(_bytes(these, UNITS, WARPS, rows.dtype, True, PLAIN), rows, found, PLAIN)
+        found = tl.reshape(found, (UNITS * WARPS, BLOCK_N, 4, 2))
+        if GROUP:
+            found *= _by_columns(by, UNITS, WARPS, BLOCK_N)
+        if MINIMUMS:
+            of_minus = _by_columns(plus, UNITS, WARPS, BLOCK_N) * (-1 / behind)
+            found += tl.reshape(minus, (UNITS * WARPS, BLOCK_N, 4, 2)) * of_minus
+        total += found
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = tl.reshape(tl.sum(total, 0), (BLOCK_N, 8))
+    if not GROUP:
+        product *= tl.load(w_scales + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
+    row = tl.arange(0, 8)[None, :]
+    tl.store(y + row * N + column[:, None], product.to(y.dtype.element_ty), mask=(row < M) & (column < N)[:, None])
+
+
+@triton.jit
+def _column(line, between, BLOCK_N: tl.constexpr):
+    """Which of w's rows a line is of: eight of them are neighbours, the next eight come `between` times eight later."""
+    return tl.program_id(0) * BLOCK_N + line % 8 + line // (8 * between) * 8
+
+
+@triton.jit
+def _halves(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """words (eight columns x units x ..., DEPTH / 8) of eight halves, the first the lowest -> (units, columns, DEPTH)
+    of 16 + code, exactly. Inputs in the order of `_columns_of`."""
+    if dtype == tl.bfloat16:
+        four = tl.join(tl.join(words << 3, words >> 1), tl.join(words >> 5, words >> 9))
+        two = _two(four, _BITS_BF16, PLACES_BF16, POWER_BF16, PLAIN)
+    else:
+        four = tl.join(tl.join(words << 6, words << 2), tl.join(words >> 2, words >> 6))
+        two = _two(four, _BITS_FP16, PLACES_FP16, POWER_FP16, PLAIN)
+    eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
+    two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, words.shape[1] // 4, 2, 2, 2))
+    two = tl.permute(two, (1, 0, 2, 4, 6, 5, 3, 7))
+    return tl.reshape(two, (UNITS * WARPS, 8 * eights, 8 * words.shape[1])).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _bytes(words, UNITS: tl.constexpr, WARPS: tl.constexpr, dtype: tl.constexpr, TOP: tl.constexpr,
+           PLAIN: tl.constexpr):  # fmt: skip
+    """words of four int8, as `_halves`, of what together is 384 + code in bfloat16 (TOP: of their highest bits), and
+    1,152 + code in float16."""
+    both = tl.join(words, words >> 8)
+    if dtype == tl.float16:
+        two = _two(both, _BYTE_FP16, BYTE_PLACES, BYTE_FP16, PLAIN)
+    elif TOP:
+        two = _two(both, _TOP_BF16, TOP_PLACES, TOP_BF16, PLAIN)
+    else:
+        two = _two(both, _LOW_BF16, LOW_PLACES, LOW_BF16, PLAIN)
+    eights: tl.constexpr = words.shape[0] // (8 * UNITS * WARPS)
+    two = tl.reshape(two, (eights, UNITS * WARPS, 8, 4, words.shape[1] // 4, 2, 2))
+    two = tl.permute(two, (1, 0, 2, 4, 5, 3, 6))
+    return tl.reshape(two, (UNITS * WARPS, 8 * eights, 4 * words.shape[1])).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _two(words, BITS: tl.constexpr, PLACES: tl.constexpr, POWER: tl.constexpr, PLAIN: tl.constexpr):
+    """words -> (..., 2) int16, low and high: their bits at places, by the instruction that BITS is.
+
+    It is said to have effects because tensor cores' layout is chosen by the joins that it hides.
+    """
+    two = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    if PLAIN:
+        two = (two & (PLACES & 0xFFFF)) ^ (POWER & 0xFFFF)  # as good as `or` for halves, whose bits are other ones
+    else:
+        two = tl.inline_asm_elementwise(BITS, "=r,r", [two], dtype=tl.int16, is_pure=False, pack=2)
+    return two
+
+
+@triton.jit
+def _columns_of(x, first, M, K, HALVES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr,
+                WARPS: tl.constexpr):  # fmt: skip
+    """x (M, K) from `first` on -> (units, DEPTH, 8), where there are fewer rows the last one again. A thread has inputs
+    in eights: which eight, two bits of which in it, thread of four, and the bit that is a word's upper half."""
+    of_thread: tl.constexpr = DEPTH // 32
+    line, i = tl.arange(0, of_thread * UNITS * WARPS * 8), tl.arange(0, 32)
+    unit = line // 8 % WARPS * UNITS + line // (8 * WARPS) % UNITS
+    at = first + (unit * DEPTH + line // (8 * UNITS * WARPS) * 8)[:, None] + (i // 8 * (8 * of_thread) + i % 8)[None, :]
+    row = tl.minimum(line % 8, M - 1)[:, None] * K
+    rows = tl.load(x + row + at) if EVEN else tl.load(x + row + at, mask=at < K, other=0.0)
+    rows = tl.reshape(rows, (of_thread, UNITS * WARPS, 8, 4, 2, 2, 2))
+    rows = tl.permute(rows, (1, 0, 5, 6, 3, 4, 2) if HALVES else (1, 0, 4, 6, 3, 5, 2))
+    return tl.reshape(rows, (UNITS * WARPS, DEPTH, 8))
+
+
+@triton.jit
+def _times(codes, rows, start, PLAIN: tl.constexpr):
+    """In the interpreter of float32: it has no products of bfloat16."""
+    if PLAIN:
+        codes, rows = codes.to(tl.float32), rows.to(tl.float32)
+    return tl.dot(codes, rows, start, input_precision="ieee" if PLAIN else None)
+
+
+@triton.jit
+def _asked(lines, word, is_column, w_scales, minimums, first, N, K, groups, EACH: tl.constexpr, GROUP: tl.constexpr,
+           MINIMUMS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr,
+           BLOCK_N: tl.constexpr):  # fmt: skip
+    """Words from input `first` on, and scales and minimums where units have them; of what lies behind K, none."""
+    inside = (
+        first // EACH + word * (not EVEN) < K // EACH
+    )  # not the number alone: the interpreter makes no mask of that
+    words = tl.load(lines + first // EACH, mask=is_column & inside)
+    scale, least = words, words
+    if GROUP:
+        scale = _of_units(w_scales, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+    if MINIMUMS:
+        least = _of_units(minimums, first, N, K, groups, GROUP, EVEN, DEPTH, UNITS, WARPS, BLOCK_N)
+    return words, scale, least
+
+
+@triton.jit
+def _of_units(scales, first, N, K, groups, GROUP: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+              UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """scales (N, groups) -> as four threads have each of eight columns: (columns x warps, 4 x units)."""
+    line = tl.arange(0, WARPS * BLOCK_N)
+    unit = first // DEPTH + (line // 8 % WARPS * UNITS)[:, None]
+    which = (tl.arange(0, 4 * UNITS) % UNITS)[None, :]
+    column = _column(line, WARPS, BLOCK_N)[:, None]
+    group = unit + which if GROUP == DEPTH else (unit + which) * DEPTH // GROUP
+    inside = (first + column * 0 if EVEN else (unit + which) * DEPTH) < K
+    return tl.load(scales + column * groups + group, mask=(column < N) & inside, other=0.0)
+
+
+@triton.jit
+def _by_columns(of_units, UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What `_of_units` found -> (units, columns, 4, 1) float32."""
+    found = tl.reshape(of_units.to(tl.float32), (BLOCK_N // 8, WARPS, 8, 4, UNITS))
+    return tl.reshape(tl.permute(found, (4, 1, 0, 2, 3)), (UNITS * WARPS, BLOCK_N, 4, 1))
+
+
+def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
+    """(M, N) of `dtype`. depth: inputs that share a scale, at most; of words alone"""
+    given = x.codes if isinstance(x, CodedRows) else x
+    (m, k), (n, w_row), asked = given.shape, w.codes.shape, ASKED if w.codes.shape[1] % 16 == 0 else 0
+    assert 0 < m <= tile.rows, f"{m} rows by {tile}"
+    y = torch.empty((m, n), dtype=dtype, device=given.device)
+    grid = (cdiv(n, tile.columns),)
+    if isinstance(x, CodedRows):
+        one_row[grid](
+            given.contiguous(), x.scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
+            ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+        return y
+    each, depth = (2, depth) if w.halves else (1, min(depth, BYTES_DEPTH))
+    few_rows_of_words[grid](
+        given.contiguous(), w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
+        w_row, w.scales.shape[1], HALVES=w.halves, GROUP=group_of(w), ZERO=w.zero, MINIMUMS=w.minimums is not None,
+        EVEN=k % (WARP_BYTES * each * tile.warps) == 0, DEPTH=depth, UNITS=WARP_BYTES * each // depth, WARPS=tile.warps,
+        BLOCK_N=tile.columns, AHEAD=tile.stages > 1, ASKED=asked, PLAIN=triton.knobs.runtime.interpret,
+        **overlapping(given.device), num_warps=tile.warps, num_stages=1, maxnreg=registers(tile, w.halves, depth),
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return y
+
+
+def registers(tile: Tile, halves: bool, depth: int) -> int | None:
+    """Of a thread, at most, so that a multiprocessor has two programs of eight warps; None: as many as it takes, which
+    are more where a thread's words are of several groups and go through shared memory."""
+    return 65536 // (2 * 32 * tile.warps) if tile.warps == 8 and depth == (128 if halves else BYTES_DEPTH) else None
+
+
+def group_of(w: CodedRows) -> int:
+    """Whose scales meet sums of units; 0: one scale for each row, which meets all at the end."""
+    return 0 if w.group >= w.width and w.minimums is None else min(w.group, w.width)
