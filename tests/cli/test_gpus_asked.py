@@ -3,9 +3,12 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.builder import Builder
 from millrace.compile.find import BUNDLED
 from millrace.compile.for_gpu import check_gpu_has
 from millrace.compile.settings import BuildSettings
@@ -117,6 +120,18 @@ def test_a_build_is_refused_by_the_table(device: Device, precision: str) -> None
         assert error.value.what.startswith(f"no kernel for GPUs here runs on {about}" if without else lacks)
 
 
+@pytest.mark.parametrize(("flags", "seconds"), [((), 0), (("--tune-rows", "1/16"), 2), (("--tune", "1"), 1)])
+def test_kernels_of_a_cpu_are_timed_where_that_is_asked(
+    flags: tuple[str, ...], seconds: float, millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(name: str, checkpoint: Checkpoint, settings: BuildSettings, *_: Any, **__: Any) -> Builder:
+        raise ConfigError(f"{settings.tune:g} seconds", "", "")
+
+    monkeypatch.setattr(Builder, "of", of)
+    done = millrace("build", "tiny", "-o", tmp_path / "e", "--device", "H100", *flags)
+    done.assert_mistake(f"error: {seconds} seconds")
+
+
 def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = ("build", "tiny", "-o", tmp_path / "e")
     fp8 = ("--kv-cache-dtype", "fp8")
@@ -137,6 +152,7 @@ def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "e").exists()
     done = millrace(*build, "--device", "h100", "--precision", "fp8", "--no-evaluate")
     assert done.code == 0 and "fp8a16, lm_head w8a16 g128, on a GPU fp8" in done.out
+    assert json.loads(millrace("inspect", tmp_path / "e", "--json").out)["precision_on_gpu"] == "fp8"
     assert "never tuned" in done.out and f"millrace serve {tmp_path / 'e'} --device cuda" in done.out
     manifest = Engine.open(tmp_path / "e").manifest
     assert manifest.gpu.precision == "fp8" and len(manifest.gpu.fp8_rows) == 5 * 7

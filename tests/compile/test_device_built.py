@@ -21,8 +21,9 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.loaded import Loaded, load
 from millrace.engine.engine import Engine
+from millrace.engine.evaluation import Evaluation, Price
 from millrace.engine.hold import in_use
-from millrace.engine.manifest import MANIFEST, Manifest, sealed
+from millrace.engine.manifest import MANIFEST, GpuSection, Manifest, sealed
 from millrace.errors import ConfigError, EngineError
 from millrace.graph.rewrite import listing
 from tests.e2e.test_on_gpu import HERE
@@ -151,6 +152,12 @@ def test_an_encoder(more: dict[str, Any], tmp_path: Path) -> None:
     assert_same(*pair(random_encoder(tmp_path / "c", seed=2, **more), tmp_path / "e", {"precision": "w8a8"}))
 
 
+def test_an_encoder_in_fp8_is_refused_by_that_name(tmp_path: Path) -> None:
+    encoder = Checkpoint.open(random_encoder(tmp_path / "c", seed=2))
+    with pytest.raises(ConfigError, match="precision fp8 is not measured for encoders"):
+        Builder.of("m", encoder, BuildSettings(precision="fp8"), None, for_gpu=True)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As for a CPU: nothing is said of GPUs."""
@@ -236,6 +243,15 @@ def test_tables_that_are_too_short(words: str, vocab: dict[str, int], built: Pat
     """A token or a position behind a table's end would be read from somebody else's memory."""
     with pytest.raises(EngineError, match=words):
         opened(with_manifest(tmp_path, built, **vocab))
+
+
+def test_what_a_price_leaves_out_is_said(built: Path, tmp_path: Path) -> None:
+    """It was measured on a CPU, whose rows are never E4M3."""
+    price, said = Price("fp8a16", 0.01, 1.01, 0.9, 1 << 20), list[str]()
+    evaluation = Evaluation("", "bundled", tokens=100, tried=[price])
+    folder = with_manifest(tmp_path, built, evaluation=evaluation, gpu=GpuSection(fp8_rows=["model.layers.0.mlp.up"]))
+    engine = built_engine(Engine.open(folder), NOTHING_ASKED, HERE, None, said.append)
+    assert said == [engine.manifest.notes[-1]] == [f"on a CPU {evaluation.said}; rows of E4M3 are not in it"]
 
 
 @pytest.mark.parametrize("more", [4096, -64])

@@ -78,7 +78,7 @@ class Builder:
             alone, _ = gpu_precision(build, source, precisions)
         encoder = isinstance(checkpoint.config, EncoderConfig)
         if encoder:
-            check_encoder(build, precision)
+            check_encoder(build, precision, alone)
         options = BuildOptions(
             precision=precision,
             max_batch=build.max_batch or (ENCODER_BATCH if encoder else DEFAULT_BATCH),
@@ -153,8 +153,11 @@ ENCODER_BATCH = 64  # each text has pages of its own for keys and values, so tha
 OF_ENCODERS = (Precision.FP32, Precision.BF16, Precision.W8A8)
 
 
-def check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None:
+def check_encoder(build: BuildSettings, precision: PrecisionMap | None, alone: GpuPrecision) -> None:
     """raises ConfigError for what only decoders have, and for a precision that is not measured"""
+    if alone.name == "fp8":
+        expected = f"one of {', '.join((*OF_ENCODERS, 'fp16', 'tf32'))}"
+        raise ConfigError("precision fp8 is not measured for encoders", expected, "choose one of them")
     lacks = {
         "head": "it has no head",
         "kv_cache_dtype": "it keeps no keys and values",

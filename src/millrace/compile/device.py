@@ -123,10 +123,7 @@ def device_engine(
     alone.check_kept(build.kv_cache_dtype)
     options = _options(build, source, precisions)
     if isinstance(checkpoint.config, EncoderConfig):
-        if alone.name == "fp8":
-            expected = f"one of {', '.join((*OF_ENCODERS, 'fp16', 'tf32'))}"
-            raise ConfigError("precision fp8 is not measured for encoders", expected, "choose one of them")
-        check_encoder(build, options.precision)
+        check_encoder(build, options.precision, alone)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
     chosen = settled(source, options)
     graph = trace_model(source.module, source.weights, operators())
