@@ -123,7 +123,8 @@ def large(n_layers: int, built: Path) -> Tables:
         activation_lower_bound=plan.program.memory.lower_bound,
     )  # fmt: skip
     tables = Tables(replace(engine, manifest=msgspec.structs.replace(engine.manifest, cpu=cpu)))
-    tables.__dict__["program"] = msgspec.convert(program_table(plan.program), ProgramTable)
+    program = program_table(plan.program, dict.fromkeys(plan.program.weights_offsets, ""))
+    tables.__dict__["program"] = msgspec.convert(program, ProgramTable)
     tables.__dict__["graph"] = msgspec.json.decode(msgspec.json.encode(graph_table(plan.traced)), type=GraphTable)
     return tables
 

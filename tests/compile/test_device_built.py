@@ -186,17 +186,22 @@ def test_what_a_start_may_ask_for(built: Path) -> None:
 def test_a_damaged_weight_is_found_while_it_is_loaded(built: Path, tmp_path: Path) -> None:
     for file in built.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    data = bytearray((tmp_path / "weights.bin").read_bytes())
-    data[-100] ^= 1
-    (tmp_path / "weights.bin").write_bytes(data)
-    with pytest.raises(EngineError, match=r"weights.bin is damaged: its checksum differs"):
-        opened(tmp_path).on_gpu(40)
-    table = json.loads((tmp_path / "program.json").read_text())
-    norm = next(weight for weight in table["weights"] if "norm" in weight["name"])
-    data[norm["offset"] : norm["offset"] + 4] = b"\xff" * 4  # no number, which a checkpoint would be blamed for
-    (tmp_path / "weights.bin").write_bytes(data)
-    with pytest.raises(EngineError, match=r"weights.bin is damaged: its checksum differs"):
-        opened(tmp_path).on_gpu(40)
+    weights = tmp_path / "weights.bin"
+    good, table = weights.read_bytes(), json.loads((tmp_path / "program.json").read_text())
+    norm = next(weight["offset"] for weight in table["weights"] if "norm" in weight["name"])
+    no_number = good[:norm] + b"\xff" * 4 + good[norm + 4 :]  # for which a checkpoint would be blamed
+    for bad in (good[:-100] + bytes([good[-100] ^ 1]) + good[-99:], no_number):
+        weights.write_bytes(bad)
+        with pytest.raises(EngineError, match=r"weights.bin is damaged: the checksum of model\..* differs"):
+            opened(tmp_path).on_gpu(40)
+    weights.write_bytes(good)
+    engine = opened(tmp_path)
+    weights.write_bytes(good[: len(good) // 2])  # a page of a map would be a signal now
+    with pytest.raises(EngineError, match=r"weights.bin is damaged"):
+        engine.on_gpu(40)
+    weights.unlink()
+    with pytest.raises(EngineError, match=r"weights.bin cannot be read"):
+        engine.on_gpu(40)
 
 
 def test_a_network_of_ones_own_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from millrace.engine.manifest import FORMAT, Manifest
 from millrace.engine.tables import GraphTable, ProgramTable
 from millrace.engine.tactics import TacticTable
 
-WRITTEN = {12: "bd520087cccc9398"}
+WRITTEN = {12: "537d78fa6a990c8b"}
 
 
 def test_other_files_are_another_format() -> None:

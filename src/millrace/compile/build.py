@@ -40,6 +40,7 @@ from millrace.engine.manifest import (
     SymbolEntry,
     file_checksum,
     sealed,
+    weights_checksum,
 )  # fmt: skip
 from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, plain
@@ -48,7 +49,6 @@ from millrace.graph.rewrite import LOGITS, head_of, prune
 from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Port, Symbol, find
 from millrace.kernels.catalogue import operators
-from millrace.kernels.library import library
 from millrace.kernels.operators import runnable
 from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
@@ -288,9 +288,10 @@ def write_engine(
 
 def _write(source: Source, plan: Plan, folder: Path, name: str, evaluation: Evaluation, progress: Progress) -> Manifest:
     program = plan.program
-    weights = _write_weights(program, folder / WEIGHTS, progress)
+    weights, of_each = _write_weights(program, folder / WEIGHTS, progress)
     (folder / PROGRAM).write_bytes(program.encoded())
-    (folder / PROGRAM_TABLE).write_bytes(msgspec.json.format(msgspec.json.encode(program_table(program)), indent=1))
+    table = msgspec.json.encode(program_table(program, of_each))
+    (folder / PROGRAM_TABLE).write_bytes(msgspec.json.format(table, indent=1))
     (folder / GRAPH).write_bytes(msgspec.json.format(msgspec.json.encode(graph_table(plan.traced)), indent=1))
     for carried, content in source.files().items():
         (folder / carried).write_bytes(content)
@@ -304,21 +305,27 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, evaluation: Eval
     return manifest
 
 
-def _write_weights(program: Program, path: Path, progress: Progress) -> str:
-    """Packs the constants into the file, one a core at a time; gives its checksum. Memory: the largest, not all.
+def _write_weights(program: Program, path: Path, progress: Progress) -> tuple[str, dict[int, str]]:
+    """Packs the constants into the file, one a core at a time. Memory: the largest, not all.
 
+    Gives the file's checksum, and that of each constant by its offset.
     Space is reserved first, and nothing is written through a map: a full disk is OSError, not SIGBUS
     """
     if program.weights_bytes == 0:
         path.write_bytes(b"")
-        return f"{library().mr_checksum(0, 0):016x}"
+        return weights_checksum(np.empty(0, np.uint8)), {}
+    of_each: dict[int, str] = {}
     with path.open("w+b") as file:
         reserve(file.fileno(), program.weights_bytes)
-        pack_weights(program, lambda data, offset: write_at(file.fileno(), data, offset), progress)
+
+        def put(data: memoryview, offset: int) -> None:
+            write_at(file.fileno(), data, offset)
+            of_each[offset] = weights_checksum(np.frombuffer(data, np.uint8))
+
+        pack_weights(program, put, progress)
         os.fsync(file.fileno())  # a network's file system may say only now that it is full
     progress("weights", program.weights_bytes, program.weights_bytes)
-    written = np.memmap(path, np.uint8, "r")
-    return f"{library().mr_checksum(written.ctypes.data, written.size):016x}"
+    return weights_checksum(np.memmap(path, np.uint8, "r")), of_each
 
 
 def pack_weights(program: Program, put: Callable[[memoryview, int], None], progress: Progress) -> None:

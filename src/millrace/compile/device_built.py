@@ -78,7 +78,7 @@ def built_engine(
         say(note)  # type: ignore[misc]  # there is one
     return GpuEngine(
         folder=folder, manifest=manifest_of(manifest.model_name, traced, chosen, model, needs, notes), held=engine.held,
-        model=model, gpu=gpu, needs=needs, weights=weights, smaller=lambda: smaller_steps(traced, chosen, gpu),
+        model=model, gpu=gpu, needs=needs, smaller=lambda: smaller_steps(traced, chosen, gpu),
         tuner=tuner(traced, gpu, build, cache),
     )  # fmt: skip
 
@@ -144,7 +144,9 @@ def _priced(manifest: Manifest) -> tuple[str, ...]:
     return (f"on a CPU {manifest.evaluation.said}{besides}",)
 
 
-_KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool}  # of attributes; others an operator's shapes need
+# Of attributes, where no operator's shapes go by them; a tree that is a number alone has no shape.
+_KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool, "tree": int | tuple}
+_UNSAID = {"bias": False, "tree": 0}
 
 
 def _check_graph(folder: Path, graph: Graph, chosen: Settled, manifest: Manifest) -> None:
@@ -160,7 +162,7 @@ def _check_graph(folder: Path, graph: Graph, chosen: Settled, manifest: Manifest
     most, names = {"tokens": vocab, "positions": chosen.max_context}, {port.value: port.name for port in graph.inputs}
     for node in graph.nodes:
         for name in node.operator.attrs & _KINDS.keys():
-            if not isinstance(value := node.attrs.get(name, name == "bias" or None), _KINDS[name]):
+            if not isinstance(value := node.attrs.get(name, _UNSAID.get(name)), _KINDS[name]):
                 raise damaged(folder, f"{GRAPH} has {name} {value!r:.40} of {node.op}")
         first, folds = node.inputs[0], node.op == "elementwise" and all(v.constant for v in node.inputs)
         if (first.constant and not folds) or (first.dtype == DType.I32 and node.op != "embedding"):

@@ -215,7 +215,10 @@ def _concatenated(values: list[Value]) -> Value:
     total = sum(d for v in values if isinstance(d := v.shape[0], int))
 
     def load() -> Array:
-        return np.concatenate([c.load() for c in constants if c])
+        arrays = [c.load() for c in constants if c]
+        if len({array.dtype for array in arrays}) > 1:  # NumPy knows no common type of float16 and bfloat16
+            arrays = [array.astype(np.float32) for array in arrays]
+        return np.concatenate(arrays)
 
     def stored(bits: int, group: int) -> QuantisedMatrix | None:
         parts = stored_codes([c for c in constants if c], bits, group)

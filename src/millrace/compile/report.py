@@ -1,5 +1,6 @@
 """The program as a plain table: what the engine folder keeps for people, and what `millrace inspect` shows."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.compile.program import Call, Program
@@ -9,8 +10,11 @@ from millrace.kernels.expression import tree_of
 from millrace.kernels.places import Place
 
 
-def program_table(program: Program) -> dict[str, Any]:
-    """JSON-able: calls with their origins, weights with their formats, the memory plan with its lower bound."""
+def program_table(program: Program, checksums: Mapping[int, str]) -> dict[str, Any]:
+    """JSON-able: calls with their origins, weights with their formats, the memory plan with its lower bound.
+
+    checksums: of weights' bytes, by their offsets
+    """
     return {
         "passes": list(program.passes),
         "calls": [
@@ -32,6 +36,7 @@ def program_table(program: Program) -> dict[str, Any]:
                 "format": w.format,
                 "bytes": w.nbytes,
                 "offset": o,
+                "checksum": checksums[o],
             }
             for w, o in zip(program.weights, program.weights_offsets, strict=True)
         ],

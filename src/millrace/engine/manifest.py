@@ -3,7 +3,8 @@
     manifest.json     this file's Manifest: format version, limits, shapes, checksums of itself and every other file
     weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
     program.bin       the kernel calls as the native core reads them (kernels/encode.py)
-    program.json      the same for people: calls, fusions, weights, memory plan (millrace inspect shows it)
+    program.json      the same for people: calls, fusions, weights, memory plan (millrace inspect shows it); a GPU's start
+                      finds weights by it, each with its own checksum (engine/weights.py)
     graph.json        the graph as traced from the model, before any pass, for whatever target (graph/table.py)
     tactics.json      how the kernels work on one machine (engine/tactics.py); no result depends on it, so it may be
                       missing, and may be written again without the rest
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from millrace.engine.evaluation import Evaluation
 from millrace.engine.kv import CacheSpec, KvFormat
@@ -26,6 +29,7 @@ from millrace.graph.rewrite import LOGITS
 from millrace.graph.types import DType
 from millrace.kernels.declare import MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
+from millrace.kernels.library import library
 from millrace.model.module import ENCODER
 
 FORMAT = 12
@@ -185,6 +189,11 @@ def damaged(folder: Path, what: str) -> EngineError:
 
 def not_an_engine(folder: Path) -> EngineError:
     return EngineError(f"{folder} has no {MANIFEST}", "an engine folder", "name a folder that `millrace build` wrote")
+
+
+def weights_checksum(data: NDArray[np.uint8]) -> str:
+    """The native core's own, of weights.bin or a part of it."""
+    return f"{library().mr_checksum(data.ctypes.data if data.size else 0, data.size) & (2**64 - 1):016x}"
 
 
 def file_checksum(path: Path) -> str:

@@ -37,6 +37,7 @@ class Weight(Struct, frozen=True):
     format: str
     bytes: int
     offset: int
+    checksum: str  # of its bytes, as that of all (manifest.py)
 
 
 class Buffer(Struct, frozen=True):

@@ -6,9 +6,7 @@ which lies in rows, by its names. Nothing is read by a number that was not looke
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -19,13 +17,12 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST, PROGRAM_TABLE, WEIGHTS, damaged
+from millrace.engine.manifest import MANIFEST, PROGRAM_TABLE, WEIGHTS, damaged, weights_checksum
 from millrace.engine.tables import Call, Weight, read_program_table
-from millrace.errors import CheckpointError, EngineError
+from millrace.errors import EngineError
 from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 from millrace.kernels.layout import matrix_bytes, up
-from millrace.kernels.library import library
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, Packing, matrices_of, packing_of, precision_of
 from millrace.kernels.matmul.unpack import part_codes, part_halves, unpack_codes, unpack_floats
 from millrace.kernels.operators import size
@@ -42,17 +39,17 @@ _ROWS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}  # o
 class _Panels:
     """A packed matrix of n rows and k inputs; of two that are interleaved n counts both."""
 
-    data: NDArray[np.uint8]
+    read: Callable[[], NDArray[np.uint8]]
     n: int
     k: int
     packing: Packing
 
     def floats(self) -> Array:
-        return unpack_floats(self.data, self.packing.format, self.n, self.k)
+        return unpack_floats(self.read(), self.packing.format, self.n, self.k)
 
     def codes(self) -> QuantisedMatrix:
         p = self.packing
-        return unpack_codes(self.data, p.format, self.n, self.k, p.group, p.scaling)
+        return unpack_codes(self.read(), p.format, self.n, self.k, p.group, p.scaling)
 
     def parts(self, each: int) -> tuple["_Part", ...]:
         """The matrix, or gate and up of so many rows each."""
@@ -96,7 +93,6 @@ class EngineWeights:
     engine: Engine
     products: Mapping[tuple[Names, str, Packing], Weight]
     rows: Mapping[Names, Weight]
-    data: NDArray[np.uint8]
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineWeights":
@@ -121,8 +117,7 @@ class EngineWeights:
                     continue  # which the head has besides
                 elif rows.setdefault(tuple(weight.origin), weight) is not weight:
                     raise damaged(engine.folder, f"{PROGRAM_TABLE} has two of {weight.name} in rows")
-        whole = np.memmap(engine.folder / WEIGHTS, np.uint8, "c", shape=(nbytes,)) if nbytes else np.empty(0, np.uint8)
-        return cls(engine, products, rows, whole)
+        return cls(engine, products, rows)
 
     def as_packed(self, graph: Graph) -> Graph:
         """A graph as it was traced, its constants in the formats in which products have their codes.
@@ -169,7 +164,7 @@ class EngineWeights:
             raise self._lacks(f"{'+'.join(names)} for {precision}")
         if weight.bytes != matrix_bytes(packing.format, n, k, packing.group, packing.scaling):
             raise self._lacks(f"{weight.name} of {n} x {k}")
-        return _Panels(self._bytes(weight), n, k, packing).parts(each)
+        return _Panels(partial(self._bytes, weight), n, k, packing).parts(each)
 
     def _constant(self, value: Value, parts: Sequence[_Part]) -> Constant:
         constant, in_rows = constant_of(value), self.rows.get(constant_of(value).origin)
@@ -196,33 +191,23 @@ class EngineWeights:
         dtype, shape = _ROWS.get(weight.format), tuple(weight.shape)
         if dtype is None or shape != value.shape or math.prod(shape) * dtype.itemsize != weight.bytes:
             raise self._lacks(f"{weight.name} as {value}")
-        rows: Array = self._bytes(weight).view(dtype).reshape(shape)
-        return lambda: rows
+        return lambda: self._bytes(weight).view(dtype).reshape(shape)
 
     def _bytes(self, weight: Weight) -> NDArray[np.uint8]:
-        return self.data[weight.offset : weight.offset + weight.bytes]
+        """Read into memory of its own, and checked there. raises EngineError where they are not what was built"""
+        path, data = self.engine.folder / WEIGHTS, np.empty(weight.bytes, np.uint8)
+        try:
+            with path.open("rb") as file:
+                file.seek(weight.offset)
+                done = file.readinto(data.data)
+        except OSError as error:
+            raise EngineError(f"{path} cannot be read: {error}", "a file that may be read", "check it") from error
+        if done < len(data) or weights_checksum(data) != weight.checksum:
+            raise damaged(self.engine.folder, f"{WEIGHTS} is damaged: the checksum of {weight.name} differs")
+        return data
 
     def _lacks(self, what: str) -> EngineError:
         return damaged(self.engine.folder, f"{WEIGHTS} does not hold {what}")
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Beside what is done within: their checksum, which nobody has seen yet. raises EngineError at the end
-
-        Damaged weights may be none that a model can have: then what is within fails, and the damage is why.
-        """
-        with ThreadPoolExecutor(1) as beside:
-            sum_ = beside.submit(library().mr_checksum, self.data.ctypes.data if self.data.size else 0, self.data.size)
-            try:
-                yield
-            except CheckpointError:
-                self._check(sum_.result())
-                raise
-        self._check(sum_.result())
-
-    def _check(self, sum_: int) -> None:
-        if f"{sum_ & (2**64 - 1):016x}" != self.engine.manifest.files[WEIGHTS].checksum:
-            raise damaged(self.engine.folder, f"{WEIGHTS} is damaged: its checksum differs")
 
 
 def _with_constants(graph: Graph, constants: Mapping[Value, Constant]) -> Graph:

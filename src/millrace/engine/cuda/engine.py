@@ -3,7 +3,7 @@
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,7 +14,6 @@ from millrace.engine.cuda.memory import DevicePlan, Needs, check_fits, plan_devi
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor, ExecutorLimits
 from millrace.engine.kv import KvFormat
-from millrace.engine.weights import EngineWeights
 from millrace.errors import MachineError, mib
 from millrace.graph.types import Graph
 
@@ -60,7 +59,7 @@ class GpuModel:
 class GpuEngine(Engine):
     """Its folder has the tokenizer's files, and is there until `close`; its manifest is of this start alone.
 
-    files: of a checkpoint's start, which made them; weights: of an engine folder, whose checksum nobody has seen yet
+    files: of a checkpoint's start, which made them
     smaller: what could be asked for instead where this does not fit, and what that takes
     tuner: times kernels on the device, before they are captured
     """
@@ -70,7 +69,6 @@ class GpuEngine(Engine):
     needs: Needs
     smaller: Callable[[], Iterable[tuple[str, Needs]]]
     files: Files | None = field(default=None, compare=False, repr=False)
-    weights: EngineWeights | None = field(default=None, compare=False, repr=False)
     tuner: "Callable[[CudaExecutor], Tiles] | None" = field(default=None, compare=False, repr=False)
 
     @property
@@ -88,7 +86,7 @@ class GpuEngine(Engine):
 
         self.check_language_model()
         model = self.model
-        with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"), self._checked():
+        with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"):
             executor = CudaExecutor(
                 model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
                 fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device, load=model.load,
@@ -106,16 +104,13 @@ class GpuEngine(Engine):
         check_fits(self.needs, self.gpu.free_bytes, self.smaller())
         model = self.model
         most = {"T": model.limits.max_step_tokens, "S": model.limits.max_sequences}
-        with self._failing(self.needs.fixed_bytes, "lower --max-batch"), self._checked():
+        with self._failing(self.needs.fixed_bytes, "lower --max-batch"):
             network = CudaNetwork(
                 model.graph, most, dtype=model.dtype, fp8_rows=model.fp8_rows, device=self.gpu.device, load=model.load
             )
             if self.gpu.device != CPU:
                 network.warm(model.limits.max_context)
         return network
-
-    def _checked(self) -> AbstractContextManager[None]:
-        return self.weights.checked() if self.weights else nullcontext()
 
     @contextmanager
     def _failing(self, needed_bytes: int, mend: str) -> Iterator[None]:
