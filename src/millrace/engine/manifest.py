@@ -3,8 +3,8 @@
     manifest.json     this file's Manifest: format version, limits, shapes, checksums of itself and every other file
     weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
     program.bin       the kernel calls as the native core reads them (kernels/encode.py)
-    program.json      the same for people: calls, fusions, weights, memory plan (millrace inspect shows it); a GPU's start
-                      finds weights by it, each with its own checksum (engine/weights.py)
+    program.json      the same for people: calls, fusions, weights, memory plan (millrace inspect shows it);
+                      a GPU's start finds weights by it, each with a checksum of its own (engine/weights.py)
     graph.json        the graph as traced from the model, before any pass, for whatever target (graph/table.py)
     tactics.json      how the kernels work on one machine (engine/tactics.py); no result depends on it, so it may be
                       missing, and may be written again without the rest
