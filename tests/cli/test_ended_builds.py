@@ -11,12 +11,7 @@ import pytest
 
 from millrace.cli.signals import ended_in_order
 from tests.cli.conftest import Millrace
-from tests.support.command_line import environment
-
-
-def heard() -> None:
-    """A suite that runs under nohup hands on that SIGHUP is ignored."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from tests.support.command_line import environment, heard
 
 
 def ended(folder: Path, signal_number: int) -> int:

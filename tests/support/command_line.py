@@ -41,10 +41,19 @@ def run_process(arguments: Sequence[str], cache: Path, given: bytes = b"") -> Re
     return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+def heard() -> None:
+    """Of a child, before it begins: a suite that runs in a shell's background, or under nohup, hands on that these
+    signals are ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def interrupted(arguments: Sequence[str], cache: Path, after: bytes) -> Result:
     """Starts a process, sends SIGINT once stdout holds `after`, and gives how it ended."""
     command = [sys.executable, "-m", "millrace", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(cache)) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(cache), preexec_fn=heard
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         out, until_s = b"", time.monotonic() + 60
         while after not in out and time.monotonic() < until_s:
