@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,9 +252,14 @@ def _overlaps(ptx: str) -> bool:
     return bool(waits)
 
 
-def every(architectures: tuple[int, ...], with_tiles: bool = True) -> Iterator[dict[str, Any]]:
+def every(architectures: tuple[int, ...], with_tiles: bool = True, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """most: cases of a kernel"""
     for arch in architectures:
+        seen = Counter[str]()
         for kernel, about, constants in (*CASES, *(TILES if with_tiles else ())):
+            seen[kernel.__name__] += 1
+            if most is not None and seen[kernel.__name__] > most:
+                continue
             if ("fp8" in about and arch < FP8_FROM) or ("before Hopper" in about and arch >= 90):
                 continue
             if kernel is attend and constants["BLOCK_M"] == PROMPT_ROWS and arch < 90:
@@ -269,9 +275,10 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="only this one, and no result file")
     parser.add_argument("--no-tiles", action="store_true", help="products by their rule alone")
+    parser.add_argument("--most", type=int, metavar="N", help="cases of each kernel, and no result file")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args()
-    rows = list(every((args.arch,) if args.arch else ARCHITECTURES, not args.no_tiles))
+    rows = list(every((args.arch,) if args.arch else ARCHITECTURES, not args.no_tiles, args.most))
     if args.json:
         print(json.dumps(rows))
     else:
@@ -279,7 +286,7 @@ def main() -> None:
             print("{architecture} {kernel:16} {about:36} {registers:4} registers".format(**row),
                   "{shared_bytes:7,} bytes shared {spilled_bytes:5} spilled".format(**row),
                   "overlaps" * row["overlaps"])  # fmt: skip
-    if not args.arch and not args.no_tiles:
+    if not args.arch and not args.no_tiles and args.most is None:
         print(write_result("gpu-kernels", {**provenance("benchmarks.gpu_kernels"), "kernels": rows}))
 
 

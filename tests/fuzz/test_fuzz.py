@@ -23,7 +23,7 @@ CASES = {
     "sentences": 200,
     "tokenizer": 200,
     "program": 200,
-    "gpu_engines": 100,
+    "gpu_engines": 60,
     "requests": 600,
     "pbtxt": 200,
     "tensors": 300,
