@@ -68,7 +68,7 @@ def check_rows(y: Matrix, exact: NDArray[Any], dtype: torch.dtype, coding: Codin
 @pytest.mark.parametrize("kernels", [triton_kernels, plain], ids=["triton", "plain"])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 40, 257])
+@pytest.mark.parametrize("n", [1, 40, pytest.param(257, marks=pytest.mark.nightly)])
 def test_add_and_normalise(n: int, dtype: torch.dtype, coding: Coding | None, kernels: object) -> None:
     rng = np.random.default_rng(n)
     x, residual = drawn(rng, 5, n, dtype=dtype), drawn(rng, 5, n)
@@ -82,7 +82,7 @@ def test_add_and_normalise(n: int, dtype: torch.dtype, coding: Coding | None, ke
 @pytest.mark.parametrize("kernels", [triton_kernels, plain], ids=["triton", "plain"])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 40, 257])
+@pytest.mark.parametrize("n", [1, 40, pytest.param(257, marks=pytest.mark.nightly)])
 def test_silu_and_multiply(n: int, dtype: torch.dtype, coding: Coding | None, kernels: object) -> None:
     """Halves of one array, as a product of both would give them: rows have a stride."""
     rng = np.random.default_rng(n)

@@ -17,7 +17,9 @@ Rows = NDArray[np.float64]
 
 @KERNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 65, 8192, 8193, 20000])
+@pytest.mark.parametrize(
+    "vocab", [1, 2, 65, 8193, *(pytest.param(n, marks=pytest.mark.nightly) for n in (8192, 20000))]
+)
 def test_the_likeliest(kernels: object, vocab: int, dtype: torch.dtype) -> None:
     """Of 16 bits many are alike: then the first; rows that are not finite, at any place, are told so, and alone."""
     rng = np.random.default_rng(vocab)
@@ -73,7 +75,7 @@ def drawn(rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
 
 
 @KERNELS
-@pytest.mark.parametrize("vocab", [1, 2, 64, 65, 4097])
+@pytest.mark.parametrize("vocab", [1, 2, 64, 65, pytest.param(4097, marks=pytest.mark.nightly)])
 def test_drawn_settings(kernels: object, vocab: int) -> None:
     """Flat rows and sharp ones, of float32 as models give them, and rounded so that many are alike."""
     rng, rows = np.random.default_rng(vocab), 8 if kernels is triton_kernels else 100
