@@ -34,6 +34,7 @@ class Part:
 
 
 FUZZ_CASES = 100_000
+SLOW_CASES = {"gpu_engines": 10_000}  # that load a model and compute a step: 60 a second
 # Of a language model's answers, from its file to the kernels; and served, from the socket on.
 ENGINES = ("src/millrace/checkpoint", "src/millrace/compile", "src/millrace/engine", "src/millrace/graph",
            "src/millrace/kernels", "src/millrace/model", "native")  # fmt: skip
@@ -62,12 +63,13 @@ PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html
 
 
 def _fuzz(target: str) -> Part:
-    command = ("{python}", "-m", "tests.fuzz", target, "--cases", str(FUZZ_CASES), "--seed", "{seed}")
+    cases = SLOW_CASES.get(target, FUZZ_CASES)
+    command = ("{python}", "-m", "tests.fuzz", target, "--cases", str(cases), "--seed", "{seed}")
     return Part(
         f"fuzz-{target}",
-        f"{FUZZ_CASES:,} mutated inputs, with new seeds each night",
+        f"{cases:,} mutated inputs, with new seeds each night",
         command,
-        FUZZ_CASES,
+        cases,
         files=("tests/fuzz",),
     )
 
