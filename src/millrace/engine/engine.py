@@ -12,6 +12,7 @@ from millrace.engine.manifest import (
     Manifest,
     SlotEntry,
     check_files,
+    checksum_text,
     damaged,
     not_an_engine,
     read_manifest,
@@ -129,7 +130,7 @@ class Engine:
         )  # fmt: skip
 
     def _check_weights(self, loaded: LoadedProgram) -> None:
-        if f"{loaded.weights_checksum() & (2**64 - 1):016x}" != self.manifest.files[WEIGHTS].checksum:
+        if checksum_text(loaded.weights_checksum()) != self.manifest.files[WEIGHTS].checksum:
             loaded.close()
             raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
 

@@ -193,7 +193,12 @@ def not_an_engine(folder: Path) -> EngineError:
 
 def weights_checksum(data: NDArray[np.uint8]) -> str:
     """The native core's own, of weights.bin or a part of it."""
-    return f"{library().mr_checksum(data.ctypes.data if data.size else 0, data.size) & (2**64 - 1):016x}"
+    return checksum_text(library().mr_checksum(data.ctypes.data if data.size else 0, data.size))
+
+
+def checksum_text(number: int) -> str:
+    """As the native core gives it, signed or not -> as files have it."""
+    return f"{number & (2**64 - 1):016x}"
 
 
 def file_checksum(path: Path) -> str:
