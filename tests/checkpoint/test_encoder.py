@@ -57,8 +57,6 @@ def test_missing_keys_have_transformers_defaults() -> None:
         ({"hidden_size": 100}, ["hidden_size", "num_attention_heads"]),
         ({"hidden_size": 36}, ["num_attention_heads", "multiple of 8"]),
         ({"layer_norm_eps": 0}, ["layer_norm_eps"]),
-        ({"max_position_embedding": 3}, ["max_position_embedding", "max_position_embeddings"]),
-        ({"rope_theta": 1e4}, ["rope_theta"]),
         ({"quantization_config": {}}, ["quantization_config"]),
         ({"architectures": ["BertForSequenceClassification"]}, ["BertForSequenceClassification", "BertModel"]),
         ({"model_type": "llama"}, ["model_type", "bert"]),

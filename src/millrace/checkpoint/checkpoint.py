@@ -18,6 +18,7 @@ from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.sentences import sentence_files, with_sentences
+from millrace.checkpoint.tied_head import resolve_tied_head
 from millrace.checkpoint.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
@@ -185,6 +186,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     said = _said(folder, _read_raw(folder))
     config, notes = said.config, said.notes
     tensors = CompressedTensors.of(folder, said.compression) if said.compression else Tensors.open(folder)
+    if isinstance(config, ModelConfig):
+        config, tensors, tied_notes = resolve_tied_head(config, tensors)
+        notes += tied_notes
     stored = _stored_dtype(tensors)
     notes += tuple(tensors.notes)
     if not said.has_dtype:

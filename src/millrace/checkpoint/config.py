@@ -1,4 +1,4 @@
-"""`config.json` as a typed, frozen `ModelConfig`: every key is used, known to be harmless, or an error.
+"""`config.json` as a typed, frozen `ModelConfig`: every key is used, refused, or listed in a note.
 
 Both of today's spellings are read: `rope_theta`, `rope_scaling`, `torch_dtype`, and `rope_parameters`, `dtype`.
 Defaults of missing keys are those of the family's configuration class in transformers 5.
@@ -19,9 +19,9 @@ from millrace.checkpoint.config_reader import (
     positive_number,
     read_dtype,
     token_ids,
+    unread_keys,
     wrong,
 )
-from millrace.errors import nearest
 
 ROPE_KINDS = ("default", "linear", "llama3")
 
@@ -88,6 +88,7 @@ def read_config(raw: Raw) -> ModelConfig:
     window, window_notes = _window(read, n_layers, max_positions)
     attention_bias, output_bias = _attention_bias(read)
     bos, eos, token_notes = _tokens(read, vocab_size)
+    rope, rope_notes = _rope(read, max_positions)
     return ModelConfig(
         architecture=family.architecture,
         family=family.name,
@@ -100,7 +101,7 @@ def read_config(raw: Raw) -> ModelConfig:
         vocab_size=vocab_size,
         max_context=max_positions if window is None else min(window, max_positions),
         norm_eps=read.positive_float("rms_norm_eps"),
-        rope=_rope(read, max_positions),
+        rope=rope,
         tie_embeddings=read.boolean("tie_word_embeddings"),
         attention_bias=attention_bias,
         attention_output_bias=output_bias,
@@ -110,7 +111,7 @@ def read_config(raw: Raw) -> ModelConfig:
         dtype=read_dtype(raw),
         bos_token_id=bos,
         eos_token_ids=eos,
-        notes=(*notes, *window_notes, *token_notes),
+        notes=(*notes, *rope_notes, *window_notes, *token_notes),
     )
 
 
@@ -182,8 +183,11 @@ def _window(read: ConfigReader, n_layers: int, max_positions: int) -> tuple[int 
     return window, (note,)
 
 
-def _rope(read: ConfigReader, max_positions: int) -> RopeConfig:
-    """Values inside rope_parameters win over those beside it, as in transformers; where both differ it is an error."""
+def _rope(read: ConfigReader, max_positions: int) -> tuple[RopeConfig, tuple[str, ...]]:
+    """Return the rotary embedding, with a note on the keys that transformers does not read for its type.
+
+    Two spellings of one value must agree.
+    """
     old, new = read.raw.get("rope_scaling"), read.raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
@@ -211,25 +215,25 @@ def _rope(read: ConfigReader, max_positions: int) -> RopeConfig:
     theta = rope.get("rope_theta", 10_000.0 if beside is None else beside)
     if beside is not None and beside != theta:
         raise wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
-    return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions)
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}
+    unread = [name for name in rope if name not in known]
+    notes = (unread_keys(f"config.json: {key} (rope_type {kind})", unread, known),) if unread else ()
+    return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions), notes
+
+
+# What transformers' functions of modeling_rope_utils.py read of a scaling, by its type.
+_SCALING_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
-    own: dict[str, tuple[str, ...]] = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    }
     if rope.get("partial_rotary_factor", 1) != 1:
         raise wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *own[kind]}
-    if kind == "llama3":
-        known.add("original_max_position_embeddings")
-    for name, value in rope.items():
-        if name not in known:
-            raise wrong(f"{key}.{name}", value, f"no such key for rope_type {kind}; " + nearest(name, known))
-    for name in own[kind]:
-        if name not in rope:
+    for name in _SCALING_KEYS[kind]:
+        if name not in rope and name != "original_max_position_embeddings":
             raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
     factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))
     if factor < 1:

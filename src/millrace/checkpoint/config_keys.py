@@ -1,4 +1,8 @@
-"""The tables behind `read_config`: which keys each family has, and which other keys may stand in a config.json."""
+"""Tables behind `read_config`: the keys that each family uses, and those that are refused or change nothing.
+
+`declared_keys.py` has the keys that transformers' classes declare. A declared key in no table here is refused unless
+it has its default; a key that is not declared changes nothing there, and is listed in a note.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,9 +78,6 @@ _BERT: dict[str, object] = {
     "layer_norm_eps": 1e-12,
 }
 
-_NO_WINDOW: Neutral = ((None,), "this family attends to everything before a token")
-_NO_BIAS: Neutral = ((False, None), "this family has no such bias")
-
 FAMILIES: Mapping[str, Family] = {
     f.name: f
     for f in (
@@ -91,7 +92,6 @@ FAMILIES: Mapping[str, Family] = {
                 "attention_bias": False,
                 "mlp_bias": False,
             },
-            {"sliding_window": _NO_WINDOW},
         ),
         Family(
             "mistral",
@@ -104,27 +104,22 @@ FAMILIES: Mapping[str, Family] = {
                 "max_position_embeddings": 131072,
                 "sliding_window": 4096,
             },
-            {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
         ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
             {**_COMMON, **_QWEN},
-            {"attention_bias": ((True, None), "Qwen2 always has a bias on q, k and v"), "mlp_bias": _NO_BIAS},
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
             {**_COMMON, **_QWEN, "head_dim": 128, "attention_bias": False},
-            {"mlp_bias": _NO_BIAS},
         ),
         Family(
             "gemma",
             "GemmaForCausalLM",
             {**_COMMON, **_GEMMA},
             {
-                "mlp_bias": _NO_BIAS,
-                "sliding_window": _NO_WINDOW,
                 "use_bidirectional_attention": ((None, False), "only causal attention is supported"),
             },
         ),
@@ -163,7 +158,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# They do not change what the model computes, whatever their value.
+# These do not change what the model computes, whatever their value, and are not worth a note: training settings,
+# implementation choices, heads of other tasks, metadata that transformers or its users write everywhere.
 HARMLESS = _words(
     """
     _name_or_path name_or_path _commit_hash transformers_version auto_map tokenizer_class
@@ -173,14 +169,13 @@ HARMLESS = _words(
     use_flash_attention_2 output_attentions output_hidden_states return_dict torchscript use_bfloat16 is_decoder
     chunk_size_feed_forward gradient_checkpointing id2label label2id num_labels problem_type task_specific_params
     finetuning_task tie_last_hidden_states max_length max_sequence_length is_llama_config transformers.js_config
-    pretraining_tp
+    pretraining_tp tie_encoder_decoder cross_attention_hidden_size pruned_heads
     attention_probs_dropout_prob hidden_dropout_prob classifier_dropout directionality pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type output_past
     tie_word_embeddings bos_token_id eos_token_id is_matryoshka matryoshka_dimensions
     """  # pretraining_tp splits the same sums over slices; transformers 5 no longer reads it
     # an encoder has no head to be tied and no text to begin or end; decoders read these three
 )
-HARMLESS_PREFIXES = ("unsloth_",)
 
 # Generation defaults that older versions of transformers kept in config.json and version 5 drops.
 GENERATION_KEYS = _words(
@@ -188,25 +183,11 @@ GENERATION_KEYS = _words(
     "no_repeat_ngram_size length_penalty early_stopping bad_words_ids num_return_sequences"
 )
 
-# They change what the model computes, except at these values.
+# transformers acts on these for every family: they change what the model computes, except at these values.
 ONLY_AT: Mapping[str, Neutral] = {
     "quantization_config": ((None,), "of quantised folders only compressed-tensors are read, of decoders"),
     "compression_config": ((None,), "compressed checkpoints are not read yet"),
     "partial_rotary_factor": ((None, 1, 1.0), "RoPE turns whole heads"),
-    "rotary_pct": ((None, 1, 1.0), "RoPE turns whole heads"),
-    "rope_interleaved": ((None, False), "RoPE pairs the two halves of a head"),
-    "use_mrope": ((None, False), "positions of several dimensions are not supported"),
-    "use_sliding_window": ((None, False), "this family has no sliding window"),
-    "attn_logit_softcapping": ((None,), "soft-capped attention is not supported"),
-    "final_logit_softcapping": ((None,), "soft-capped logits are not supported"),
-    "logit_scale": ((None, 1, 1.0), "scaled logits are not supported"),
-    "clip_qkv": ((None,), "clipped projections are not supported"),
-    "use_qk_norm": ((None, False), "only Qwen3 normalises queries and keys"),
-    "qk_layernorm": ((None, False), "only Qwen3 normalises queries and keys"),
-    "per_layer_config": ((None,), "all layers have one shape"),
-    "pruned_heads": ((None, {}), "pruned heads are not supported"),
     "is_encoder_decoder": ((None, False), "models of two stacks are not supported"),
     "add_cross_attention": ((None, False), "models of two stacks are not supported"),
-    "cross_attention_hidden_size": ((None,), "models of two stacks are not supported"),
-    "tie_encoder_decoder": ((None, False), "models of two stacks are not supported"),
 }

@@ -1,20 +1,21 @@
-"""What reading a `config.json` needs, of whatever family: typed access, and that every key has its place."""
+"""What reading a `config.json` needs, of whatever family: typed access, and a check of every key."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.checkpoint.config_keys import (
     FAMILIES,
     GENERATION_KEYS,
     HARMLESS,
-    HARMLESS_PREFIXES,
     ONLY_AT,
     Family,
     Neutral,
 )
-from millrace.errors import CheckpointError, nearest
+from millrace.checkpoint.declared_keys import DECLARED
+from millrace.errors import CheckpointError, alike, plain
 
 MAX_LAYERS = 4096  # far beyond any model, and soon enough said
+MAX_KEYS = 40  # that a note lists
 DTYPES = ("float32", "float16", "bfloat16")
 Raw = Mapping[str, object]
 
@@ -89,25 +90,40 @@ def family_of(raw: Raw) -> Family:
 
 
 def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
-    """Refuse what is unknown, and what is known to change the maths; returns notes."""
+    """Check that every key is used, changes nothing, or is at a value that changes nothing; return notes.
+
+    A key that transformers' configuration class declares and that is in no table here must have its default.
+    A key that the class does not declare is not read by transformers either: all of these are listed in one note.
+    """
     used = {"architectures", "model_type", "dtype", "torch_dtype", *family.defaults}
+    declared = DECLARED.get(family.name, {})
     notes: list[str] = []
+    undeclared: list[str] = []
     for key, value in raw.items():
         if key in family.only_at:
             _check_neutral(key, value, family.only_at[key])
-        elif key in used or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+        elif key in used or key in HARMLESS:
             continue
         elif key in GENERATION_KEYS:
             notes.append(f"config.json's {key} is not used: generation defaults are read from generation_config.json")
         elif key in ONLY_AT:
             _check_neutral(key, value, ONLY_AT[key])
+        elif key in declared:
+            _check_neutral(key, value, ((None, declared[key]), f"this key of {family.architecture} is not supported"))
         else:
-            raise CheckpointError(
-                f"config.json: unknown key {key} = {value!r}",
-                f"a key that {family.architecture} is known to have; " + nearest(key, {*used, *ONLY_AT, *HARMLESS}),
-                "correct the key, or remove it if the model's results do not depend on it",
-            )
+            undeclared.append(key)
+    if undeclared:
+        notes.append(unread_keys("config.json", undeclared, used))
     return tuple(notes)
+
+
+def unread_keys(where: str, keys: Sequence[str], used: Collection[str]) -> str:
+    """Return the note that `keys` change nothing, with the key that may be meant where one is misspelt."""
+    shown = [
+        key if (meant := alike(key, used)) is None else f"{key} (did you mean {meant}?)" for key in keys[:MAX_KEYS]
+    ]
+    more = f" and {len(keys) - MAX_KEYS} more" if len(keys) > MAX_KEYS else ""
+    return plain(f"{where}: not read, because no model of this type uses them: {', '.join(shown)}{more}")
 
 
 def _check_neutral(key: str, value: object, known: Neutral) -> None:

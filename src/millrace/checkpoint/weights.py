@@ -10,8 +10,8 @@ A file is hostile input. source: https://github.com/huggingface/safetensors, for
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -44,6 +44,7 @@ _DERIVED = (
     ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias",
     "embeddings.position_ids",
 )  # fmt: skip
+_BLOCK = 16 << 20  # bytes
 _COPY_AGAIN = "download or copy the file again"
 
 
@@ -62,9 +63,11 @@ class TensorInfo:
 class Tensors(Mapping[str, TensorInfo]):
     """All tensors of a checkpoint folder by name. `load` reads one."""
 
-    def __init__(self, infos: Mapping[str, TensorInfo], states: Mapping[Path, FileState]) -> None:
-        """states: of each file, when its header was read"""
-        self._infos, self._states = dict(infos), dict(states)
+    def __init__(
+        self, infos: Mapping[str, TensorInfo], states: Mapping[Path, FileState], derived: Sequence[str] = ()
+    ) -> None:
+        """states: of each file, when its header was read. derived: names of stored tables that are not read"""
+        self._infos, self._states, self._derived = dict(infos), dict(states), tuple(derived)
 
     @classmethod
     def open(cls, folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> "Tensors":
@@ -83,12 +86,16 @@ class Tensors(Mapping[str, TensorInfo]):
             )
         infos: dict[str, TensorInfo] = {}
         states: dict[Path, FileState] = {}
+        derived: list[str] = []
         for name in files:
             try:
                 states[folder / name], found = _read_header(folder / name, {**_NAMES, **more})
             except OSError as error:
                 raise unreadable(folder / name, error) from error
+            derived += [info.name for info in found if info.name.endswith(_DERIVED)]
             for info in found:
+                if info.name.endswith(_DERIVED):
+                    continue
                 if info.name in infos:
                     raise CheckpointError(
                         f"{info.name} is in {infos[info.name].file.name} and in {name}",
@@ -101,7 +108,13 @@ class Tensors(Mapping[str, TensorInfo]):
                 raise CheckpointError(
                     f"{folder / name} has no tensor {tensor}", f"what {INDEX} promises", "download the checkpoint again"
                 )
-        return cls(infos, states)
+        return cls(infos, states, derived)
+
+    def renamed(self, old: str, new: str) -> "Tensors":
+        """Return these tensors with `old` under the name `new`; the bytes stay where they are."""
+        infos = {new if name == old else name: info for name, info in self._infos.items()}
+        infos[new] = replace(infos[new], name=new)
+        return Tensors(infos, self._states, self._derived)
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._infos[name]
@@ -151,6 +164,13 @@ class Tensors(Mapping[str, TensorInfo]):
         values: Array = self._data(info).view(_DTYPES[info.dtype])
         return values.reshape(info.shape)
 
+    def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """Yield the stored bytes of a tensor in blocks of 16 MiB. raises CheckpointError as `load`"""
+        info = self._infos[name]
+        for at in range(0, info.nbytes, _BLOCK):
+            n_bytes = min(_BLOCK, info.nbytes - at)
+            yield read_span(info.file, self._states[info.file], info.offset + at, n_bytes)
+
     def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
         return read_span(info.file, self._states[info.file], info.offset, info.nbytes)
 
@@ -167,7 +187,10 @@ class Tensors(Mapping[str, TensorInfo]):
     @property
     def notes(self) -> tuple[str, ...]:
         """To be said aloud to the user."""
-        return ()
+        if not self._derived:
+            return ()
+        n, first = len(self._derived), self._derived[0]
+        return (f"{n} stored tables are not read, because they follow from config.json: {first}, ...",)
 
     def activation_bits(self, name: str) -> int:
         """What the checkpoint means to multiply this matrix with: 8-bit integers, or 16-bit floats."""
@@ -261,7 +284,7 @@ def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[
         kind = "is truncated" if start + at > size else "has bytes that belong to no tensor"
         _damaged(path, f"{kind}: {size} bytes", f"{start + at} bytes by its header")
     infos = [_info(path, name, raw[name], (start + begin, end - begin), names) for begin, end, name in spans]
-    return state, [info for info in infos if not info.name.endswith(_DERIVED)]
+    return state, infos
 
 
 def _span(path: Path, name: str, entry: object) -> tuple[int, int, str]:

@@ -10,6 +10,7 @@ import numpy as np
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from millrace.checkpoint.tokenizer import Files
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
@@ -20,7 +21,6 @@ from millrace.model.families import HEAD, build_model, parameter_of
 from millrace.model.module import Module, Weights
 
 C = TypeVar("C", bound=ModelConfig | EncoderConfig)
-EMBEDDING = "model.embed_tokens.weight"
 LONGEST = 1 << 24  # tokens: what a program's parameters hold
 DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
 _AS_ARRAY = "numpy.asarray(weight, numpy.float32), or tensor.detach().float().numpy() of PyTorch's"
@@ -61,8 +61,9 @@ class Source:
             module=build_model(config), weights=weights, max_context=config.max_context, vocab_size=config.vocab_size,
             architecture=config.architecture, dtype=config.dtype, identity=checkpoint.identity,
             eos_token_ids=checkpoint.eos_token_ids, bos_token_id=checkpoint.bos_token_id,
-            notes=checkpoint.notes, files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
-            stored_table=tensors[EMBEDDING].dtype if own else None,
+            notes=(*checkpoint.notes, *_unused_note(tensors, config)), files=lambda: checkpoint.files,
+            stored=_stored_matrices(checkpoint) if own else {},
+            stored_table=tensors[EMBEDDING_WEIGHT].dtype if own else None,
             kv_format=KV_CACHE_DTYPES.get(tensors.kv or ""),
         )  # fmt: skip
 
@@ -129,12 +130,21 @@ def _parameters(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> 
     return found
 
 
+def _unused_note(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
+    """Return a note that names stored tensors the model does not use; a head that equals the embedding is used."""
+    unused = [name for name in tensors if parameter_of(name, config) is None and name != HEAD_WEIGHT]
+    if not unused:
+        return ()
+    shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
+    return (f"{len(unused)} stored tensors are not used by {config.architecture}: {shown}",)
+
+
 def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
     """By the name of the linear layer. A tied head is the embedding; as a table alone, that is no product's."""
     found, tensors = {}, checkpoint.tensors
     for name, info in tensors.items():
         layer = name.removesuffix(".weight")
-        if name == EMBEDDING:
+        if name == EMBEDDING_WEIGHT:
             if not checkpoint.decoder.tie_embeddings:
                 continue
             layer = HEAD

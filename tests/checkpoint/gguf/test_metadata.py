@@ -1,5 +1,6 @@
 """The configuration out of a file's metadata: the same as from config.json, and errors that name the key."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -107,7 +108,6 @@ def test_a_missing_key_is_named(tmp_path: Path, llama: Path, key: str) -> None:
         (with_value("general.type", "adapter", STRING), "the model's own file"),
         (with_value("llama.attention.layer_norm_rms_epsilon", -1.0, F32), "positive number"),
         (with_value("llama.expert_count", 8, U32), "0: no other"),
-        (with_value("llama.atention.head_count", 8, U32), "attention.head_count"),
         (with_value("split.count", 3, gguf.GGUFValueType.UINT16), "llama-gguf-split"),
         (with_value("tokenizer.ggml.eos_token_id", 5000, U32), "one of 1003 tokens"),
         (with_value("general.sampling.temp", -1.0, F32), "temperature is -1"),
@@ -117,6 +117,15 @@ def test_a_wrong_value_is_named(tmp_path: Path, llama: Path, edit: Edit, word: s
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit))
     assert word in str(caught.value)
+
+
+def test_a_key_that_llama_cpp_does_not_know_changes_nothing(tmp_path: Path, llama: Path) -> None:
+    plain = Checkpoint.open(write_gguf(tmp_path / "plain.gguf", llama))
+    edit = with_value("llama.atention.head_count", 8, U32)
+    opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit))
+    (note,) = (n for n in opened.notes if n not in plain.notes)
+    assert "llama.atention.head_count (did you mean llama.attention.head_count?)" in note
+    assert replace(opened.decoder, notes=()) == replace(plain.decoder, notes=())
 
 
 def test_values_that_change_nothing(tmp_path: Path, llama: Path) -> None:

@@ -93,9 +93,9 @@ class CompressedTensors(Tensors):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        n, found = sum(layer.scheme.float_activations for layer in self._layers.values()), []
+        n, found = sum(layer.scheme.float_activations for layer in self._layers.values()), [*self._parts.notes]
         if n:
-            found = [
+            found += [
                 f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster"
             ]
         if self.kv == STATIC_FP8:
@@ -104,6 +104,16 @@ class CompressedTensors(Tensors):
                 "in twice the memory; --kv-cache-dtype fp8 keeps them in FP8, with scales of each token and head"
             ]
         return tuple(found)
+
+    def renamed(self, old: str, new: str) -> "CompressedTensors":
+        """raises CheckpointError if `old` is stored as codes: an embedding is stored as floats"""
+        if old in self._layers:
+            raise CheckpointError(
+                f"{old} is compressed, and stands for {new}, which is missing", f"{new} as floats", _AGAIN
+            )
+        infos = {new if name == old else name: info for name, info in self._infos.items()}
+        parts = self._parts.renamed(old, new)
+        return CompressedTensors(infos, parts, self._layers, self.kv)
 
     def load(self, name: str) -> Array:
         layer = self._layers.get(name)

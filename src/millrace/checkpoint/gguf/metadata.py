@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file as a `ModelConfig`: a key of the architecture is used, known to be harmless, or an error."""
+"""Metadata of a GGUF file as a `ModelConfig`: a key of the architecture is used, refused, or listed in a note."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import numpy as np
 
 from millrace.checkpoint.config import ModelConfig, RopeConfig
 from millrace.checkpoint.config_keys import FAMILIES
-from millrace.checkpoint.config_reader import HEAD_SIZES, head_fits
+from millrace.checkpoint.config_reader import HEAD_SIZES, head_fits, unread_keys
+from millrace.checkpoint.declared_keys import GGUF_KEYS
 from millrace.checkpoint.gguf.reader import GgufFile, Value
-from millrace.errors import CheckpointError, nearest
+from millrace.errors import CheckpointError
 
 # what general.architecture may be: families by their own names. Mistral's files say llama.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma")
@@ -114,7 +115,7 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
     """`bos`, `eos`: as the tokenizer's keys have them. raises CheckpointError"""
     keys = Keys(file.path, file.metadata)
     arch = keys.text("general.architecture")
-    _check_keys(keys, arch)
+    notes = _check_keys(keys, arch)
     n_heads = keys.integer(f"{arch}.attention.head_count")
     n_kv_heads = keys.integer(f"{arch}.attention.head_count_kv", n_heads)
     if n_heads % n_kv_heads:
@@ -138,7 +139,7 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         activation="gelu_tanh" if arch == "gemma" else "silu", sliding_window=window, dtype="float32",
-        bos_token_id=bos, eos_token_ids=eos, notes=(note,) if capped else (),
+        bos_token_id=bos, eos_token_ids=eos, notes=(*notes, note) if capped else notes,
     )  # fmt: skip
 
 
@@ -153,19 +154,25 @@ def check_is_model(keys: Keys) -> None:
         raise keys.wrong("general.architecture", "one of " + ", ".join(ARCHITECTURES), "choose a supported family")
 
 
-def _check_keys(keys: Keys, arch: str) -> None:
+def _check_keys(keys: Keys, arch: str) -> tuple[str, ...]:
+    """Refuse a key that llama.cpp knows and that changes the results; return a note on the keys that it does not know.
+
+    raises CheckpointError
+    """
     prefix = f"{arch}."
+    unread: list[str] = []
     for key, value in keys.values.items():
         name = key.removeprefix(prefix)
         if not key.startswith(prefix) or name in _USED or name in _HARMLESS:
             continue
-        neutral = _ONLY_AT.get(name)
+        neutral = _ONLY_AT.get(name, () if name in GGUF_KEYS else None)
         if neutral is None:
-            known = nearest(name, {*_USED, *_ONLY_AT, *_HARMLESS})
-            mend = "remove it with gguf-new-metadata --remove-metadata, if the model's results do not depend on it"
-            raise keys.wrong(key, f"a key that {arch} is known to have; {known}", mend)
-        if not any(type(value) is type(n) and value == n for n in neutral):
-            raise keys.wrong(key, " or ".join(map(str, neutral)) + ": no other is supported", "choose another model")
+            unread.append(key)
+        elif not any(type(value) is type(n) and value == n for n in neutral):
+            expected = " or ".join(map(str, neutral)) + ": no other is supported" if neutral else "no such key"
+            raise keys.wrong(key, expected, "choose another model")
+    known = {prefix + name for name in (*_USED, *_ONLY_AT, *_HARMLESS)}
+    return (unread_keys(str(keys.path), unread, known),) if unread else ()
 
 
 def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
