@@ -1,4 +1,4 @@
-"""Environment variables say where, never what. Read once, here and nowhere else, into a frozen Env."""
+"""Environment variables, read here and nowhere else: where things are, and which instruction sets may be used."""
 
 import os
 from collections.abc import Mapping
@@ -32,6 +32,11 @@ def read_env(variables: Mapping[str, str] | None = None) -> Env:
         hf_offline=_flag(v, "HF_HUB_OFFLINE"),
         plain_terminal=is_plain_terminal(v),
     )
+
+
+def widest_isa(variables: Mapping[str, str] | None = None) -> str | None:
+    """Return MILLRACE_ISA: the widest instruction set that may be used (amx, avx512, avx2, scalar). None: the CPU's."""
+    return (os.environ if variables is None else variables).get("MILLRACE_ISA") or None
 
 
 def for_process(threads: int) -> dict[str, str]:

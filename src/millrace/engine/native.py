@@ -98,7 +98,7 @@ class LoadedProgram:
             program=program.calls, program_bytes=len(program.calls), weights_bytes=program.weights_bytes,
             activation_bytes=program.activation_bytes, symbols=symbols.ctypes.data, n_symbols=len(symbols),
             caches=caches, n_caches=len(caches), kv_pages=n_pages, threads=self.threads,
-            isa=isa.encode() if isa else None, lengths_offset=_offset(program.inputs, "lengths"),
+            isa=(isa or usable_isas()[0]).encode(), lengths_offset=_offset(program.inputs, "lengths"),
             language=None if language is None else ctypes.pointer(language),
         )  # fmt: skip
         if isinstance(program.weights, Path):

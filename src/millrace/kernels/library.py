@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.env import widest_isa
 from millrace.errors import MachineError
 from millrace.kernels.catalogue import declarations_digest
 
@@ -123,9 +124,17 @@ def library() -> c.CDLL:
 
 
 def usable_isas() -> list[str]:
-    """The instruction sets that this build has and this CPU can run, best first."""
+    """Return the instruction sets that this build has and this CPU can run, widest first.
+
+    MILLRACE_ISA hides those that are wider than it says. raises MachineError if it names none of them
+    """
     names: bytes = library().mr_isas()
-    return names.decode().split()
+    usable, widest = names.decode().split(), widest_isa()
+    if widest is None:
+        return usable
+    if widest not in usable:
+        raise MachineError(f"MILLRACE_ISA is {widest!r:.40}", "one of " + ", ".join(usable), "correct or unset it")
+    return usable[usable.index(widest) :]
 
 
 def bytes_at(address: int, n: int, owner: object) -> NDArray[np.uint8]:
