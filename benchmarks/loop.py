@@ -18,9 +18,9 @@ from benchmarks.record import count, provenance, write_result
 from benchmarks.words import Words
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.token_budget import TokenBudget
 
 ANSWERS = 1, 16, 64, 512  # at a time
 PROMPT, ROUNDS = 128, 7

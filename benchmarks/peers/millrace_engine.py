@@ -27,10 +27,10 @@ from millrace.engine.executor import StepInputs
 from millrace.engine.native import NativeExecutor
 from millrace.model.families import build_model
 from millrace.model.module import Weights
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.token_budget import TokenBudget
 
 DIFFERENCES = 3  # of two long times, of which the middle one is a sample
 

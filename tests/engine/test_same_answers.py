@@ -16,10 +16,10 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.native import NativeExecutor
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.generate import CompletionOutput, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.token_budget import TokenBudget
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build

@@ -21,7 +21,6 @@ from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
 from millrace.engine.executor import NOTHING_ALLOWED, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.generate import CompletionOutput
 from millrace.runtime.loop import EngineLoop
@@ -29,6 +28,7 @@ from millrace.runtime.order import Policy, first_come
 from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Request, StopTables, Terms, Timings
 from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
+from millrace.runtime.token_budget import TokenBudget
 
 VOCAB = 97
 EOS = 0
@@ -252,7 +252,7 @@ class RandomBudget(TokenBudget):
         super().__init__(max_step_tokens)
         self.rng = rng
 
-    def prefill_tokens(self, n_decode: int) -> int:
+    def prefill_tokens(self, n_decode: int, n_pending: int = 1) -> int:
         room = self.max_step_tokens - n_decode
         return self.rng.randint(1, room) if room else 0
 

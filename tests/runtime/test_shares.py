@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.runtime import order as order_module
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.claim import Claim
 from millrace.runtime.order import Order, first_come
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.request import Request, Sequence
+from millrace.runtime.token_budget import TokenBudget
 from tests.runtime.fakes import limits, new_request
 from tests.runtime.test_order import Crowd
 from tests.runtime.test_scheduler import ran

@@ -21,10 +21,10 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
+from millrace.runtime.token_budget import TokenBudget
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel

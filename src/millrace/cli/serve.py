@@ -24,12 +24,12 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
 from millrace.machine.process import age_s
-from millrace.runtime.batch import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
 from millrace.runtime.order import POLICIES, policy_named
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.step_cost import StepProfile, read_profile
+from millrace.runtime.token_budget import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.flags import RepositoryFlags

@@ -23,7 +23,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import MillraceError, RequestError
-from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, TokenBudget, check
+from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, check
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
@@ -33,6 +33,7 @@ from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Seque
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.stats import Counters, LoopStats
 from millrace.runtime.tier import Tier
+from millrace.runtime.token_budget import TokenBudget
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +270,7 @@ class EngineLoop:
         began_s, self._done_s = max(flight.started_s, self._done_s), now_s
         if not flight.ahead:
             self._scheduler.advance(step)
-        self.budget.observe(step.n_prefill, now_s - began_s)
+        self.budget.observe(step.n_prefill, now_s - began_s, step.n_tokens - step.n_prefill)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)

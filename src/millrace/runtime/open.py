@@ -18,12 +18,12 @@ from millrace.engine.executor import Executor
 from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop, Network
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
 from millrace.runtime.tier import PageMemory, Tier
+from millrace.runtime.token_budget import TokenBudget
 from millrace.settings import Settings, flag_of, setting
 
 TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said

@@ -23,12 +23,13 @@ from collections.abc import Callable
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
-from millrace.runtime.batch import Chunk, Step, TokenBudget
+from millrace.runtime.batch import Chunk, Step
 from millrace.runtime.claim import NO_CLAIM
 from millrace.runtime.order import Order, Policy, first_come
 from millrace.runtime.pages import Content, Key, PagePool, Pages, root_key
 from millrace.runtime.request import Request, Sequence, Stage
 from millrace.runtime.retention import Retention
+from millrace.runtime.token_budget import TokenBudget
 
 
 class Scheduler:
@@ -118,7 +119,8 @@ class Scheduler:
 
         all_run: no prompt is under way, as who asks knows
         """
-        room = self.budget.prefill_tokens(n_running)
+        n_pending = len(self.running) - n_running + len(self.waiting)
+        room = self.budget.prefill_tokens(n_running, min(n_pending, self.limits.max_sequences - n_running))
         cut = [] if all_run else [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
         # Half for who comes after them, or what they leave: a short prompt does not wait for all of a long one.
         room -= self._admit(step, max(room // 2, room - sum(seq.n_left for seq in cut)))
@@ -141,7 +143,7 @@ class Scheduler:
     def commit(self, step: Step, step_time_s: float) -> None:
         """The step was computed; tokens are appended after this."""
         self.advance(step)
-        self.budget.observe(step.n_prefill, step_time_s)
+        self.budget.observe(step.n_prefill, step_time_s, step.n_tokens - step.n_prefill)
 
     def run_ahead(self, step: Step) -> None:
         """The step was launched: the next one may be scheduled before it is computed. Of those that `leads_on`."""

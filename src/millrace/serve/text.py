@@ -24,13 +24,13 @@ from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
-from millrace.runtime.batch import TokenBudget
 from millrace.runtime.grammar import Matcher, Thoughts
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.service import AsyncEngine
 from millrace.runtime.stats import LoopStats
 from millrace.runtime.step_cost import StepProfile, beside
 from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.token_budget import TokenBudget
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.conversation import PLAINLY, Rendering
 from millrace.serve.errors import HttpError

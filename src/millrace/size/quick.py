@@ -11,12 +11,13 @@ from heapq import heappop, heappush
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
-from millrace.runtime.batch import Step, TokenBudget
+from millrace.runtime.batch import Step
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Resolved, SamplingParams, resolve
 from millrace.runtime.request import AnswerText, Request, Sequence, StopTables, Timings
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.step_cost import StepTime
+from millrace.runtime.token_budget import TokenBudget
 from millrace.size.virtual import TOKEN, Seen, VirtualClock
 
 _NOTHING = StopTables(())
@@ -232,7 +233,7 @@ class QuickLoop:
             self._contexts += n
             started_s = clock.now_s
             clock.now_s += self._seconds((), (), n, self._contexts / n)
-            budget.observe(0, clock.now_s - started_s)
+            budget.observe(0, clock.now_s - started_s, n)
             self.steps += 1
             if self.steps > last or clock.now_s + between_s >= until_s:
                 break

@@ -1,0 +1,187 @@
+"""The prefill budget: how many prompt tokens may join a step that running sequences wait for.
+
+A step's time is modelled as `overhead_s + row_s * rows`, where rows are its prompt tokens and half of its decode rows:
+one of these costs from nothing, if memory is the limit, to as much as a prompt token. A Kalman filter follows both
+numbers, because they change while a server runs: other processes take the cores, contexts grow. A change of the
+machine's pace moves both at once, so it does not change how long a chunk may be. Which of the two numbers explains a
+step is learned slowly. Longer chunks are tried while it is uncertain, and one after each half second in which all steps
+had about as many rows.
+
+The budget balances three limits:
+
+- A step with prompt tokens aims to last at most `stretch` steps without, and at most `gap_limit_s`.
+- It costs at most 12 % of the throughput of the largest chunk by this model, which leaves room for its errors. A decode
+  row in a step with few others misses the sequences whose prompts still wait: the more wait, the longer the chunk.
+- Prompts get at least a third of the time of a step, however slow the machine is.
+
+Promise 1 makes chunks free to choose: no token depends on them.
+"""
+
+from dataclasses import dataclass, field
+from math import exp, inf, log, sqrt
+
+from millrace.errors import ConfigError
+
+DEFAULT_GAP_LIMIT_S = 0.1
+DEFAULT_STRETCH = 1.9  # plain steps that one with prefill may last: so the longest gap stays below two usual ones
+DEFAULT_CHUNK_LOW = 4  # tokens, so that long prompts always go on
+MAX_COST = 0.12  # share of the throughput of the largest chunk, by the model: what is measured stays below 0.15
+FAIR_SHARE = 0.5  # a chunk takes at least this many plain steps, also where `gap_limit_s` would leave less
+SMOOTHING = 0.2  # weight of the newest step without prefill in `step_s`
+OUTLIER = 4.0  # one measurement moves the model by at most this factor: a step may have been descheduled
+
+# Deviations of logarithms from one step to the next: of both numbers together, and of each. What interrupts a process
+# mostly adds to the overhead, so a step with few rows that takes long is explained by that: the next chunk is longer
+# then, and shows what a row takes.
+_PACE_NOISE, _OVERHEAD_NOISE, _ROW_NOISE = 0.05, 0.1, 0.06
+_NOISE_LOW, _NOISE_HIGH = 0.03, 0.5  # of a step's time from the model: followed as well, within these
+_LEAST_S = 1e-12  # of anything
+# Longer chunks are tried above this deviation of the logarithm of their length; what is above counts so many times.
+_DOUBT, _OPTIMISM = 0.2, 3.0
+_PROBE_S, _NARROW, _PROBE = 0.5, 3.0, 6  # seconds without steps of so different rows, then one so many times as long
+_MOST_VARIANCE = 1.0  # of either number
+_FIRST_VARIANCES = (1.0, 0.25)  # after the first step
+_DECODE_ROW = 0.5  # prompt tokens that a decode row counts as
+_FIRST_ROWS = 8  # before anything is known, the overhead of a step counts as so many rows
+
+
+@dataclass(slots=True)
+class StepTime:
+    """The time of a step, `overhead_s + row_s * rows`, followed by an extended Kalman filter over the logarithms.
+
+    Nothing is known before the first `observe` or `assume`.
+    """
+
+    overhead_s: float = 0.0
+    row_s: float = 0.0
+    _covariance: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the overhead's logarithm, of both, of the row's
+    _noise: float = 0.3**2  # variance of the logarithm of a step's time, for a given model
+    probe_rows: float = 0.0  # if all steps had about as many rows for a while: what to try, to tell the numbers apart
+    _range: tuple[float, float, float] = (inf, 0.0, 0.0)  # fewest and most rows since then, and seconds
+
+    @property
+    def is_known(self) -> bool:
+        return self.row_s > 0
+
+    def of(self, rows: float) -> float:
+        """Return the seconds that a step of so many rows takes."""
+        return self.overhead_s + self.row_s * rows
+
+    def optimistic_row_s(self, rows: float) -> float:
+        """Return a row's time, lower the less is known of how many rows take as long as a step of `rows`.
+
+        Chunks that are short compared with the overhead tell nothing about it. So longer ones are tried while in doubt.
+        """
+        p_aa, p_at, p_tt = self._covariance
+        deviation = self.overhead_s / self.of(rows) * sqrt(max(p_aa + p_tt - 2 * p_at, 0.0))
+        return self.row_s * exp(-_OPTIMISM * max(deviation - _DOUBT, 0.0))
+
+    def assume(self, overhead_s: float, row_s: float, variances: tuple[float, float]) -> None:
+        """Start from given numbers. variances: of their logarithms"""
+        self.overhead_s, self.row_s = max(overhead_s, _LEAST_S), max(row_s, _LEAST_S)
+        self._covariance = (variances[0], 0.0, variances[1])
+
+    def observe(self, rows: float, step_time_s: float) -> None:
+        """Update the model by a step that took `step_time_s` with so many rows."""
+        measured_s = max(step_time_s, _LEAST_S)
+        self._watch_range(rows, measured_s)
+        if not self.is_known:
+            row_s = measured_s / (rows + _FIRST_ROWS)
+            self.assume(_FIRST_ROWS * row_s, row_s, _FIRST_VARIANCES)
+            return
+        p_aa, p_at, p_tt = self._covariance
+        p_aa = min(p_aa + _PACE_NOISE**2 + _OVERHEAD_NOISE**2, _MOST_VARIANCE)
+        p_tt = min(p_tt + _PACE_NOISE**2 + _ROW_NOISE**2, _MOST_VARIANCE)
+        most = sqrt(p_aa * p_tt)
+        p_at = min(max(p_at + _PACE_NOISE**2, -most), most)
+        expected_s = self.of(rows)
+        error = min(log(measured_s / expected_s), log(OUTLIER))
+        share = self.overhead_s / expected_s  # of the overhead: the derivative by its logarithm
+        h_a, h_t = p_aa * share + p_at * (1 - share), p_at * share + p_tt * (1 - share)
+        doubt = h_a * share + h_t * (1 - share)
+        self._noise += SMOOTHING / 2 * (min(max(error**2 - doubt, _NOISE_LOW**2), _NOISE_HIGH**2) - self._noise)
+        # Whatever interrupts a process makes a step longer. One in less than half of the expected time is no accident.
+        variance = doubt + (self._noise if error > -log(2) else _NOISE_LOW**2)
+        gain_a, gain_t = h_a / variance, h_t / variance
+        self.row_s = max(self.row_s * exp(gain_t * error), _LEAST_S)
+        self.overhead_s = max(self.overhead_s * exp(gain_a * error), self.row_s)  # no step is cheaper than that
+        self._covariance = (max(p_aa - gain_a * h_a, 0.0), p_at - gain_a * h_t, max(p_tt - gain_t * h_t, 0.0))
+
+    def _watch_range(self, rows: float, took_s: float) -> None:
+        low, high, seconds = self._range
+        self._range = low, high, seconds = min(low, rows), max(high, rows), seconds + took_s
+        if high > _NARROW * low:
+            self.probe_rows, self._range = 0.0, (inf, 0.0, 0.0)
+        elif seconds > _PROBE_S:
+            self.probe_rows = _PROBE * high
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """How many prompt tokens may join a step.
+
+    raises ConfigError for a limit of 0 s or less
+    """
+
+    max_step_tokens: int
+    gap_limit_s: float = DEFAULT_GAP_LIMIT_S  # for a step that running sequences wait for
+    chunk_low: int = DEFAULT_CHUNK_LOW  # tokens; goes before all limits
+    stretch: float = DEFAULT_STRETCH  # limit on a step with prefill, in plain steps; infinite: only the absolute one
+    step_s: float | None = None  # smoothed time of a step without prefill; None until measured
+    token_s: float | None = None  # of a prompt token, where it is known beforehand
+    model: StepTime = field(default_factory=StepTime)
+
+    def __post_init__(self) -> None:
+        if not self.gap_limit_s > 0:
+            raise ConfigError(f"gap_limit_s is {self.gap_limit_s}", "a time above 0 s", "leave it at its default")
+        if not self.stretch > 1:
+            raise ConfigError(f"stretch is {self.stretch}", "more than 1 plain step", "leave it at its default")
+        if self.chunk_low < 1:
+            raise ConfigError(f"chunk_low is {self.chunk_low}", "at least 1 token", "leave it at its default")
+        if self.step_s and self.token_s:
+            self.model.assume(self.step_s - self.token_s, self.token_s, (0.01, 0.01))
+
+    @classmethod
+    def unhurried(cls, max_step_tokens: int) -> "TokenBudget":
+        """Return a budget that never cuts prompts for the sake of running sequences, for batch work."""
+        return cls(max_step_tokens, chunk_low=max_step_tokens)
+
+    def prefill_tokens(self, n_decode: int, n_pending: int = 1) -> int:
+        """Return the prompt tokens for a step with `n_decode` decode rows.
+
+        n_pending: sequences whose prompts are not computed yet, and that could run at the same time
+        """
+        room = self.max_step_tokens - n_decode
+        return min(room, self._chunk(n_decode, n_pending)) if n_decode else room  # nobody waits for this step
+
+    def observe(self, n_prefill: int, step_time_s: float, n_decode: int = 0) -> None:
+        """Learn from a step that took `step_time_s` with so many prompt tokens and decode rows."""
+        if n_prefill == 0:
+            old_s = self.step_s or step_time_s
+            self.step_s = old_s + SMOOTHING * (min(step_time_s, OUTLIER * old_s) - old_s)
+        self.model.observe(n_prefill + _DECODE_ROW * n_decode, step_time_s)
+
+    def _chunk(self, n_decode: int, n_pending: int) -> int:
+        if not self.model.is_known:
+            return self.chunk_low
+        rows = _DECODE_ROW * n_decode
+        plain_s, row_s = self.model.of(rows), self.model.optimistic_row_s(rows)
+        stretched = (self.stretch - 1) * plain_s / row_s
+        within_gap = (self.gap_limit_s - plain_s) / row_s
+        chunk = max(min(stretched, within_gap), min(FAIR_SHARE * plain_s / row_s, stretched))
+        efficient = self._efficient_chunk(n_decode, n_pending)
+        chunk = max(chunk, efficient if n_pending > 1 else min(efficient, stretched))
+        chunk = max(chunk, self.model.probe_rows - rows)
+        return max(self.chunk_low, int(min(chunk, self.max_step_tokens)))
+
+    def _efficient_chunk(self, n_decode: int, n_pending: int) -> float:
+        """Return the shortest chunk whose step costs at most MAX_COST of the throughput of the largest chunk.
+
+        With the largest chunk C, a prompt token costs `row_s + overhead_s / C`, and a decode row
+        `row_s / 2 + overhead_s / N` with the N sequences that then decode together. A step of D decode rows and
+        c prompt tokens may cost 1 / (1 - MAX_COST) times what its rows would cost so.
+        """
+        a, t, more = self.model.overhead_s, self.model.row_s, 1 / (1 - MAX_COST)
+        together = n_decode + n_pending
+        missing_s = a * (1 - more * n_decode / together) - (more - 1) * n_decode * _DECODE_ROW * t
+        return max(0.0, missing_s / ((more - 1) * t + more * a / self.max_step_tokens))
