@@ -86,11 +86,11 @@ def test_inspect_finds_engines_of_the_cache_by_model(millrace: Millrace) -> None
 
 
 def test_a_build_says_what_it_timed_and_tune_times_again(millrace: Millrace, tmp_path: Path) -> None:
-    built = json.loads(millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "1", "--json").out)["tactics"]
+    built = json.loads(millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "60", "--json").out)["tactics"]
     assert built["regions"] == 6 and built["threads"] >= 1 and not built["note"]
     out = millrace("inspect", tmp_path / "e", "--tactics").out
     assert "sampled rows" in out and "tile_rows" in out and "rule" in out
-    again = json.loads(millrace("tune", tmp_path / "e", "--threads", "1", "--seconds", "1", "--json").out)
+    again = json.loads(millrace("tune", tmp_path / "e", "--threads", "1", "--seconds", "60", "--json").out)
     assert again["threads"] == 1 and len(again["regions"]) == 6
     shown = millrace("inspect", tmp_path / "e").out
     assert "for 1 thread on" in shown

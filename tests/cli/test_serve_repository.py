@@ -128,8 +128,8 @@ def test_ports_that_cannot_be(millrace: Millrace, root: Path) -> None:
         port = str(taken.getsockname()[1])
         said = ["choose another --host or --grpc-port"]
         millrace("serve", "--model-repository", str(root), "--grpc-port", port).assert_mistake(*said)
-    both = millrace("serve", "--model-repository", str(root), "--port", "8123", "--grpc-port", "8123")
-    both.assert_mistake("--port and --grpc-port are both 8123")
+    both = millrace("serve", "--model-repository", str(root), "--port", port, "--grpc-port", port)
+    both.assert_mistake(f"--port and --grpc-port are both {port}")
 
 
 def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:

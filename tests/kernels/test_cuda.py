@@ -179,13 +179,18 @@ def test_coded_products(rows: str, kind: str, m: int, n: int, k: int, group: int
 
 @pytest.mark.parametrize(("rows", "kind"), [("float", "4 minimums"), ("int8", "8"), ("e4m3", "e4m3")])
 @pytest.mark.parametrize("m", [3, *(pytest.param(m, marks=pytest.mark.nightly) for m in (40, 70))])
-def test_every_tile_gives_the_same_bits(rows: str, kind: str, m: int) -> None:
-    """They cut rows and columns otherwise, never what is summed along a row; but for those of at most eight rows."""
+def test_every_tile_gives_the_same_products(rows: str, kind: str, m: int) -> None:
+    """Tiles cut rows and columns differently, never what is summed along a row.
+
+    On a device all bits are the same. Here the interpreter sums by NumPy's BLAS, whose order depends on the processor.
+    """
     rng = np.random.default_rng(m)
-    w = weights(coded_weights(kind, 150, 192, 64, rng))
-    x, _ = coded_rows(rows, m, 192, 64, rng)
+    matrix = coded_weights(kind, 150, 192, 64, rng)
+    w = weights(matrix)
+    x, exact = coded_rows(rows, m, 192, 64, rng)
     found = [products.by_kernel(x, w, torch.float32, tile) for tile in tiles(m) if tile.rows > EIGHT]
-    assert len(found) >= 3 and all(torch.equal(y, found[0]) for y in found[1:])
+    bound = torch.from_numpy(np.abs(exact) @ np.abs(matrix.dequantise()).T)
+    assert len(found) >= 3 and all(((y - found[0]).abs() <= 1e-6 * bound).all() for y in found[1:])
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 4), (7, 511), (5, 512), (9, 1025), (4, 2048), (3, 2500)])
