@@ -10,7 +10,7 @@ import select
 import time
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from millrace.errors import ConfigError
 
@@ -85,6 +85,8 @@ def parse_size(text: str | int, name: str) -> int:
 @dataclass(frozen=True)
 class Settings:
     """Base of all settings: checks every field against its declaration."""
+
+    title: ClassVar[str | None] = None  # heading of these settings in `--help`
 
     def __post_init__(self) -> None:
         for f in fields(self):

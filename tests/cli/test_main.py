@@ -32,6 +32,32 @@ def test_help_lists_every_command(millrace: Millrace, arguments: list[str]) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_of_commands_says_what_each_says_itself(name: str) -> None:
+    assert COMMANDS[name] == command(name).get_short_help_str(200)
+
+
+def test_the_help_of_serve_has_a_section_for_each_concern(millrace: Millrace) -> None:
+    lines = millrace("serve", "--help").out.splitlines()
+    titles = [line.removesuffix(":") for line in lines if line and line[0] not in " #" and line.endswith(":")]
+    assert titles == ["Network", "Server", "Scheduling", "Model repository (Triton)", "Build", "Engine", "Other"]
+    flags = [flag for p in command("serve").params if isinstance(p, click.Option) for flag in p.opts]
+    assert all(any(flag in line.split() for line in lines) for flag in flags if len(flag) > 2)
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    (["serve", "--max_model_len", "3"], "did you mean --max-context?"),
+    (["serve", "--max_batch_size", "3"], "did you mean --max-batch?"),
+    (["serve", "--kv_cache_free_gpu_memory_fraction", "0.9"], "did you mean --kv-memory?"),
+    (["serve", "--tool-call-parser", "hermes"], "nothing, the chat template says"),
+    (["serve", "--trust-remote-code"], "nothing, no code of a checkpoint"),
+    (["serve", "--no-enable-prefix-caching"], "did you mean --no-prefix-cache?"),
+    (["genai-perf"], 'did you mean "bench"?'), (["trtllm-build"], 'did you mean "build"?'), (["ps"], '"list"'),
+])  # fmt: skip
+def test_words_of_other_programs_get_a_hint(millrace: Millrace, given: list[str], meant: str) -> None:
+    millrace(*given).assert_mistake(meant)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_json_and_help_for_each_option(millrace: Millrace, name: str) -> None:
     result = millrace(name, "--help")
     assert result.code == 0

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.build_told import Figures, show_traffic
 from millrace.cli.build_traffic import Chosen, TrafficSettings, chosen
-from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.options import GroupedCommand, json_option, made, settings_options
 from millrace.cli.screen import heading, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
@@ -42,7 +42,7 @@ w8a8:32 has its activations in groups of 32, which divide those of the weights.
   {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}"""
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="ENGINE", help="The folder to write; must not exist.")
 @click.option("--precision-map", type=Path, metavar="FILE", help="Precisions per layer pattern, as JSON; see below.")

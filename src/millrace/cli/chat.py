@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from millrace.cli.models import opened
-from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.options import GroupedCommand, json_option, made, settings_options
 from millrace.cli.sampling import SamplingFlags, as_options
 from millrace.cli.stream import chat_ids, stream
 from millrace.cli.terminal import JsonScreen, Screen, Terminal
@@ -48,7 +48,7 @@ NO_SYSTEM = ("none", '""', "''")
 _NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("model")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @settings_options(SamplingFlags, BuildSettings, RunSettings)

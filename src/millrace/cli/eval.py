@@ -8,7 +8,7 @@ import click
 from millrace.cli.eval_asked import Asked
 from millrace.cli.eval_questions import of_a_file, of_mmlu
 from millrace.cli.eval_texts import agreement_with, perplexity_of
-from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.options import GroupedCommand, json_option, made, settings_options
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import CPU
 from millrace.env import Env
@@ -39,7 +39,7 @@ _TAKES = {
 _TASKS = {"mmlu": of_mmlu, "wikitext": perplexity_of, "kl": agreement_with, FILE: of_a_file}
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("model")
 @click.option("--task", default="mmlu", show_default=True, metavar=f"mmlu|wikitext|kl|{FILE}",
               help="MMLU, perplexity, how far from another model, or questions of your own.")  # fmt: skip

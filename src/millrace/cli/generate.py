@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from millrace.cli.models import opened
-from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.options import GroupedCommand, json_option, made, settings_options
 from millrace.cli.sampling import SamplingFlags, as_options
 from millrace.cli.screen import decoded, note, print_json
 from millrace.cli.stream import chat_ids, stream
@@ -21,7 +21,7 @@ Examples:
   echo "Tell me a story." | millrace generate tiny --chat - --seed 7"""
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")
 @click.option("-p", "--prompt", metavar="TEXT", help="The same as PROMPT, for texts that begin with a dash.")

@@ -18,38 +18,49 @@ from millrace.env import is_plain_terminal, read_env
 from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
 MISTAKE, INTERRUPTED = 2, 130
-# Command -> module of this package; a module is imported when its command runs, so that each starts as fast as it can.
+# Command -> the first sentence of its help, so that `millrace --help` imports none of them. Each is the module of this
+# package that has its name, imported when the command runs.
 COMMANDS = {
-    "serve": "serve",
-    "chat": "chat",
-    "generate": "generate",
-    "build": "build",
-    "inspect": "inspect",
-    "tune": "tune",
-    "demo": "demo",
-    "bench": "bench",
-    "lint": "lint",
-    "doctor": "doctor",
-    "verify": "verify",
-    "eval": "eval",
-    "compress": "compress",
-    "size": "size",
-    "list": "list",
-    "pull": "pull",
-    "rm": "rm",
+    "serve": "Serve MODEL to clients of OpenAI, Anthropic and Ollama.",
+    "chat": "Chat with MODEL in this terminal.",
+    "generate": "Continue a text, or answer a message, in this process.",
+    "build": "Compile a checkpoint into an engine folder for this machine.",
+    "inspect": "Show what an engine is made of.",
+    "tune": "Time the kernels of a built engine on this machine.",
+    "demo": "Build, serve, ask and measure the bundled model `tiny`.",
+    "bench": "Measure what users of a server feel.",
+    "lint": "Explain a Triton model repository before it is served.",
+    "doctor": "Examine this machine, and measure what it can do.",
+    "verify": "Give an answer with a receipt once more, and compare.",
+    "eval": "Measure a model's answers.",
+    "compress": "Make a smaller checkpoint of one, and prove it.",
+    "size": "Say how many of which machine serve a load, and why.",
+    "list": "List the engines in the cache.",
+    "pull": "Download a checkpoint from the hub.",
+    "rm": "Remove engines from the cache.",
 }
 
 
 # Commands of other programs, and what does that here.
 _OTHER_COMMANDS = {
     "run": '"millrace chat MODEL", or "millrace generate MODEL PROMPT"', "complete": '"generate"',
-    **dict.fromkeys(("start", "server", "up"), '"serve"'),
+    **dict.fromkeys(("start", "server", "up", "trtllm-serve", "api-server"), '"serve"'),
     **dict.fromkeys(("stop", "kill", "down"), "Ctrl-C, or SIGTERM for its process: so `millrace serve` ends in order"),
     **dict.fromkeys(("ls", "ps", "models"), '"list", for the engines that are built'),
     **dict.fromkeys(("show", "info"), '"inspect"'), **dict.fromkeys(("download", "fetch", "get"), '"pull"'),
     **dict.fromkeys(("remove", "delete", "rmi"), '"rm"'),
-    **dict.fromkeys(("convert", "compile", "create"), '"build"'), "quantize": '"compress", or "build --precision"',
-    **dict.fromkeys(("benchmark", "profile", "perf"), '"bench"'),
+    **dict.fromkeys(("cp", "copy", "push"), "cp -r or rsync: an engine is a folder, which `millrace list` names"),
+    **dict.fromkeys(("convert", "compile", "create", "trtllm-build", "refit"), '"build"'),
+    **dict.fromkeys(("quantize", "quantise", "quant", "prune"), '"compress", or "build --precision"'),
+    **dict.fromkeys(("benchmark", "profile", "perf", "throughput", "latency", "trtllm-bench"), '"bench"'),
+    **dict.fromkeys(("perf-analyzer", "perf_analyzer"), '"bench infer"'),
+    **dict.fromkeys(("genai-perf", "aiperf"), '"bench"'), "compare": '"bench compare"',
+    **dict.fromkeys(("analyze", "sweep"), '"bench sweep"'),
+    **dict.fromkeys(("collect-env", "env", "check"), '"doctor"'),
+    **dict.fromkeys(("evaluate", "perplexity", "lm-eval", "trtllm-eval"), '"eval"'),
+    **dict.fromkeys(("run-batch", "batch"), '"serve", and a client, or LLM(...).generate(prompts) in Python'),
+    **dict.fromkeys(("login", "signin", "signout", "logout"), "HF_TOKEN in the environment, for models with a licence"),
+    **dict.fromkeys(("embed", "embedding"), '"serve", and /v1/embeddings, or LLM(...).embed(texts) in Python'),
 }  # fmt: skip
 
 
@@ -62,9 +73,14 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"millrace.cli.{COMMANDS[cmd_name]}").command
+        command = importlib.import_module(f"millrace.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -154,7 +170,7 @@ def _as_error(error: click.UsageError) -> ConfigError:
     path = error.ctx.command_path if error.ctx else "millrace"
     mend = f"`{path} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption) and error.ctx:
-        known = [o for p in error.ctx.command.params for o in p.opts if o.startswith("--")]
+        known = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
         meant = meant_by(error.option_name, known) or nearest(error.option_name, known)
         mend = "leave it out" if meant.startswith("nothing") else mend
         return ConfigError(f"there is no option {error.option_name}", meant, mend)

@@ -16,6 +16,30 @@ S = TypeVar("S", bound=Settings)
 F = TypeVar("F", bound=Callable[..., Any])
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
+
+class GroupedOption(click.Option):
+    """An option with the heading under which `--help` lists it. None: under Options"""
+
+    group: str | None = None
+
+
+class GroupedCommand(click.Command):
+    """A command whose `--help` lists options under the titles of their settings classes."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section for each group, in the order in which they are declared; options without one come last."""
+        groups: dict[str | None, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                groups.setdefault(getattr(param, "group", None), []).append(record)
+        rest = groups.pop(None, [])
+        for title, records in (*groups.items(), ("Options" if not groups else "Other", rest)):
+            if records:
+                with formatter.section(str(title)):
+                    formatter.write_dl(records)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
 
 
@@ -25,7 +49,7 @@ def settings_options(*classes: type[Settings]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for cls in reversed(classes):
             for f in reversed(fields(cls)):
-                function = _option(cls, f)(function)
+                function = _option(cls, f, cls.title)(function)
         return function
 
     return decorate
@@ -36,17 +60,19 @@ def made(cls: type[S], given: Mapping[str, Any]) -> S:
     return cls(**{f.name: given[f.name] for f in fields(cls)})
 
 
-def _option(cls: type[Settings], f: "Field[Any]") -> Callable[[F], F]:
+def _option(cls: type[Settings], f: "Field[Any]", group: str | None) -> Callable[[F], F]:
     said, kind = declared(f), plain_type(cls, f.name)
     assert f.default is not MISSING, f"{cls.__name__}.{f.name} has no default"
+    option = type("GroupedOption", (GroupedOption,), {"group": group})
     text = said.help[0].upper() + said.help[1:] if said.help.split()[0].isalpha() else said.help
     if kind is bool:
         flags = flag_of(f.name) + (f"/{flag_of(f'no_{f.name}')}" if f.default else "")  # what is on can be turned off
-        return click.option(flags, f.name, is_flag=True, default=f.default, help=text)
+        return click.option(flags, f.name, cls=option, is_flag=True, default=f.default, help=text)
     metavar = said.metavar or ("SIZE" if said.size else "|".join(said.choices) if said.choices else _METAVARS[kind])
     return click.option(
         flag_of(f.name),
         f.name,
+        cls=option,
         type=str if said.size or kind is tuple else kind,
         default=f.default,
         multiple=kind is tuple,

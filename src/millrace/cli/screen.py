@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from millrace.env import is_plain_terminal
 from millrace.errors import ConfigError, plain
 from millrace.report.numbers import is_number
 
@@ -90,11 +91,11 @@ def size(nbytes: float) -> str:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
-    """Bars on stderr while long work goes on, or lines where stderr is no terminal. quiet: neither"""
+    """Show bars on stderr during long work; lines if stderr is no terminal, or one without escapes. quiet: neither"""
     if quiet:
         yield lambda what, done, total: None
         return
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or is_plain_terminal():
         yield Lines()
         return
     from rich.console import Console

@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import click
 
+from millrace.cli.config_file import config_option
 from millrace.cli.models import opened_to_serve
-from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.options import GroupedCommand, json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.serve_repository import repository_model
 from millrace.cli.tables import precision_told
@@ -61,6 +62,8 @@ LEVELS = ("debug", "info", "warning", "error")
 class ListenFlags(Settings):
     """Where the server listens."""
 
+    title: ClassVar = "Network"
+
     host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0 is every network of this machine")
     port: int = setting(ServerSettings.port, "port to listen on; 0 takes a free one", low=0, high=65535)
     reuse_port: bool = setting(
@@ -77,6 +80,8 @@ class ListenFlags(Settings):
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Settings):
     """How the server answers; with ListenFlags it becomes ServerSettings."""
+
+    title: ClassVar = "Server"
 
     served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
     api_key_file: str | None = setting(
@@ -142,6 +147,8 @@ class ServeFlags(Settings):
 class QueueFlags(Settings):
     """Which requests wait, for how long, and whose turn it is."""
 
+    title: ClassVar = "Scheduling"
+
     max_queued: int = setting(
         ServiceOptions().max_queued, "sequences that may wait, of an encoder requests; more are answered 429", low=1
     )
@@ -158,6 +165,8 @@ class QueueFlags(Settings):
 class ProfileFlags(Settings):
     """What it should take."""
 
+    title: ClassVar = "Scheduling"
+
     profile: str | None = setting(
         None, "step times of this engine and machine, by `millrace size verify -o`: /metrics has them beside measured",
         metavar="FILE",
@@ -168,7 +177,8 @@ class ProfileFlags(Settings):
         return None if self.profile is None else read_profile(Path(self.profile))
 
 
-@click.command(epilog=EPILOG)
+@config_option
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("model", required=False)
 @settings_options(
     ListenFlags,

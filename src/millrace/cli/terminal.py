@@ -82,7 +82,7 @@ class Terminal(Screen):
         """plain: no colours and no escape sequences of ours"""
         from rich.console import Console
 
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, color_system=None if plain else "auto")
         self._plain = plain
         self._fresh = True
         self._wrap = self._new_wrap()
@@ -90,8 +90,8 @@ class Terminal(Screen):
 
         self._typed = readline.get_line_buffer
         readline.set_auto_history(True)
-        if not plain:  # then the lines of a pasted text arrive as one
-            readline.parse_and_bind("set enable-bracketed-paste on")
+        # Bracketed, the lines of a pasted text arrive as one; it takes an escape sequence, and is readline's default.
+        readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
 
     def welcome(self, model: Opened) -> None:
         precision, memory = precision_told(model.engine), size(model.plan.total_bytes)

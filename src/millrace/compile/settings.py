@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from millrace.engine.kv import KV_CACHE_DTYPES
 from millrace.errors import ConfigError
@@ -14,6 +15,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings(Settings):
     """How an engine is built from a checkpoint."""
+
+    title: ClassVar = "Build"
 
     precision: str | None = setting(
         None,

@@ -18,7 +18,7 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
-from millrace.env import read_env
+from millrace.env import is_plain_terminal, read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
 from millrace.runtime.embed import EmbeddingRequestOutput, embed
@@ -128,7 +128,8 @@ def _progress_bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
         TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
         TextColumn("{task.fields[tokens]:,} tokens"),
     )  # fmt: skip
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    console = Console(stderr=True, force_terminal=False if is_plain_terminal() else None)
+    with Bars(*columns, console=console) as bars:
         task = bars.add_task("", total=None, tokens=0)
         yield lambda now: bars.update(task, completed=now.n_finished, total=now.n_requests, tokens=now.n_output_tokens)
 

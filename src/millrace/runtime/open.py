@@ -5,6 +5,7 @@ Of language models and encoders: what both have goes by the same name.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import open_chat_template
@@ -32,6 +33,8 @@ TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
     """How a built engine runs on this machine."""
+
+    title: ClassVar = "Engine"
 
     kv_memory: int | None = setting(
         None,

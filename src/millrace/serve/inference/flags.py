@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from millrace.serve.repository.several import Repositories
 from millrace.settings import Settings, setting
@@ -10,6 +11,8 @@ from millrace.settings import Settings, setting
 @dataclass(frozen=True, kw_only=True)
 class RepositoryFlags(Settings):
     """Which models of a repository are served, and how that changes."""
+
+    title: ClassVar = "Model repository (Triton)"
 
     model_repository: tuple[str, ...] = setting((), "folder of tensor models, as Triton has it", metavar="DIR")
     model_control_mode: str = setting(

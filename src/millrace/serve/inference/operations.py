@@ -1,6 +1,7 @@
 """The command line's flags of how tensor models are operated: Triton's names and forms."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from millrace.settings import Settings, setting
 
@@ -8,6 +9,8 @@ from millrace.settings import Settings, setting
 @dataclass(frozen=True, kw_only=True)
 class OperationFlags(Settings):
     """What is measured of tensor models, and what they share."""
+
+    title: ClassVar = "Model repository (Triton)"
 
     metrics_config: tuple[str, ...] = setting(
         (), "what /metrics tells of tensor models, for one summary_latencies=true",

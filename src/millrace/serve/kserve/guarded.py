@@ -7,6 +7,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from millrace.errors import ConfigError, nearest
 from millrace.serve.inference.status import invalid
@@ -31,6 +32,8 @@ _OF_ACTIONS = {"infer": "inference", "generate": "inference", "generate_stream":
 @dataclass(frozen=True, kw_only=True)
 class GuardFlags(Settings):
     """Who may use which part of KServe's protocols, and what models see of a request's headers."""
+
+    title: ClassVar = "Model repository (Triton)"
 
     http_restricted_api: tuple[str, ...] = setting(
         (), "of KServe's HTTP routes, only with a header: GROUP[,GROUP]:HEADER=VALUE", metavar="RULE"
