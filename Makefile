@@ -1,6 +1,7 @@
 # make demo   everything set up, `tiny` compiled, served, asked and measured, in one go
 # make test   the whole test suite
 # make check  what CI runs: format, lint, types, the tests, and how old the last nightly results are
+# make release-check  the same, and fails where a nightly result is older than the files it covers
 # make nightly  what is too slow for that; make nightly PARTS=fuzz-gguf for one part
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -11,7 +12,7 @@ NATIVE := src/millrace/kernels $(shell find native src/millrace/kernels -name '*
 WORKERS ?= 2
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
-.PHONY: all demo test timing nightly nightly-status check lint wheel wheel-check tiny bench clean
+.PHONY: all demo test timing nightly nightly-status check release-check lint wheel wheel-check tiny bench clean
 
 all: $(STAMP)
 
@@ -48,6 +49,10 @@ nightly: $(VENV)/.dev
 # The age of each part's last result; fails where one is absent, or red for a reason that nobody knows.
 nightly-status: $(VENV)/.dev
 	$(PY) -m tools.nightly --status
+
+# Before a release: fails also where a result is older than the files it covers, or an instruction set was not exercised.
+release-check: check
+	$(PY) -m tools.nightly --release
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

@@ -70,6 +70,33 @@ def test_the_check_fails_for_what_is_absent_or_red(here: Path, capsys: pytest.Ca
     assert nightly.status(NOW) == 1 and "gone: no such part" in capsys.readouterr().out
 
 
+def test_a_release_fails_for_what_is_stale_and_for_instruction_sets_that_nobody_ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = replace(OK, name="kernels", files=("native",))
+    monkeypatch.setattr(nightly, "PARTS", (OK, kernels))
+    monkeypatch.setattr(nightly, "usable_isas", lambda: ["avx2", "scalar"])
+    monkeypatch.setattr(nightly, "is_stale", lambda part, result: False)
+    nightly.run(OK)
+    nightly.run(kernels)
+    assert nightly.status(NOW) == 0
+    assert "ran on no machine with: amx, avx512" in capsys.readouterr().out
+    assert nightly.status(NOW, release=True) == 1
+    said = capsys.readouterr().out
+    assert "no result covers amx" in said and "no result covers avx2" not in said and "is stale" not in said
+    monkeypatch.setattr(nightly, "is_stale", lambda part, result: part is kernels)
+    assert nightly.status(NOW) == 0 and "stale: kernels\n" in capsys.readouterr().out
+    assert nightly.status(NOW, release=True) == 1
+    said = capsys.readouterr().out
+    assert "kernels is stale: run `make nightly PARTS=kernels`" in said and "no result covers avx2" in said
+
+
+def test_every_part_covers_files_of_the_product() -> None:
+    for part in PARTS:
+        assert part.files and all((ROOT / file).exists() for file in part.files), part.name
+        assert any(not file.startswith("tests") for file in part.files), part.name
+
+
 @pytest.mark.parametrize("reasons", [{}, {"bad": "waits for a mend"}])
 def test_a_result_of_a_changed_tree_is_none(
     monkeypatch: pytest.MonkeyPatch, here: Path, capsys: pytest.CaptureFixture[str], reasons: dict[str, str]

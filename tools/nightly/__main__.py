@@ -4,10 +4,11 @@
     python -m tools.nightly fuzz-gguf llm   these, whatever their age (a beginning of a name is enough)
     python -m tools.nightly --status        each part's age; exits with 1 where one is absent, of a changed tree, or red
                                             and not known
+    python -m tools.nightly --release       the same, and 1 if a result is stale or an instruction set was not exercised
 
 A part writes tools/nightly/results/PART.json when it ends, so an interrupted night goes on where it was. Commit them.
-What is red for a known reason stands in tools/nightly/known.json. "Stale" is said of a result whose part's own files
-have changed since: the next night mends it.
+What is red for a known reason stands in tools/nightly/known.json. A result is stale if the files
+that its part covers, of the product and of its tests, have changed since: the next night runs it again.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.kernels.library import usable_isas
 from tools.nightly.packages import BUILD, ROOT, environment
-from tools.nightly.parts import MINUTES, PARTS, Part
+from tools.nightly.parts import ISAS, MINUTES, PARTS, Part
 
 HERE = Path(__file__).parent
 RESULTS, KNOWN = HERE / "results", HERE / "known.json"
@@ -64,7 +66,7 @@ def run(part: Part) -> Result:
     green = code == 0 and not uncounted
     result: Result = {
         "part": part.name, "green": green, "commit": _commit(), "time": now.strftime("%Y-%m-%dT%H:%M:%S+00:00"),
-        "seconds": round(time.monotonic() - started), "figures": figures,
+        "seconds": round(time.monotonic() - started), "figures": figures, "isas": usable_isas(),
     }  # fmt: skip
     if part.cases:  # a red night is run again as it was, until it is mended
         result["next_seed"] = seed + 1 if green else seed
@@ -129,24 +131,40 @@ def _git(*words: str) -> str:
 
 
 def is_stale(part: Part, result: Result) -> bool:
-    """Whether the part's own files have changed since; False where git does not know the commit."""
+    """Return whether the files that the part covers have changed since; False if git does not know the commit."""
     command = ["git", "diff", "--quiet", result["commit"].removesuffix("+"), "HEAD", "--", *part.files]
     return bool(part.files) and subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 1
 
 
-def status(now: datetime.datetime) -> int:
-    """Prints each part's age; 1 where `_wrong` finds something. Stale results are named, and pass."""
+def status(now: datetime.datetime, release: bool = False) -> int:
+    """Print each part's age, and what is stale. Return 1 if `_wrong` finds something.
+
+    release: also if a result is stale, or no green one that is not stale ran the kernels of an instruction set
+    """
     known: Mapping[str, str] = json.loads(KNOWN.read_text())
     bad = [f"{name}: no such part" for name in known if name not in {p.name for p in PARTS}]
+    stale, exercised = [], set[str]()
     for part in PARTS:
         result = last(part)
         state = "absent"
         if result is not None:
             colour = "green" if result["green"] else f"red (known: {known.get(part.name, 'no')})"
-            stale = ", stale: its files have changed since" if is_stale(part, result) else ""
-            state = f"{age_hours(result, now):5.0f} h  {result['commit']:10} {colour}{stale}"
+            is_old = is_stale(part, result)
+            state = f"{age_hours(result, now):5.0f} h  {result['commit']:10} {colour}"
+            state += ", stale: files that it covers have changed since" if is_old else ""
+            stale += [part.name] if is_old else []
+            if part.runs_kernels and result["green"] and not is_old:
+                exercised.update(result.get("isas", ()))
         print(f"  {part.name:22} {state}")
         bad += _wrong(part, result, known)
+    missing = [isa for isa in ISAS if isa not in exercised]
+    if stale:
+        print(f"stale: {', '.join(stale)}")
+    if missing:
+        print(f"kernels as they are ran on no machine with: {', '.join(missing)}")
+    if release:
+        bad += [f"{name} is stale: run `make nightly PARTS={name}`" for name in stale]
+        bad += [f"no result covers {isa}: run a part that has kernels on a machine with it" for isa in missing]
     print("\n".join(bad))
     return 1 if bad else 0
 
@@ -184,10 +202,11 @@ def main() -> int:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="run these")
     parser.add_argument("--status", action="store_true", help="say how old each part is, and run nothing")
+    parser.add_argument("--release", action="store_true", help="as --status, and fail for what is stale")
     args = parser.parse_args()
     now = datetime.datetime.now(datetime.UTC)
-    if args.status:
-        return status(now)
+    if args.status or args.release:
+        return status(now, args.release)
     red = []
     for part in chosen(args.parts, now):
         print(f"=== {part.name}: {part.about}", flush=True)

@@ -26,13 +26,19 @@ class Part:
     cases: int = 0  # drawn from {seed}, which is another each night
     packages: tuple[str, ...] = ()  # what its environment has beside ours; then {python} is that environment's
     environment: Mapping[str, str] = field(default_factory=dict)
-    files: tuple[str, ...] = ()  # what it runs: where these changed since, its last result is stale
+    files: tuple[str, ...] = ()  # of the product and its tests that it covers: its result is stale if these changed
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether its result depends on the native kernels, and so on the instruction sets of its machine."""
+        return "native" in self.files
 
     @property
     def is_pytest(self) -> bool:
         return "pytest" in self.command
 
 
+ISAS = ("amx", "avx512", "avx2", "scalar")  # that kernels are built for
 FUZZ_CASES = 100_000
 SLOW_CASES = {"gpu_engines": 10_000}  # that load a model and compute a step: 60 a second
 # Of a language model's answers, from its file to the kernels; and served, from the socket on.
@@ -62,6 +68,21 @@ PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html
          "src/millrace/size/size_page.html")  # fmt: skip
 
 
+# The files whose handling of hostile input each fuzzer covers.
+FUZZED: Mapping[str, tuple[str, ...]] = {
+    "safetensors": ("src/millrace/checkpoint",),
+    "gguf": ("src/millrace/checkpoint",),
+    "config": ("src/millrace/checkpoint",),
+    "sentences": ("src/millrace/checkpoint",),
+    "tokenizer": ("src/millrace/checkpoint",),
+    "program": ("src/millrace/compile/program.py", "src/millrace/engine", "native"),
+    "gpu_engines": ("src/millrace/engine", "src/millrace/compile/device_built.py"),
+    "requests": ("src/millrace/serve", "src/millrace/runtime"),
+    "pbtxt": ("src/millrace/serve/repository",),
+    "tensors": ("src/millrace/serve/kserve", "src/millrace/serve/inference"),
+}
+
+
 def _fuzz(target: str) -> Part:
     cases = SLOW_CASES.get(target, FUZZ_CASES)
     command = ("{python}", "-m", "tests.fuzz", target, "--cases", str(cases), "--seed", "{seed}")
@@ -70,14 +91,17 @@ def _fuzz(target: str) -> Part:
         f"{cases:,} mutated inputs, with new seeds each night",
         command,
         cases,
-        files=("tests/fuzz",),
+        files=("tests/fuzz", *FUZZED[target]),
     )
 
 
 def _client(name: str) -> Part:
     command = ("{python}", "-m", "tools.clients", name)
     return Part(
-        f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients", "src/millrace/serve")
+        f"client-{name}",
+        f"{name} against `millrace serve`",
+        command,
+        files=("tools/clients", "src/millrace/serve", "src/millrace/runtime"),
     )
 
 
@@ -118,13 +142,13 @@ PARTS = (
         "slow-tests", "tests that take minutes",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}",
          f"--ignore={ANSWERS}"),
-        files=(*_marked("nightly"), "docs/extending", *SERVER),
+        files=(*_marked("nightly"), "docs/extending", *ENGINES, *SERVER),
     ),
     Part(
         "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_LM_EVAL),
         packages=("lm-eval==0.4.13", "accelerate==1.15.0"),
-        files=(*BESIDE_LM_EVAL, "src/millrace/evaluate", "src/millrace/cli/eval_questions.py"),
+        files=(*BESIDE_LM_EVAL, *ENGINES, "src/millrace/evaluate", "src/millrace/cli/eval_questions.py"),
     ),
     Part(
         "tritonclient", "Triton's own client on a served repository, and on the load generator's null server",
@@ -193,7 +217,7 @@ PARTS = (
     ),
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
-        files=(*_marked("timing"), *SERVER),
+        files=(*_marked("timing"), *ENGINES, *SERVER),
     ),
     Part(
         "schedules", f"random schedules of the runtime, {TIMES} times the fast suite's, with a new seed each night",
