@@ -12,7 +12,7 @@ NATIVE := src/millrace/kernels $(shell find native src/millrace/kernels -name '*
 WORKERS ?= 2
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
-.PHONY: all demo test timing nightly nightly-status check release-check lint wheel wheel-check tiny bench clean
+.PHONY: all demo test test-avx2 timing nightly nightly-status check release-check lint wheel wheel-check tiny bench clean
 
 all: $(STAMP)
 
@@ -39,6 +39,11 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not timing and not nightly" $(TEST_FLAGS)
 	$(PY) -m pytest -m "alone and not timing and not nightly" $(TEST_FLAGS) tests/bench
 
+# What depends on the instruction set, as a processor with AVX2 alone runs it.
+test-avx2: $(VENV)/.dev
+	MILLRACE_ISA=avx2 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not timing and not nightly" \
+	  -k "not cuda and not gpu" $(TEST_FLAGS) tests/native tests/kernels tests/engine tests/e2e/test_answers.py
+
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s
 
@@ -60,7 +65,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
 check: TEST_FLAGS = --skips known
-check: lint test nightly-status
+check: lint test test-avx2 nightly-status
 
 wheel: $(PY)
 	rm -rf dist
