@@ -340,6 +340,7 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T
     raises ClientGoneError, and whatever `work` raises
     """
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    del work
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -351,6 +352,7 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T
         await asyncio.wait((working, watching))
         if not working.cancelled():
             working.exception()  # seen, so that asyncio does not complain that nobody looked
+        del working, watching  # their exceptions' tracebacks have this frame
 
 
 async def _until_gone(receive: Receive) -> None:

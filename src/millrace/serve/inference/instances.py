@@ -19,6 +19,7 @@ from millrace.serve.inference.guest.runner import said
 from millrace.serve.inference.readiness import Watch
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.tracebacks import portable, without_frames
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,15 +72,20 @@ async def in_own_thread(name: str, work: Callable[[], T]) -> T:
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
+    threading.Thread(target=_settle, args=(done, work), name=f"millrace-{name}", daemon=True).start()
+    waiter = asyncio.wrap_future(done)
+    del done, work  # an exception that this raises must not hold what holds the exception
+    try:
+        return await waiter
+    finally:
+        del waiter
 
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
-            done.set_exception(error)
 
-    threading.Thread(target=run, name=f"millrace-{name}", daemon=True).start()
-    return await asyncio.wrap_future(done)
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
+        done.set_exception(portable(error))
 
 
 class Owner(Protocol):
@@ -178,7 +184,7 @@ class Worker:
         try:
             instance: Instance | None = self._made()
         except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
-            self.ready.set_exception(as_status(error))
+            self.ready.set_exception(without_frames(as_status(error)))
             self.closed.set_result(None)
             return
         self.ready.set_result(None)
@@ -227,8 +233,7 @@ class Worker:
     def _is_done(self, batch: Batch, failed: StatusError | None) -> None:
         """From any thread. failed: the answer of those that have none"""
         if failed is not None:
-            for request in batch.given:
-                request.fail(failed)
+            _fail(batch, failed)
         if not self._lost_because:
             self._n_lost = 0
         self._outbox.post(self._owner.freed, self, batch)
@@ -268,8 +273,14 @@ class Worker:
         except BaseException as error:
             failed = as_status(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
-            for request in batch.given:
-                request.fail(failed)
+            _fail(batch, failed)
+
+
+def _fail(batch: Batch, failed: StatusError) -> None:
+    """Answer every request of the batch with an exception of its own: each is raised where its client waits."""
+    without_frames(failed)
+    for request in batch.given:
+        request.fail(StatusError(failed.code, failed.message))
 
 
 def as_status(error: BaseException) -> StatusError:

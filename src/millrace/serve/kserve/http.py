@@ -25,6 +25,7 @@ from millrace.serve.kserve.infer_reply import written, written_error
 from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
+from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import EVENT_STREAM, UNHELD
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
@@ -100,7 +101,7 @@ class HttpFront:
         try:
             return await self._routed(request)
         except StatusError as error:
-            return error_of(error)
+            return error_of(without_frames(error))
         except _NoSuchPath:
             return error_reply(404, "Not Found")
         except _WrongMethod:
