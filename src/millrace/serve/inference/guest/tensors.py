@@ -28,13 +28,14 @@ NUMBERS = {np.dtype(kind): number for number, kind in TYPES.items()}
 
 class Tensor:
     def __init__(self, name: str | bytes, array: Any) -> None:
-        """array: of numbers, of bytes objects, or of strings, which become UTF-8"""
+        """array: of numbers, or of objects: bytes as they are, anything else as the UTF-8 of its `str`"""
+        if array is None:
+            raise TypeError(f"tensor '{text(name)}' is made of an array, not of None")
         name, found = text(name), np.asarray(array)
         if found.dtype.kind in "SU":
             found = found.astype(np.object_)
         if found.dtype == np.object_:
-            texts = [v.encode() if isinstance(v, str) else bytes(v) for v in found.reshape(-1)]
-            found = objects(texts).reshape(found.shape)
+            found = objects([_element(value) for value in found.reshape(-1)]).reshape(found.shape)
         if found.dtype not in NUMBERS:
             raise TritonModelException(f"the data type {found.dtype} of tensor '{name}' has no name in Triton")
         self._name, self._array = name, found
@@ -79,6 +80,13 @@ class Tensor:
         except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(f"what tensor '{name}' is made of is no tensor on the CPU: {error}") from None
         return Tensor(name, found)
+
+
+def _element(value: Any) -> bytes:
+    """What an object is as an element of TYPE_STRING."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    return str(value).encode()
 
 
 class _Capsule:
