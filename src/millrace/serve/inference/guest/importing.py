@@ -154,7 +154,7 @@ def _places(module: object) -> list[str]:
     path = known.get("__path__")
     if type(path).__name__ == "_NamespacePath":  # of a folder without __init__.py; iterating over it imports
         path = vars(path).get("_path")
-    found = [known.get("__file__"), *(path if type(path) in (list, tuple) else ())]
+    found = [known.get("__file__"), *(path if isinstance(path, list | tuple) else ())]
     return [place for place in found if isinstance(place, str)]
 
 

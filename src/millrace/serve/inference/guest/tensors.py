@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .dlpack import exported, imported
 from .errors import TritonModelException
 from .strings import Array, joined_strings, objects, split_strings, text
 
@@ -61,13 +62,14 @@ class Tensor:
     def to_dlpack(self) -> Any:
         return self.__dlpack__()
 
-    def __dlpack__(self, *, stream: Any = None) -> Any:
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        """What else a framework may ask for (a version, a device, a copy) it does not insist on."""
         if self._array.dtype == np.object_:
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return self.as_numpy().__dlpack__(stream=stream)
+        return exported(self.as_numpy(), self)
 
     def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
+        return 1, 0  # the CPU
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
@@ -76,7 +78,7 @@ class Tensor:
         raises TritonModelException
         """
         try:
-            found = np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor))
+            found = imported(tensor)
         except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(f"what tensor '{name}' is made of is no tensor on the CPU: {error}") from None
         return Tensor(name, found)
@@ -87,19 +89,6 @@ def _element(value: Any) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     return str(value).encode()
-
-
-class _Capsule:
-    """What NumPy asks for one; where that is none, or of another device, NumPy says so."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0  # the CPU
 
 
 def held(tensors: Sequence[Tensor]) -> list[tuple[str, Array]]:
