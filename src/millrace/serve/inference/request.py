@@ -72,7 +72,7 @@ class InferRequest:
 
     __slots__ = (
         "_watchers", "again_by", "batch", "batch_size", "bill", "came", "cancelled", "computed_ns", "computing_ns",
-        "correlation_id", "deadline_ns", "digest", "finished", "flags", "hops", "id", "inputs", "is_inner",
+        "correlation_id", "deadline_ns", "digest", "finished", "flags", "hops", "id", "inputs", "is_inner", "is_step",
         "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns",
         "send_by", "sequence", "shape_key", "started_ns", "timeout_us", "trace",
     )  # fmt: skip
@@ -89,6 +89,7 @@ class InferRequest:
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
         self.is_inner = False  # a model asks it, for a request of its own
+        self.is_step = False  # an ensemble asks it, which knows itself which outputs it needs
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
