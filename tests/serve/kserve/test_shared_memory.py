@@ -121,7 +121,25 @@ def test_status_and_names(served: Threaded, memory: Memory) -> None:
         assert refusal(lambda: client.call("SystemSharedMemoryStatus", name="g")) == (
             "NOT_FOUND", "Unable to find system shared memory region: 'g'",
         )  # fmt: skip
-    assert httpx.get(f"{served.url}/v2/cudasharedmemory/status").status_code == 501
+
+
+def test_cuda_has_no_regions(served: Threaded) -> None:
+    """As in a Triton without GPUs, whose client examples begin with unregistering all regions."""
+    base = f"{served.url}/v2/cudasharedmemory"
+    told = httpx.get(f"{base}/status")
+    assert (told.status_code, told.json()) == (200, [])
+    for path in ("unregister", "region/r/unregister"):
+        gone = httpx.post(f"{base}/{path}")
+        assert (gone.status_code, gone.content) == (200, b"")
+    unknown = httpx.get(f"{base}/region/r/status")
+    assert (unknown.status_code, unknown.json()["error"]) == (404, "Unable to find cuda shared memory region: 'r'")
+    assert httpx.post(f"{base}/region/r/register", json={}).status_code == 501
+    with connected(served.grpc_url) as client:
+        assert not client.call("CudaSharedMemoryStatus").regions
+        for name in ("", "r"):
+            client.call("CudaSharedMemoryUnregister", name=name)
+        assert refusal(lambda: client.call("CudaSharedMemoryStatus", name="r"))[0] == "NOT_FOUND"
+        assert refusal(lambda: client.call("CudaSharedMemoryRegister", name="r"))[0] == "UNIMPLEMENTED"
 
 
 @pytest.mark.parametrize(

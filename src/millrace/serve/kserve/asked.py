@@ -22,6 +22,18 @@ NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
 Wrong = Callable[[str, str], StatusError]
 
 
+def cuda_regions(action: str, name: str) -> list[Any] | None:
+    """The regions of CUDA's shared memory that there are: none, as in a Triton without GPUs; None where none is told.
+
+    Clients begin with unregistering them all. action: status, register or unregister. raises StatusError
+    """
+    if action == "register":
+        raise StatusError(Code.UNSUPPORTED, NO_CUDA)
+    if action == "status" and name:
+        raise StatusError(Code.NOT_FOUND, f"Unable to find cuda shared memory region: '{name}'")
+    return [] if action == "status" else None
+
+
 def version_of(text: str) -> int:
     """Of a model. raises StatusError"""
     what = f"failed to get model version from specified version string '{text}'"

@@ -178,9 +178,10 @@ class GrpcFront:
 
     def _of_shared(self, name: str, data: bytes) -> Any:
         regions = allowed(self._shared)
-        if name.startswith("Cuda"):
-            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
         request = read(f"{name}Request", data)
+        if name.startswith("Cuda"):
+            asked.cuda_regions(name.removeprefix("CudaSharedMemory").lower(), request.name)
+            return {}
         if name.endswith("Status"):
             return {"regions": {one["name"]: one for one in regions.status(request.name)}}
         if name.endswith("Unregister"):

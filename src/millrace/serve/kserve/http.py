@@ -260,7 +260,8 @@ class HttpFront:
         _only("GET" if action == "status" else "POST", request)
         regions = allowed(self._shared)
         if kind == "cudasharedmemory":
-            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
+            found = asked.cuda_regions(action, region)
+            return Reply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
         if action == "status":
             return json_reply(regions.status(region))
         if action == "unregister":
