@@ -155,6 +155,9 @@ def test_cuda_has_no_regions(served: Threaded) -> None:
         ("n", {"offset": 4097}, 400, "Invalid offset for shared memory region: 'n'"),
         ("n", {"offset": 4096}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
         ("n", {"offset": 2**62, "byte_size": 2**62}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"offset": 2**63}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"offset": 2**64}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"byte_size": 2**63}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
         ("n", {"byte_size": 4097}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
         ("n", {"byte_size": -1}, 500, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ("n", {"key": 3}, 500, "attempt to access JSON non-string as string"),
@@ -178,6 +181,13 @@ def test_what_is_not_registered(
     [
         (placed("", 0, 64, "q"), 404, "Unable to find shared memory region: 'q'"),
         (placed("", 1025, 0), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 2**63 - 1, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 2**63, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 2**64, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", -1, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 0, 2**63), 400, "Invalid offset + byte size for shared memory region: 'r'"),
+        (placed("", 0, 10**30), 400, "Invalid offset + byte size for shared memory region: 'r'"),
+        (placed("", 0, -1), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         (placed("", 1000, 64), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         ({"parameters": {"shared_memory_region": "r"}}, 500, "Unable to parse 'shared_memory_byte_size': attempt to "
          "access non-existing object member 'shared_memory_byte_size'"),

@@ -319,7 +319,7 @@ def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
     if not isinstance(key, str):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
     for number in (offset, size):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
     return key, offset, size
 

@@ -31,8 +31,8 @@ class SharedParameters(Struct, gc=False):
     """The parameters of a tensor in shared memory."""
 
     shared_memory_region: str | UnsetType = UNSET
-    shared_memory_offset: _Size = 0
-    shared_memory_byte_size: _Size | UnsetType = UNSET
+    shared_memory_offset: int = 0  # of any size: a region says what it has not
+    shared_memory_byte_size: int | UnsetType = UNSET
 
     def place(self, shared: Regions | None) -> RegionPlace | None:
         """None where it is elsewhere. raises StatusError"""
