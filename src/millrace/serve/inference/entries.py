@@ -34,6 +34,7 @@ class Entry:
     # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
     given: Brought = field(default_factory=Brought)
+    is_by_wish: bool = False  # it went because somebody unloaded it, or a model that it is made of
     # Of one that is on its way: what its members' names mean, by the folders, too, of which some are not tried yet.
     loading: dict[str, ModelId] = field(default_factory=dict)
 
@@ -43,7 +44,7 @@ class Entry:
         found = []
         for version, (state, reason) in sorted(self.states.items()):
             model = self.models.get(version)
-            if state is not State.READY and (state, reason) not in _BY_WISH:
+            if state is not State.READY and not self.is_by_wish and (state, reason) not in _BY_WISH:
                 found.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
             elif model is not None and model.troubles:
                 found.append(f"version {version}: {model.troubles}")

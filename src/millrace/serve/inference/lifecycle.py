@@ -224,6 +224,7 @@ class ModelRepository:
             new = await self._new_models(one, read, given)
             entry = self._entries.made(one)
             old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
+            entry.is_by_wish = False
             entry.read = read
             entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
@@ -323,9 +324,14 @@ class ModelRepository:
         entry = self._entries.made(one)
         if not entry.models:
             entry.states = {version: (State.UNAVAILABLE, str(error)) for version in versions}
+            entry.is_by_wish = False
 
-    def _remove(self, one: ModelId, reason: str = UNLOADED) -> None:
-        """With the ensembles that need it, which come back when it does, or take another one of its name."""
+    def _remove(self, one: ModelId, reason: str = UNLOADED, is_by_wish: bool = False) -> None:
+        """With the ensembles that need it, which come back when it does, or take another one of its name.
+
+        is_by_wish: somebody unloaded a model that it is made of
+        """
+        is_by_wish = is_by_wish or reason == UNLOADED
         entry, needing = self._entries[one], self._entries.made_of(one)
         entry.wanted = frozenset[str]() if reason == UNLOADED else entry.members
         if reason == UNLOADED:
@@ -334,12 +340,12 @@ class ModelRepository:
         for version, model in entry.models.items():
             entry.states[version] = (State.UNLOADING, "" if reason == UNLOADED else reason)
             self._in_background(self._retired(entry, version, model, reason))
-        entry.models, entry.stamp = {}, None
+        entry.models, entry.stamp, entry.is_by_wish = {}, None, is_by_wish
         for other in needing:
             if self._entries.meant(ModelId(other.namespace, one.name)) not in (one, None):
                 self._fit(other)
             elif self._entries[other].models:
-                self._remove(other, f"ensemble '{other}' depends on '{one}' which has no loaded version")
+                self._remove(other, f"ensemble '{other}' depends on '{one}' which has no loaded version", is_by_wish)
 
     async def _retired(self, entry: Entry, version: int, model: Model, reason: str) -> None:
         await model.retire()
