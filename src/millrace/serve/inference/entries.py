@@ -51,6 +51,14 @@ class Entry:
         return found
 
     @property
+    def failed(self) -> list[int]:
+        """Versions that nobody unloaded, and that are not served."""
+        return [
+            version for version, (state, reason) in sorted(self.states.items())
+            if state is State.UNAVAILABLE and reason != UNLOADED and not self.is_by_wish
+        ]  # fmt: skip
+
+    @property
     def is_gone(self) -> bool:
         """Nothing of it is there, or was to be."""
         return not self.models and all(state in _BY_WISH for state in self.states.values())

@@ -62,6 +62,11 @@ class ModelRepository:
         for _, entry in self._entries.items():
             yield from (entry.models[version] for version in sorted(entry.models))
 
+    def failed(self) -> Iterator[tuple[ModelId, int]]:
+        """Versions that were to be served, and could not be loaded."""
+        for one, entry in self._entries.items():
+            yield from ((one, version) for version in entry.failed)
+
     def named(self, name: str) -> list[ModelId]:
         """Those that were ever tried."""
         return self._entries.named(name)

@@ -72,7 +72,8 @@ class InferRequest:
 
     __slots__ = (
         "_watchers", "again_by", "batch", "batch_size", "bill", "came", "cancelled", "computed_ns", "computing_ns",
-        "correlation_id", "deadline_ns", "digest", "finished", "flags", "hops", "id", "inputs", "is_inner", "is_step",
+        "correlation_id", "deadline_ns", "digest", "finished", "flags", "has_failed", "hops", "id", "inputs",
+        "is_inner", "is_step",
         "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns",
         "send_by", "sequence", "shape_key", "started_ns", "timeout_us", "trace",
     )  # fmt: skip
@@ -88,6 +89,7 @@ class InferRequest:
         self.received_ns = self.queued_ns = self.ready_ns = self.started_ns = self.deadline_ns = 0
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
+        self.has_failed = False  # one of its responses was an error, the last or another
         self.is_inner = False  # a model asks it, for a request of its own
         self.is_step = False  # an ensemble asks it, which knows itself which outputs it needs
         self.receive: Receiver | None = None

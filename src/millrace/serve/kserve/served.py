@@ -14,7 +14,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.machine_metrics import MachineMetrics
-from millrace.serve.inference.metrics import cache_text, metrics_text
+from millrace.serve.inference.metrics import cache_text, failed_text, metrics_text
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
@@ -83,7 +83,7 @@ class RepositoryBackend(Backend):
         told = metrics_text(repository.models(), repository.common.measures)
         if repository.common.cache is not None:
             told += cache_text(repository.common.cache)
-        return told + self._machine.text() + repository.custom.text()
+        return told + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
 
     def start(self) -> None:
         return
