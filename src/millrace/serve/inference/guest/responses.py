@@ -11,6 +11,7 @@ from .tensors import Tensor, held
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 _MOST_PARAMETERS = 64 << 10  # characters of those of a response
+_RESPONSE = "a response"
 _2_63, _2_64 = 1 << 63, 1 << 64
 LOST = "the model let go of {} without TRITONSERVER_RESPONSE_COMPLETE_FINAL, so that nobody can answer any more"
 
@@ -27,7 +28,7 @@ class InferenceResponse:
         if not all(self._tensors):
             raise TritonModelException("Output tensor for inference response should not be empty.")
         self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = checked(parameters, "a response")
+        self._parameters = checked(parameters, _RESPONSE)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -80,7 +81,9 @@ def checked(parameters: str | Mapping[str, Any] | None, of: str) -> dict[str, Pa
     if not isinstance(found, dict):
         raise TritonModelException(f"the parameters of {of} are a {type(found).__name__}, not an object")
     for key, value in found.items():
-        if not isinstance(value, bool | int | float | str):
+        # In Triton a response's dictionary has no floats; the text of a request's parameters, which may, is handed on.
+        has_floats = of != _RESPONSE or isinstance(parameters, str)
+        if not isinstance(value, bool | int | str) and not (has_floats and isinstance(value, float)):
             what = f"found type {type(value)} for parameter '{key}' of {of}"
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, {what}")
         if isinstance(value, int) and not -_2_63 <= value < _2_64:
