@@ -14,6 +14,7 @@ from millrace.serve.inference.guest.strings import CutOffError as CutOffError
 from millrace.serve.inference.guest.strings import joined_strings
 from millrace.serve.inference.guest.strings import objects as objects
 from millrace.serve.inference.guest.strings import split_strings as split_strings
+from millrace.serve.inference.guest.strings import split_up_to as split_up_to
 from millrace.serve.inference.status import Code, StatusError
 
 BYTES = "BYTES"
@@ -25,6 +26,7 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 WIRE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 MOST_DIMENSIONS, MOST_ELEMENTS = 32, 1 << 32
+MOST_STRINGS = 1 << 21  # of one request's input: each takes some 60 bytes beside its text
 ONLY_BINARY = ("FP16", "BF16")  # have no form in JSON
 _FLOATS = ("FP16", "FP32", "FP64", "BF16")
 

@@ -17,7 +17,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import held_bytes
 from millrace.serve.inference.trace_context import PARENT, STATE, Parent
 from millrace.serve.inference.tracing import Exchange
-from millrace.serve.kserve import adjusted, asked, told
+from millrace.serve.kserve import adjusted, asked, grpc_scan, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_message
 from millrace.serve.kserve.messages import config_message, made, message
@@ -104,6 +104,8 @@ class GrpcFront:
     ) -> tuple[InferRequest, GrpcWanted]:
         """n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
+        if self._shared is not None:
+            n_bytes = max(n_bytes, self._shared.slow_bytes)
         found: tuple[InferRequest, GrpcWanted] = await self._aside(
             lambda: read_infer(request, model, self._shared), n_bytes
         )
@@ -211,6 +213,7 @@ class GrpcFront:
 
 def read(name: str, data: bytes) -> Any:
     """raises StatusError"""
+    grpc_scan.check(name, data)
     try:
         return message(name).FromString(data)
     except DecodeError as error:

@@ -197,6 +197,8 @@ class HttpFront:
             return read_infer(body, n_json, model.name, model.checker, self._shared)
 
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
+        if self._shared is not None:
+            n_slow = max(n_slow, self._shared.slow_bytes)
         asking: InferRequest
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
@@ -287,7 +289,8 @@ class HttpFront:
                 _only("POST", request)
                 if of_one:
                     raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
-                body = await self._aside(lambda: asked.json_object(request.body), len(request.body))
+                most = self._most_bytes  # it may bring the model's files
+                body = await self._aside(lambda: asked.json_object(request.body, most), len(request.body))
                 return await self._control(_name(name), action, body)
         raise _NoSuchPath
 

@@ -113,6 +113,12 @@ def message(name: str) -> Any:
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
+@cache
+def field_numbers(name: str) -> Mapping[str, int]:
+    """Of a message, by the names of its fields."""
+    return {field.name: field.number for field in message(name).DESCRIPTOR.fields}
+
+
 def varint(n: int) -> bytes:
     """As protobuf writes a length."""
     if n < 128:
