@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from millrace.serve.inference.status import invalid
+from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.inference.tensors import DTYPES, Array
 from millrace.serve.json_scan import Piece, pieces
 from millrace.serve.kserve.json_values import MOST_DEPTH, flat_array, mismatch, no_json, too_deep
 
 MOST_VALUES = 1 << 18  # beside the data of tensors
+MOST_TEXT = 16 << 20  # bytes of one string in JSON, which is decoded at once
 _DATA_DEPTH = 4  # of a list in an input: {"inputs": [{"data": [
 _LEAST_SPAN = 1024  # bytes: a shorter list stays where it is
 _MOST_LISTS = 1 << 16  # and objects, at that depth
@@ -52,7 +53,7 @@ class Span:
 
     def _texts(self) -> Iterator[bytes]:
         """Pieces of whole values without the brackets, cut at commas. raises StatusError"""
-        left, previous = list[bytes](), _COMMA
+        left, n_left, previous = list[bytes](), 0, _COMMA
         for piece in pieces(self.text):
             previous = _check_lists(piece, previous)
             data = piece.data.copy()
@@ -61,9 +62,16 @@ class Span:
             if len(commas):
                 cut = int(commas[-1])
                 yield b"".join((*left, text[:cut]))
-                left, text = [], text[cut + 1 :]
+                left, text, n_left = [], text[cut + 1 :], 0
             left.append(text)
+            n_left += len(text)
+            if n_left > MOST_TEXT:
+                raise too_long()
         yield b"".join(left)
+
+
+def too_long() -> StatusError:
+    return no_json(f"it has a text of more than {MOST_TEXT} bytes: use the binary data format for it")
 
 
 def _check_lists(piece: Piece, previous: int) -> int:
@@ -102,7 +110,10 @@ class Cut:
         if n_left > MOST_VALUES:
             what = f"it has {n_left} values beside the data of its inputs, at most {MOST_VALUES} are supported"
             raise no_json(what)
-        self.rest = b"".join((*self._kept, head[self._at :]))
+        self._kept.append(head[self._at :])
+        if sum(map(len, self._kept)) > MOST_TEXT:
+            raise too_long()
+        self.rest = b"".join(self._kept)
 
     def _look(self, piece: Piece) -> None:
         """raises StatusError"""
