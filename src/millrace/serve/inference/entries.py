@@ -34,6 +34,7 @@ class Entry:
     # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
     given: Brought = field(default_factory=Brought)
+    owner: str = ""  # whose API key it was loaded with, where there are several
     is_by_wish: bool = False  # it went because somebody unloaded it, or a model that it is made of
     # Of one that is on its way: what its members' names mean, by the folders, too, of which some are not tried yet.
     loading: dict[str, ModelId] = field(default_factory=dict)

@@ -119,15 +119,18 @@ class ModelRepository:
         self._missing.update(failed)
         return list(failed.values())
 
-    async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None:
+    async def load(
+        self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None, *, tenant: str = ""
+    ) -> None:
         """By a client. config: in place of its file's. files: of all its folder, as `BroughtFolder` has them.
 
-        raises StatusError
+        tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
+        self._check_owner(name, tenant)
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
         given = config_text(name, config, files)
-        await asyncio.shield(self._in_background(self._load_asked(name, given, files)))
+        await asyncio.shield(self._in_background(self._load_asked(name, given, files, tenant)))
 
     async def would_load(self, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
@@ -144,13 +147,15 @@ class ModelRepository:
             told.append(would | {"ensembles": sorted({str(other) for other in self._entries.made_of(one)})} | where)
         return told[0] if len(told) == 1 else {"name": name, "models": told}
 
-    async def unload(self, name: str, *, with_members: bool = False) -> None:
+    async def unload(self, name: str, *, with_members: bool = False, tenant: str = "") -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
 
         As in Triton it is no error that nothing of that name is there.
-        with_members: also those of an ensemble that were loaded for it alone. raises StatusError
+        with_members: also those of an ensemble that were loaded for it alone
+        tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
+        self._check_owner(name, tenant)
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
         if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
             log.warning("nothing to unload: no model %r is there", name)
@@ -169,12 +174,20 @@ class ModelRepository:
         self.common.tracer.close()
         self.common.log.close()
 
+    def _check_owner(self, name: str, tenant: str) -> None:
+        """Of several API keys, only that which loaded a model may change it. raises StatusError"""
+        for one in self._entries.named(name) if tenant else ():
+            entry = self._entries[one]
+            if entry.models and entry.owner != tenant:
+                whose = "with another API key" if entry.owner else "when the server was started"
+                raise invalid(f"model '{name}' was loaded {whose}, so that this API key cannot change it")
+
     def _check_mode(self) -> None:
         if self.flags.model_control_mode != "explicit":
             what = "explicit model load / unload is not allowed if polling is enabled"
             raise StatusError(Code.UNAVAILABLE, what)
 
-    async def _load_asked(self, name: str, config: bytes | None, files: Files | None) -> None:
+    async def _load_asked(self, name: str, config: bytes | None, files: Files | None, tenant: str) -> None:
         """raises StatusError, of each model of that name that cannot be loaded"""
         check_name(name)
         folder = await asyncio.to_thread(BroughtFolder, name, files) if files else None
@@ -184,7 +197,10 @@ class ModelRepository:
         finally:
             if folder is not None:
                 folder.release()  # its models hold it
-        self._asked.update(one for one, error in zip(ids, tried, strict=True) if error is None)
+        loaded = [one for one, error in zip(ids, tried, strict=True) if error is None]
+        self._asked.update(loaded)
+        for one in loaded:
+            self._entries[one].owner = tenant
         failed = [error for error in tried if error is not None]
         if failed:
             raise StatusError(failed[0].code, " ".join(error.message for error in failed))

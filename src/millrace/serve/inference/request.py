@@ -75,7 +75,7 @@ class InferRequest:
         "correlation_id", "deadline_ns", "digest", "finished", "flags", "has_failed", "hops", "id", "inputs",
         "is_inner", "is_step",
         "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns",
-        "send_by", "sequence", "shape_key", "started_ns", "timeout_us", "trace",
+        "send_by", "sequence", "shape_key", "started_ns", "tenant", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -83,6 +83,7 @@ class InferRequest:
         self.parameters: dict[str, Parameter] = {}
         self.batch_size = self.priority = self.timeout_us = self.flags = 0
         self.correlation_id: int | str = 0
+        self.tenant = ""  # whose API key it came with, where there are several
         self.digest = b""  # of its inputs, where its model's answers are kept
         self.shape_key: object = None  # requests with equal ones may be in one batch
         # queued_ns: when it came to its scheduler; ready_ns: since when it may be in a batch
@@ -111,7 +112,7 @@ class InferRequest:
     def part_of(self, outer: "InferRequest") -> None:
         """A model, or an ensemble, asks it for `outer`; of several for the first."""
         if not self.is_inner:
-            self.is_inner, self.bill, self.hops = True, outer.bill, outer.hops
+            self.is_inner, self.bill, self.hops, self.tenant = True, outer.bill, outer.hops, outer.tenant
 
     def copied(self, inputs: dict[str, Array]) -> "InferRequest":
         """The same with other numbers: inputs of the same shapes."""

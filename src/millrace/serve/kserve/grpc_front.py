@@ -36,11 +36,15 @@ _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are calle
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun"""
+    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun
+
+    tenant: whose API key it came with, where there are several
+    """
 
     shown: Mapping[str, str] = field(default_factory=dict)
     parent: Parent | None = None
     bill: Bill = field(default_factory=Bill)
+    tenant: str = ""
 
 
 class GrpcFront:
@@ -80,7 +84,7 @@ class GrpcFront:
             case "ModelInfer":
                 return await self._infer(data, caller)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
-                found = await self._of_repository(name, read(f"{name}Request", data))
+                found = await self._of_repository(name, read(f"{name}Request", data), caller.tenant)
                 return written(name, found)
         if name in SHARED:
             return written(name, self._of_shared(name, data))
@@ -110,7 +114,7 @@ class GrpcFront:
             lambda: read_infer(request, model, self._shared), n_bytes
         )
         found[0].parameters.update(caller.shown)
-        found[0].bill = caller.bill
+        found[0].bill, found[0].tenant = caller.bill, caller.tenant
         self._repository.common.tracer.came(found[0], "GRPC", began_ns, caller.parent)
         return found
 
@@ -194,7 +198,7 @@ class GrpcFront:
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, name: str, request: Any) -> Any:
+    async def _of_repository(self, name: str, request: Any, tenant: str) -> Any:
         if request.repository_name:
             raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
         if name == "RepositoryIndex":
@@ -204,10 +208,10 @@ class GrpcFront:
             load = asked.load_of(parameters, _wrong, bytes)
             if load.dry_run:
                 raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
-            await self._repository.load(request.model_name, load.config, load.files)
+            await self._repository.load(request.model_name, load.config, load.files, tenant=tenant)
         else:
             with_members = asked.unloads_members(parameters, _wrong)
-            await self._repository.unload(request.model_name, with_members=with_members)
+            await self._repository.unload(request.model_name, with_members=with_members, tenant=tenant)
         return {}
 
 

@@ -176,7 +176,8 @@ class GrpcServer:
     def _caller(self, called: "_Called") -> Caller:
         """raises StatusError"""
         metadata = called.metadata
-        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill)
+        tenant = called.grant.tenant if called.grant is not None else ""
+        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant)
 
     @contextmanager
     def _held(self, share: Share, n_bytes: int, is_control: bool = False) -> Iterator[None]:

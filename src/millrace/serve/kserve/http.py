@@ -49,6 +49,7 @@ class Request:
     grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
     came_ns: int = 0  # time.monotonic_ns(), before its body
     bill: Bill = field(default_factory=Bill)
+    tenant: str = ""  # whose API key it came with, where there are several
 
 
 @dataclass(slots=True)
@@ -202,7 +203,7 @@ class HttpFront:
         asking: InferRequest
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
-        asking.bill = request.bill
+        asking.bill, asking.tenant = request.bill, request.tenant
         return asking, wanted
 
     async def _stream(
@@ -223,7 +224,7 @@ class HttpFront:
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(asked, request)
-        asked.bill = request.bill
+        asked.bill, asked.tenant = request.bill, request.tenant
         self._repository.common.tracer.came(asked, "HTTP", request.came_ns, self._parent(request))
         if not streamed:
             return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
@@ -291,20 +292,20 @@ class HttpFront:
                     raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
                 most = self._most_bytes  # it may bring the model's files
                 body = await self._aside(lambda: asked.json_object(request.body, most), len(request.body))
-                return await self._control(_name(name), action, body)
+                return await self._control(_name(name), action, body, request.tenant)
         raise _NoSuchPath
 
-    async def _control(self, name: str, action: str, body: dict[str, Any]) -> Reply:
+    async def _control(self, name: str, action: str, body: dict[str, Any], tenant: str) -> Reply:
         parameters = body.get("parameters", {})
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
         if action == "unload":
-            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
+            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong), tenant=tenant)
             return Reply(200, b"", [(b"content-type", _JSON)])
         load = asked.load_of(parameters, _wrong, str)
         if load.dry_run:
             return json_reply(await self._repository.would_load(name, load.config))
-        await self._repository.load(name, load.config, load.files)
+        await self._repository.load(name, load.config, load.files, tenant=tenant)
         return Reply(200, b"", [(b"content-type", _JSON)])
 
 
