@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ def growth(refuse: Callable[[], None]) -> int:
         before = resident_bytes()
         for _ in range(N_REFUSED):
             refuse()
-        return resident_bytes() - before
+        until_s = time.monotonic() + 5
+        while (found := resident_bytes() - before) >= MOST_GROWTH and time.monotonic() < until_s:
+            time.sleep(0.05)  # the last of them is answered before it is let go of
+        return found
     finally:
         gc.enable()
 
