@@ -187,6 +187,7 @@ def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
 
 
 T = TypeVar("T")
+WATCH_S = 0.01  # a client that leaves sooner is answered all the same
 FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do
 CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
@@ -337,22 +338,49 @@ async def read_body(
 async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
     """Run `work`, and cancel it when the client goes away. Call it after the body was read.
 
+    Clients are looked after once the work has taken WATCH_S: tasks for that would cost a short request half its time.
     raises ClientGoneError, and whatever `work` raises
     """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
-    del work
+    task = asyncio.current_task()
+    assert task is not None, "it is called in one"
+    watch = _Watch(receive, task)
+    later = asyncio.get_running_loop().call_later(WATCH_S, watch.begin)
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
+        return await work
+    except asyncio.CancelledError:
+        if watch.has_cancelled:
+            task.uncancel()
+            raise ClientGoneError from None
+        raise
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.wait((working, watching))
-        if not working.cancelled():
-            working.exception()  # seen, so that asyncio does not complain that nobody looked
-        del working, watching  # their exceptions' tracebacks have this frame
+        later.cancel()
+        await watch.end()
+        del watch  # the exception's traceback has this frame
+
+
+class _Watch:
+    """Waits for a client to go away, and cancels the task that works for it."""
+
+    def __init__(self, receive: Receive, task: "asyncio.Task[Any]") -> None:
+        self._receive, self._task = receive, task
+        self._watching: asyncio.Task[None] | None = None
+        self.has_cancelled = False
+
+    def begin(self) -> None:
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        await _until_gone(self._receive)
+        self.has_cancelled = self._task.cancel()
+
+    async def end(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            try:
+                await asyncio.wait((self._watching,))
+            except asyncio.CancelledError:
+                if not self.has_cancelled:  # otherwise the client left just as the work was done
+                    raise
 
 
 async def _until_gone(receive: Receive) -> None:
