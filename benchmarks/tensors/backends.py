@@ -89,7 +89,8 @@ async def coroutine(asked: Asked):
 
 with socket.create_server(("127.0.0.1", 0)) as sock:
     print(sock.getsockname()[1], flush=True)
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False)
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False,
+                            log_level="warning")
     uvicorn.Server(config).run(sockets=[sock])
 """
 

@@ -37,11 +37,12 @@ from millrace.serve.errors import (
 from millrace.serve.fields import decode, take_ignored
 from millrace.serve.gen_ai import trace
 from millrace.serve.keys import Keys
+from millrace.serve.leaving import unless_gone
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body
 from millrace.serve.tracebacks import without_frames
-from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body, unless_gone
+from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
 Posted = Callable[[Any, Call, Any], Awaitable[ASGIApp]]

@@ -1,6 +1,6 @@
 """What is known of the models of repositories: the versions that are served, and what became of those that are not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -174,6 +174,19 @@ class Entries:
     def items(self) -> list[tuple[ModelId, Entry]]:
         """In order."""
         return [(one, self[one]) for name in sorted(self._by_name) for one in self.named(name)]
+
+    def failed(self) -> Iterator[tuple[ModelId, int]]:
+        """Versions that were to be served, and could not be loaded."""
+        for one, entry in self.items():
+            yield from ((one, version) for version in entry.failed)
+
+    def check_owner(self, name: str, tenant: str) -> None:
+        """Of several API keys, only that which loaded a model may change it. raises StatusError"""
+        for one in self.named(name) if tenant else ():
+            entry = self[one]
+            if entry.models and entry.owner != tenant:
+                whose = "with another API key" if entry.owner else "when the server was started"
+                raise invalid(f"model '{name}' was loaded {whose}, so that this API key cannot change it")
 
     def clear(self) -> None:
         self._by_name.clear()

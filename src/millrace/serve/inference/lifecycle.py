@@ -58,14 +58,12 @@ class ModelRepository:
         entry = self._entries.find(name)
         return sorted(entry.models) if entry is not None else []
 
+    def failed(self) -> Iterator[tuple[ModelId, int]]:
+        return self._entries.failed()
+
     def models(self) -> Iterator[Model]:
         for _, entry in self._entries.items():
             yield from (entry.models[version] for version in sorted(entry.models))
-
-    def failed(self) -> Iterator[tuple[ModelId, int]]:
-        """Versions that were to be served, and could not be loaded."""
-        for one, entry in self._entries.items():
-            yield from ((one, version) for version in entry.failed)
 
     def named(self, name: str) -> list[ModelId]:
         """Those that were ever tried."""
@@ -127,7 +125,7 @@ class ModelRepository:
         tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
-        self._check_owner(name, tenant)
+        self._entries.check_owner(name, tenant)
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
         given = config_text(name, config, files)
         await asyncio.shield(self._in_background(self._load_asked(name, given, files, tenant)))
@@ -155,7 +153,7 @@ class ModelRepository:
         tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
-        self._check_owner(name, tenant)
+        self._entries.check_owner(name, tenant)
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
         if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
             log.warning("nothing to unload: no model %r is there", name)
@@ -173,14 +171,6 @@ class ModelRepository:
                 await asyncio.gather(*(model.retire() for model in models))
         self.common.tracer.close()
         self.common.log.close()
-
-    def _check_owner(self, name: str, tenant: str) -> None:
-        """Of several API keys, only that which loaded a model may change it. raises StatusError"""
-        for one in self._entries.named(name) if tenant else ():
-            entry = self._entries[one]
-            if entry.models and entry.owner != tenant:
-                whose = "with another API key" if entry.owner else "when the server was started"
-                raise invalid(f"model '{name}' was loaded {whose}, so that this API key cannot change it")
 
     def _check_mode(self) -> None:
         if self.flags.model_control_mode != "explicit":

@@ -17,8 +17,9 @@ from millrace.serve.kserve.infer_body import HEADER
 from millrace.serve.kserve.infer_reply import written_error
 from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
+from millrace.serve.leaving import unless_gone
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, header, joined, read_body, unless_gone
+from millrace.serve.wire import CALL, header, joined, read_body
 
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
