@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
@@ -19,6 +19,7 @@ from millrace.serve.inference.guest.runner import said
 from millrace.serve.inference.readiness import Watch
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.tensors import Array
 from millrace.serve.tracebacks import portable, without_frames
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Worker:
         self.batch: Batch | None = None  # that it computes
         self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
         self.unready = ""  # as its owner knows: why its instance says that it is not ready
-        self.answers_later, self.quick_bytes = False, 0
+        self.answers_later = False
         self.alone: Computing | None = None  # its instance's
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
@@ -147,6 +148,16 @@ class Worker:
             return False
         self.compute(batch)
         return True
+
+    @property
+    def quick_bytes(self) -> int:
+        """Its instance's, which may find out while it computes."""
+        return self._instance.quick_bytes if self._instance is not None else 0
+
+    def took(self, inputs: Mapping[str, Array], took_ns: int) -> None:
+        """Its instance computed them as `alone`."""
+        if self._instance is not None:
+            self._instance.took(sum(array.nbytes for array in inputs.values()), took_ns)
 
     def compute(self, batch: Batch) -> None:
         """In this thread, of what `is_quick`."""
@@ -204,7 +215,7 @@ class Worker:
         """raises whatever the model raises"""
         instance = self._make()
         self._lost_because = ""
-        self.answers_later, self.quick_bytes = instance.answers_later, instance.quick_bytes
+        self.answers_later = instance.answers_later
         self.alone = instance.alone()
         self._instance = instance
         instance.when_lost(self._is_lost)
