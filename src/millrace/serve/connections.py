@@ -4,13 +4,14 @@ uvicorn speaks HTTP; here is what it leaves open. Nothing is done per token or p
 all connections twice a second.
 """
 
+import asyncio
 import contextlib
 import enum
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -44,6 +45,36 @@ class _Reading(enum.Enum):
     HEAD = enum.auto()
     BODY = enum.auto()
     NOTHING = enum.auto()  # the connection was refused: what still comes is thrown away
+
+
+class _Together:
+    """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self._has_begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun, self._head = True, data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            data, self._head = self._head, None
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):
@@ -179,6 +210,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.transport = cast(asyncio.Transport, _Together(self.transport))
         super()._start_asgi_task(cycle, app)
 
     def shutdown(self) -> None:

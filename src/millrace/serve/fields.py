@@ -21,6 +21,7 @@ from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.runtime.request import FREELY, Terms
 from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
+from millrace.serve.json_scan import counts
 from millrace.serve.other_fields import ELSEWHERE, HARMLESS, INSTEAD, OTHER_NAMES
 from millrace.serve.protocol import (
     Body,
@@ -40,6 +41,8 @@ from millrace.serve.structured import FIELDS, structured_outputs
 T = TypeVar("T", bound=Body)
 TextsOrIds = str | list[str | int | list[int]]
 
+MOST_VALUES, MOST_CONTAINERS = 2_000_000, 250_000  # of a body: decoding more would hold up everybody else
+
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _GOT = re.compile(r"Expected `(?P<expected>.*)`, got `(?P<got>.*)`")
@@ -54,6 +57,12 @@ _TYPES = {
 
 def decode(body: bytes, kind: type[T]) -> T:
     """raises RequestError naming the field, HttpError where the body is not a JSON object"""
+    found = counts(body)
+    if found.values > MOST_VALUES or found.containers > MOST_CONTAINERS:
+        raise _no_json(
+            f"it has {found.values} values and {found.containers} lists and objects, at most {MOST_VALUES} and "
+            f"{MOST_CONTAINERS} are supported"
+        )
     try:
         with _collector_paused():
             asked = msgspec.json.decode(body, type=wire(kind))

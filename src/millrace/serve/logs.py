@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from functools import lru_cache
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from millrace.serve.wire import IN_RECORD, Lines, RequestLog
 
 LOGGER = "millrace"
+# Controls, ends of lines and paragraphs, marks that turn the direction of writing, halves of surrogate pairs.
+_ODD = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Seldom:
@@ -36,8 +39,16 @@ class TextFormatter(logging.Formatter):
         entry = getattr(record, IN_RECORD, None)
         if isinstance(entry, Lines):
             return _text(record.levelname, entry)
-        line = f"{_time(record.created)} {record.levelname} {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{_time(record.created)} {record.levelname} {escaped(record.getMessage())}"
+        if not record.exc_info:
+            return line
+        trace = self.formatException(record.exc_info).split("\n")  # whose messages, too, come from outside
+        return "\n".join((line, *(f"  {escaped(one)}" for one in trace)))
+
+
+def escaped(text: str) -> str:
+    """On one line, with nothing that moves a terminal's cursor or changes its colours: `\\n`, `\\x1b`, `\\u2028`."""
+    return _ODD.sub(lambda odd: odd[0].encode("unicode_escape").decode(), text)
 
 
 def _text(level: str, lines: Lines) -> str:

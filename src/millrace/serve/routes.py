@@ -37,10 +37,12 @@ from millrace.serve.errors import (
 from millrace.serve.fields import decode, take_ignored
 from millrace.serve.gen_ai import trace
 from millrace.serve.keys import Keys
+from millrace.serve.leaving import unless_gone
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body
-from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body, unless_gone
+from millrace.serve.tracebacks import without_frames
+from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
 Posted = Callable[[Any, Call, Any], Awaitable[ASGIApp]]
@@ -209,16 +211,17 @@ class Edge:
             return
         except GenerationFailedError as error:
             log.log(error.log_level, "request %s failed: %s", call.id, error)
-            problem = error.problem
+            problem = without_frames(error).problem
         except HTTPException as error:
             problem, headers = self._of_route(scope, error), dict(error.headers or {})
         except MillraceError as error:
-            problem = problem_of(error, accepting=self._models.heartbeat.accepting)
+            problem = problem_of(without_frames(error), accepting=self._models.heartbeat.accepting)
             headers = error.headers if isinstance(error, HttpError) else {}
             if problem.status >= 500:
                 log.error("request %s: %s", call.id, error)
-        except Exception:  # a bug of ours must cost one request and not the server; the log has it all
+        except Exception as error:  # a bug of ours must cost one request and not the server; the log has it all
             log.exception("request %s: a bug in the server", call.id)
+            without_frames(error)
             problem = BUG
         call.log.error = problem.brief
         if call.log.status is None:  # otherwise the response is under way, and can only be cut off

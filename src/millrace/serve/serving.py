@@ -20,6 +20,7 @@ from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
 from millrace.serve.responses.store import Responses
 from millrace.serve.settings import ServerSettings
+from millrace.serve.tracebacks import portable
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class Lane:
             raise BusyError(f"{len(self._jobs)} requests are being prepared", "fewer at a time", "come back later", 1.0)
         loop = asyncio.get_running_loop()
         job = _Job(work, n_bytes, loop.create_future())
+        del work  # it may hold a large body, and this frame may become part of a traceback
         self._jobs.add(job)
         self._held_bytes += n_bytes
         self._queue.put(job)
@@ -194,6 +196,8 @@ class Lane:
             elif self._stop is not None:
                 loop.call_later(ABANDONED_S, self._end, job)
             raise
+        finally:
+            del job  # otherwise: exception, its traceback, this frame, the job, its waiter, the exception
         return result
 
     def close(self) -> None:
@@ -219,6 +223,7 @@ class Lane:
                 work, job.started, self._running = job.work, True, job
             if work is not None:
                 result, error = _outcome(work)
+                job.work = None
                 with self._lock, contextlib.suppress(RuntimeError):  # the event loop is closed
                     self._running = None
                     loop.call_soon_threadsafe(self._done, job, result, error)
@@ -248,7 +253,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return work(), None
     except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
-        return None, error
+        return None, portable(error)
 
 
 LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
@@ -18,6 +20,7 @@ from millrace.runtime.step_work import StepWork, turns_s
 from millrace.serve.backend import Models
 from millrace.serve.replies import json_reply
 from millrace.serve.text import TextBackend
+from millrace.serve.wire import CALL
 
 SHOWN_STEPS, SHOWN_ROWS = 240, 48  # what a screen can hold
 WIDTH, LEFT, TOP, ROW = 1080, 190, 26, 16
@@ -77,7 +80,7 @@ def steps(models: Models, scope: Scope) -> Response:
     after, found = _after(scope), []
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
-        seen = tuple(loop.history.steps)
+        seen = _seen(backend, scope)
         turns, limits, budget = turns_s(seen), loop.limits, loop.budget
         schedule = ScheduleTold(
             limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
@@ -87,6 +90,23 @@ def steps(models: Models, scope: Scope) -> Response:
         engine, isa = (str(about.get(name, "")) for name in ("engine", "isa"))
         found.append(StepsTold(backend.model.name, engine, isa, machine_name(), schedule, told))
     return json_reply(StepList(found))
+
+
+def _seen(backend: TextBackend, scope: Scope, n: int = 0) -> tuple[StepSeen, ...]:
+    """The last n steps, 0: all; where there are several API keys, with the requests of the client's own key alone."""
+    loop, tenant = backend.model.engine.loop, scope[CALL].tenant
+    steps = tuple(loop.history.steps)[-n:]
+    if not tenant:
+        return steps
+    ids = {request_id for step in steps for request_id in step.request_ids}
+    own = [trace.seen.order for one in ids for trace in loop.traces(one) if trace.seen.tenant == tenant]
+    return tuple(_of(step, np.isin(step.parts["request"], own)) for step in steps)
+
+
+def _of(step: StepSeen, is_own: NDArray[np.bool_]) -> StepSeen:
+    """With some of its parts."""
+    ids = tuple(one for one, own in zip(step.request_ids, is_own, strict=True) if own)
+    return step._replace(parts=step.parts[is_own], request_ids=ids)
 
 
 def _told(step: StepSeen, turn_s: float | None) -> StepTold:
@@ -109,7 +129,7 @@ def _after(scope: Scope) -> int:
 def timeline(models: Models, scope: Scope) -> Response:
     """A page that needs no network and runs no script: save it, and it stays what it is."""
     pages = [
-        {"name": backend.model.name, **_drawn(tuple(backend.model.engine.loop.history.steps)[-SHOWN_STEPS:])}
+        {"name": backend.model.name, **_drawn(_seen(backend, scope, SHOWN_STEPS))}
         for backend in models.of_kind(TextBackend)
     ]
     template = Path(__file__).with_name("timeline.html")

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, AnyStr, Protocol, TypeVar
@@ -332,30 +332,6 @@ async def read_body(
             bodies.count(incoming, len(parts[-1]))
             more = message.get("more_body", False)
     return b"".join(parts)
-
-
-async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """Run `work`, and cancel it when the client goes away. Call it after the body was read.
-
-    raises ClientGoneError, and whatever `work` raises
-    """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.wait((working, watching))
-        if not working.cancelled():
-            working.exception()  # seen, so that asyncio does not complain that nobody looked
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _check_content_type(value: bytes | None) -> None:

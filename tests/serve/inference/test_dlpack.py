@@ -1,5 +1,6 @@
 """DLPack of a model.py: tensors of other frameworks, and capsules, as Triton's own examples hand them over."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -67,3 +68,43 @@ def test_configurations_by_name() -> None:
     assert utils.get_input_config_by_name(config, "A") == {"name": "A", "dims": [1]}
     assert utils.get_output_config_by_name(config, "A") == {"name": "A", "dims": [2]}
     assert utils.get_input_config_by_name(config, "C") is None and utils.get_output_config_by_name({}, "A") is None
+
+
+def test_bf16_of_torch_goes_in_and_out() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch.utils.dlpack import from_dlpack, to_dlpack
+
+    theirs = torch.tensor([[1.0, -2.5], [3.140625, 1e30]], dtype=torch.bfloat16)
+    for given in (theirs, to_dlpack(theirs), theirs.T, theirs[1:]):
+        tensor = Tensor.from_dlpack("x", given)
+        assert tensor.triton_dtype() == 14
+    tensor = Tensor.from_dlpack("x", theirs)
+    assert tensor.as_numpy().astype(np.float32).tolist() == theirs.float().tolist()
+    theirs[0, 0] = 7.0
+    assert float(tensor.as_numpy()[0, 0]) == 7.0, "memory is shared"
+    for back in (torch.from_dlpack(tensor), from_dlpack(tensor.to_dlpack())):
+        assert back.dtype == torch.bfloat16 and torch.equal(back, theirs)
+        back[1, 0] = 0.5
+        assert float(theirs[1, 0]) == 0.5, "and so is that of what goes out"
+    assert Tensor.from_dlpack("y", tensor.to_dlpack()).as_numpy().tolist() == tensor.as_numpy().tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int64", "uint8", "bool"])
+def test_tensors_of_torch_go_in_and_out(dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    theirs = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
+    tensor = Tensor.from_dlpack("x", theirs)
+    assert tensor.as_numpy().tolist() == theirs.tolist()
+    assert torch.equal(torch.from_dlpack(tensor), theirs)
+
+
+def test_what_goes_out_keeps_its_tensor() -> None:
+    tensor = Tensor("x", np.arange(4, dtype=np.float32))
+    before = sys.getrefcount(tensor)
+    capsule = tensor.to_dlpack()
+    assert sys.getrefcount(tensor) == before + 1
+    del capsule
+    assert sys.getrefcount(tensor) == before
+    seen = np.from_dlpack(tensor)
+    del tensor
+    assert seen.tolist() == [0, 1, 2, 3]

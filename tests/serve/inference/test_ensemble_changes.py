@@ -98,7 +98,7 @@ def test_an_ensemble_goes_with_its_member_and_comes_back_with_it(tmp_path: Path)
             under_way = asyncio.ensure_future(answers(repository, "pipe"))
             await becomes(lambda: repository.get("m")._n_open == 1)
             await repository.unload("last")
-            assert served(repository) == {"m"} and not repository.is_ready()
+            assert served(repository) == {"m"} and repository.is_ready(), "it was the wish of whoever unloaded it"
             assert await under_way, "what was taken is answered, by the member that is on its way out, too"
             told = {one["name"]: one.get("reason") for one in await repository.index(only_ready=False)}
             assert told["inner"] == "ensemble 'inner' depends on 'last' which has no loaded version"

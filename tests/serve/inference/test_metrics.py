@@ -1,6 +1,8 @@
 """/metrics of tensor models: which families there are, and what they say."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from millrace.serve.inference.operations import OperationFlags
 from tests.serve.support import Fake, running
 from tests.support.prometheus import series
+from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import REPEAT, identity, in_process, write_models
 
 MODEL = """max_batch_size: 2 metric_tags { key: "team" value: "a\\"b" }
@@ -89,3 +92,45 @@ def test_names_are_those_that_dashboards_know_or_begin_as_ours(root: Path) -> No
     assert {name.partition(":")[0] for name in names if ":" in name} == {"vllm", "millrace"}
     assert {"millrace:model_ready", "millrace:batches_closed", "millrace:response_cache_bytes"} <= names
     assert "millrace:engine_healthy" in names
+
+
+FAILS = {"raises": "raise ValueError('x')", "answers": "return [pb_utils.InferenceResponse(error=ERROR)]"}
+ERROR_RESPONSES = """
+        sender = requests[0].get_response_sender()
+        sender.send(said("fine"))
+        sender.send(pb_utils.InferenceResponse(error=ERROR))
+        sender.send(flags=1)
+"""
+
+
+@pytest.mark.parametrize("where", ["", OWN], ids=["here", "own"])
+def test_failures_of_models_are_counted(tmp_path: Path, where: str) -> None:
+    head = (
+        HEAD.replace("class", "ERROR = pb_utils.TritonError('bad')\n\n\nclass") + "    def execute(self, requests):\n"
+    )
+    for name, does in FAILS.items():
+        write(tmp_path, name, f"{head}        {does}\n", ANY % where)
+    write(
+        tmp_path, "streams", head + ERROR_RESPONSES + SAY, ANY % (where + "model_transaction_policy {decoupled: true}")
+    )
+    write(tmp_path, "broken", "import there_is_no_such_module\n" + head + "        pass\n", ANY % where)
+    body = {"inputs": [{"name": "IN", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}
+    flags: dict[str, Any] = {"model_control_mode": "explicit", "load_model": (*FAILS, "streams")}
+    with in_process(tmp_path, **flags) as served:
+        assert httpx.post(f"{served.url}/v2/repository/models/broken/load", json={}).status_code == 500
+        for name in FAILS:
+            assert httpx.post(f"{served.url}/v2/models/{name}/infer", json=body).status_code == 500
+        lines = {"accept": "application/x-ndjson"}
+        streamed = httpx.post(f"{served.url}/v2/models/streams/infer", json=body, headers=lines)
+        assert [set(json.loads(line)) >= {"error"} for line in streamed.text.splitlines()] == [False, True]
+        found = samples(served.url)
+        for name in (*FAILS, "streams"):
+            assert found["nv_inference_request_failure", name]["BACKEND"] == 1, name
+            assert found["nv_inference_request_success", name][""] == 0, name
+            told = httpx.get(f"{served.url}/v2/models/{name}/stats").json()["model_stats"][0]
+            assert told["inference_stats"]["fail"]["count"] == 1, name
+            assert found["nv_model_load_duration_secs", name][""] > 0
+        assert found["millrace:model_load_failed", "broken"] == {"": 1}
+        assert ("nv_model_load_duration_secs", "broken") not in found
+        assert httpx.post(f"{served.url}/v2/repository/models/broken/unload", json={}).status_code == 200
+        assert ("millrace:model_load_failed", "broken") not in samples(served.url)

@@ -282,6 +282,7 @@ PARAMETERS = [
         "{'a': [1]}",
         "Expect parameters values to have type bool/int/str, found type <class 'list'> for parameter 'a' of",
     ),
+    ("{'a': 0.5}", "Expect parameters values to have type bool/int/str, found type <class 'float'> for parameter 'a'"),
     ("{'a': None}", "Expect parameters values to have type bool/int/str, found type <class 'NoneType'>"),
     ("{'a': 2**64}", "parameter 'a' of a response is no integer of 64 bits"),
     ("{'a': chr(0xd800)}", "parameter 'a' of a response is no text: 'utf-8' codec can't encode"),

@@ -51,6 +51,16 @@ def test_a_number_of_traces_is_a_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_so_many_files_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may ask for a file each."""
+    monkeypatch.setattr(trace_files, "MOST_FILES", 5)
+    one = tracer(tmp_path / "t", log_frequency=1)
+    come(one, "m", 13)
+    one.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"t.{i}" for i in range(5)]
+    assert sorted(number for i in range(5) for number in traces(tmp_path / f"t.{i}")) == [9, 10, 11, 12, 13]
+
+
 def test_files_end_at_a_size_or_where_the_disk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "MOST_BYTES", 10_000)
     one = tracer(tmp_path / "t")

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from millrace.errors import ConfigError
+from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.guarded import GROUPS, GuardFlags, group_of_call, group_of_path
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models
@@ -125,6 +126,42 @@ def test_headers_that_models_see(root: Path) -> None:
             assert streamed[4:] == told[4:] == b'{"x-user": "ada"}'
 
 
+PATTERNS = [
+    ("MY_header.*", ["my_header_1", "my_header"], ["a_my_header"]),
+    ("(?i)MY_.*", ["my_a"], ["you"]),
+    ("(?-i)MY_.*", [], ["my_a"]),
+    ("(?-i)my_.*", ["my_a"], []),
+    ("(?-i:M)y_.*", [], ["my_a"]),
+    ("m(?-i)y_A|B(?i)c", [], ["my_a", "bc"]),
+    ("(m(?-i)y_|X)a", ["my_a"], ["xa"]),
+    ("(?s)x.*(?U)y+", ["xy", "xayy"], ["x"]),
+    ("(?sU:x.)y", ["xay"], []),
+    (r"\Qa.b\E.*", ["a.b", "a.bc"], ["axb"]),
+    ("[[:alpha:]]+-[^[:digit:]x]", ["ab-c"], ["ab-1", "ab-x", "1-a"]),
+    ("(?P<a>x)|(?<b>y)", ["x", "y"], ["z"]),
+    ("[]a]+", ["a"], ["b"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "taken", "left"), PATTERNS)
+def test_patterns_of_headers_are_those_of_re2(pattern: str, taken: list[str], left: list[str]) -> None:
+    for guard in (GuardFlags(http_header_forward_pattern=pattern).http(),
+                  GuardFlags(grpc_header_forward_pattern=pattern).grpc()):  # fmt: skip
+        assert list(guard.forwarded(dict.fromkeys([*taken, *left], "v"))) == taken
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output",
+     "triton_final_response", "triton_x"],
+)  # fmt: skip
+def test_headers_of_reserved_names_are_not_forwarded(root: Path, name: str) -> None:
+    guard = GuardFlags(http_header_forward_pattern=".*").http()
+    with pytest.raises(StatusError, match=f"'{name}' is reserved for Triton usage and cannot be forwarded"):
+        guard.forwarded({"other": "1", name: "1"})
+    assert GuardFlags(http_header_forward_pattern="x.*").http().forwarded({name: "1", "x": "2"}) == {"x": "2"}
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
@@ -133,6 +170,11 @@ def test_headers_that_models_see(root: Path) -> None:
         ({"grpc_restricted_protocol": ("health:a=b", "health,trace:a=c")}, "restricts health twice"),
         ({"grpc_restricted_protocol": ("health:a= ",)}, "--grpc-restricted-protocol is 'health:a= '"),
         ({"http_header_forward_pattern": "(x"}, r"--http-header-forward-pattern is '\(x'"),
+        ({"http_header_forward_pattern": "x)"}, "unbalanced parenthesis"),
+        ({"http_header_forward_pattern": "x(?=y)"}, "RE2 has no such group"),
+        ({"http_header_forward_pattern": r"(x)\1"}, "RE2 has no references back"),
+        ({"grpc_header_forward_pattern": "[[:letter:]]"}, "invalid character class"),
+        ({"grpc_header_forward_pattern": "x(?z)"}, "RE2 has no such group"),
     ],
 )
 def test_mistakes_in_flags(flags: dict[str, Any], what: str) -> None:

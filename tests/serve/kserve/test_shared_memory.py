@@ -121,7 +121,25 @@ def test_status_and_names(served: Threaded, memory: Memory) -> None:
         assert refusal(lambda: client.call("SystemSharedMemoryStatus", name="g")) == (
             "NOT_FOUND", "Unable to find system shared memory region: 'g'",
         )  # fmt: skip
-    assert httpx.get(f"{served.url}/v2/cudasharedmemory/status").status_code == 501
+
+
+def test_cuda_has_no_regions(served: Threaded) -> None:
+    """As in a Triton without GPUs, whose client examples begin with unregistering all regions."""
+    base = f"{served.url}/v2/cudasharedmemory"
+    told = httpx.get(f"{base}/status")
+    assert (told.status_code, told.json()) == (200, [])
+    for path in ("unregister", "region/r/unregister"):
+        gone = httpx.post(f"{base}/{path}")
+        assert (gone.status_code, gone.content) == (200, b"")
+    unknown = httpx.get(f"{base}/region/r/status")
+    assert (unknown.status_code, unknown.json()["error"]) == (404, "Unable to find cuda shared memory region: 'r'")
+    assert httpx.post(f"{base}/region/r/register", json={}).status_code == 501
+    with connected(served.grpc_url) as client:
+        assert not client.call("CudaSharedMemoryStatus").regions
+        for name in ("", "r"):
+            client.call("CudaSharedMemoryUnregister", name=name)
+        assert refusal(lambda: client.call("CudaSharedMemoryStatus", name="r"))[0] == "NOT_FOUND"
+        assert refusal(lambda: client.call("CudaSharedMemoryRegister", name="r"))[0] == "UNIMPLEMENTED"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +155,9 @@ def test_status_and_names(served: Threaded, memory: Memory) -> None:
         ("n", {"offset": 4097}, 400, "Invalid offset for shared memory region: 'n'"),
         ("n", {"offset": 4096}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
         ("n", {"offset": 2**62, "byte_size": 2**62}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"offset": 2**63}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"offset": 2**64}, 400, "Invalid offset for shared memory region: 'n'"),
+        ("n", {"byte_size": 2**63}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
         ("n", {"byte_size": 4097}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
         ("n", {"byte_size": -1}, 500, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ("n", {"key": 3}, 500, "attempt to access JSON non-string as string"),
@@ -160,6 +181,13 @@ def test_what_is_not_registered(
     [
         (placed("", 0, 64, "q"), 404, "Unable to find shared memory region: 'q'"),
         (placed("", 1025, 0), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 2**63 - 1, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 2**63, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 2**64, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", -1, 64), 400, "Invalid offset for shared memory region: 'r'"),
+        (placed("", 0, 2**63), 400, "Invalid offset + byte size for shared memory region: 'r'"),
+        (placed("", 0, 10**30), 400, "Invalid offset + byte size for shared memory region: 'r'"),
+        (placed("", 0, -1), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         (placed("", 1000, 64), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         ({"parameters": {"shared_memory_region": "r"}}, 500, "Unable to parse 'shared_memory_byte_size': attempt to "
          "access non-existing object member 'shared_memory_byte_size'"),

@@ -101,6 +101,10 @@ class Instance(ABC):
         """All that `execute` does with the inputs of one request, where that is all that it looks at."""
         return None
 
+    def took(self, n_bytes: int, took_ns: int) -> None:
+        """What `alone` gave has computed inputs of so many bytes."""
+        return
+
     def memory_bytes(self) -> int | None:
         """Of this machine's that it holds, asked from another thread than its own; None: it cannot tell."""
         return None
@@ -146,6 +150,7 @@ class Batched(Instance):
         computing_ns = time.monotonic_ns()
         outputs = self.compute(inputs)
         computed_ns = time.monotonic_ns()
+        self.took(sum(array.nbytes for array in inputs.values()), computed_ns - computing_ns)
         for request in requests:
             request.computing_ns, request.computed_ns = computing_ns, computed_ns
         if is_plain:

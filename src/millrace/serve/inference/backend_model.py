@@ -347,6 +347,7 @@ class BackendModel(Model):
             return
         if response is not None:
             response, error = self._responded(request, response, error)
+        request.has_failed = request.has_failed or error is not None
         if final:
             now_ns = time.monotonic_ns()
             if request.batch is not None:

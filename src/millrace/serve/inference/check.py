@@ -1,7 +1,7 @@
 """Whether a request is one for this model, and its inputs as arrays; in Triton's order, and in its words."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +10,16 @@ import numpy as np
 from millrace.serve.inference.cache import digest_of
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.inference.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, CutOffError, objects, split_strings
+from millrace.serve.inference.tensors import (
+    BYTES,
+    DTYPES,
+    MOST_DIMENSIONS,
+    MOST_STRINGS,
+    Array,
+    CutOffError,
+    objects,
+    split_up_to,
+)
 from millrace.serve.repository.config import ModelConfig, ModelInput
 from millrace.serve.repository.kinds import DataType
 
@@ -34,7 +43,15 @@ class Given:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: memoryview | Array
+    data: "memoryview | Array | Later"
+
+
+@dataclass(slots=True)
+class Later:
+    """What is read once it is known that the model takes it. n_bytes: its raw size; None: it becomes an array"""
+
+    read: Callable[[], memoryview | Array]
+    n_bytes: int | None = None
 
 
 class _Input:
@@ -88,7 +105,8 @@ class Checker:
             if said is None:
                 raise invalid(f"{request.named}unexpected inference input '{tensor.name}' for model '{self._model}'")
             self._check(request, said, tensor)
-            request.inputs[tensor.name] = self._array(request, said, tensor)
+        for tensor in given:  # nothing is read before all of it is known to fit
+            request.inputs[tensor.name] = self._array(request, self._inputs[tensor.name], tensor)
         if self._has_optional or self._keyed:
             request.shape_key = self._shape_key(request)
         if self.digests:
@@ -180,19 +198,20 @@ class Checker:
 
     def _array(self, request: InferRequest, said: _Input, tensor: Given) -> Array:
         data, shape = tensor.data, tensor.shape
+        if said.datatype == BYTES and prod(shape) > MOST_STRINGS:
+            what = f"input '{said.name}' has {prod(shape)} strings, at most {MOST_STRINGS} are supported"
+            raise invalid(request.named + what)
+        if isinstance(data, Later):
+            if said.datatype != BYTES and data.n_bytes is not None:
+                self._check_size(request, said, shape, data.n_bytes)
+            data = data.read()
         if isinstance(data, np.ndarray):
             array: Array = data
         elif said.datatype == BYTES:
             array = objects(self._strings(request, tensor, data)).reshape(shape)
         else:
-            dtype = np.dtype(DTYPES[said.datatype])
-            expected = prod(shape) * dtype.itemsize
-            if len(data) != expected:
-                raise invalid(
-                    f"{request.named}input byte size mismatch for input '{said.name}' for model '{self._model}'. "
-                    f"Expected {expected}, got {len(data)}"
-                )
-            array = np.frombuffer(data, dtype).reshape(shape)
+            self._check_size(request, said, shape, len(data))
+            array = np.frombuffer(data, DTYPES[said.datatype]).reshape(shape)
             if said.datatype == "BOOL":  # whatever is not 0 is true; NumPy's own must be 0 or 1
                 array = array.view(np.uint8) != 0
         if said.reshape is None:
@@ -201,17 +220,27 @@ class Checker:
         dims = [next(variable) if d == -1 else d for d in said.reshape]
         return array.reshape([shape[0], *dims] if self._max_batch else dims)
 
+    def _check_size(self, request: InferRequest, said: _Input, shape: Sequence[int], n_bytes: int) -> None:
+        """raises StatusError"""
+        expected = prod(shape) * np.dtype(DTYPES[said.datatype]).itemsize
+        if n_bytes != expected:
+            raise invalid(
+                f"{request.named}input byte size mismatch for input '{said.name}' for model '{self._model}'. "
+                f"Expected {expected}, got {n_bytes}"
+            )
+
     def _strings(self, request: InferRequest, tensor: Given, data: memoryview) -> list[bytes]:
         where = f"for inference input '{tensor.name}' for model '{self._model}'"
+        n = prod(tensor.shape)
         try:
-            found = split_strings(data)
+            found, n_more = split_up_to(data, n)
         except CutOffError as error:
             part = "incomplete string length indicator" if error.in_length else "incomplete string data"
             expected = "4 bytes" if error.in_length else f"string of length {error.needed}"
             what = f"{part} {where}, expecting {expected} but only {error.n_there} bytes available."
             raise invalid(request.named + what) from None
-        if len(found) != (n := prod(tensor.shape)):
-            what = f"unexpected number of string elements {len(found)} {where}, expecting {n}"
+        if len(found) + n_more != n:
+            what = f"unexpected number of string elements {len(found) + n_more} {where}, expecting {n}"
             raise invalid(request.named + what)
         return found
 

@@ -244,7 +244,7 @@ class _Run:
         """raises StatusError"""
         step, member, request = self._steps[i], self._members[i], self._request
         asking = InferRequest({}, tuple(name for name, _ in step.outputs), request.id)
-        asking.parameters = dict(request.parameters)
+        asking.is_step, asking.parameters = True, dict(request.parameters)
         asking.correlation_id, asking.flags = request.correlation_id, request.flags
         self._of.trace_step(asking, request)
         asking.priority, asking.timeout_us = request.priority, request.timeout_us
@@ -309,13 +309,20 @@ class _Run:
             self._done(branch)
 
     def _keep(self, branch: _Branch, i: int, response: InferResponse) -> None:
-        """The tensors that step `i` makes. raises StatusError where one is missing"""
+        """The tensors that step `i` makes; a model may leave out what follows from an input that was left out."""
         for name, tensor in self._steps[i].outputs:
             array = response.outputs.get(name)
-            if array is None:
-                what = f"model '{self._steps[i].model}' computed no output '{name}'"
-                raise StatusError(Code.INTERNAL, what)
-            branch.tensors[tensor] = array
+            if array is not None:
+                branch.tensors[tensor] = array
+
+    def _missing(self, tensor: str) -> StatusError:
+        """Why there is no such output, which was requested."""
+        maker = self._of.flow.maker(tensor)
+        if maker is None:
+            return StatusError(Code.INTERNAL, f"output '{tensor}' is an input that was not given")
+        step = self._steps[maker]
+        name = next(name for name, made in step.outputs if made == tensor)
+        return StatusError(Code.INTERNAL, f"model '{step.model}' computed no output '{name}'")
 
     def _done(self, branch: _Branch) -> None:
         """Every step of it has answered."""
@@ -350,12 +357,17 @@ class _Run:
         return branch
 
     def _respond(self, branch: _Branch, final: bool) -> None:
+        """raises StatusError where an output that was requested is missing"""
         dims, wants_batch = self._of.output_dims, self._of.config.max_batch_size > 0
-        found = {
-            name: rebatched(array, dims[name], has_batch=self._has_batch(name), wants_batch=wants_batch)
-            for name in self._outputs
-            if (array := branch.tensors.get(name)) is not None
-        }
+        found = dict[str, Array]()
+        for name in self._outputs:
+            array = branch.tensors.get(name)
+            if array is None and self._request.is_step:
+                continue
+            if array is None:
+                raise self._missing(name)
+            has_batch = self._has_batch(name)
+            found[name] = rebatched(array, dims[name], has_batch=has_batch, wants_batch=wants_batch)
         if final:
             self._close()
         self._of.answered(self._request, InferResponse(found), None, final)

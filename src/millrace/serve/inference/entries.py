@@ -1,6 +1,6 @@
 """What is known of the models of repositories: the versions that are served, and what became of those that are not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,6 +34,8 @@ class Entry:
     # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
     given: Brought = field(default_factory=Brought)
+    owner: str = ""  # whose API key it was loaded with, where there are several
+    is_by_wish: bool = False  # it went because somebody unloaded it, or a model that it is made of
     # Of one that is on its way: what its members' names mean, by the folders, too, of which some are not tried yet.
     loading: dict[str, ModelId] = field(default_factory=dict)
 
@@ -43,11 +45,19 @@ class Entry:
         found = []
         for version, (state, reason) in sorted(self.states.items()):
             model = self.models.get(version)
-            if state is not State.READY and (state, reason) not in _BY_WISH:
+            if state is not State.READY and not self.is_by_wish and (state, reason) not in _BY_WISH:
                 found.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
             elif model is not None and model.troubles:
                 found.append(f"version {version}: {model.troubles}")
         return found
+
+    @property
+    def failed(self) -> list[int]:
+        """Versions that nobody unloaded, and that are not served."""
+        return [
+            version for version, (state, reason) in sorted(self.states.items())
+            if state is State.UNAVAILABLE and reason != UNLOADED and not self.is_by_wish
+        ]  # fmt: skip
 
     @property
     def is_gone(self) -> bool:
@@ -164,6 +174,19 @@ class Entries:
     def items(self) -> list[tuple[ModelId, Entry]]:
         """In order."""
         return [(one, self[one]) for name in sorted(self._by_name) for one in self.named(name)]
+
+    def failed(self) -> Iterator[tuple[ModelId, int]]:
+        """Versions that were to be served, and could not be loaded."""
+        for one, entry in self.items():
+            yield from ((one, version) for version in entry.failed)
+
+    def check_owner(self, name: str, tenant: str) -> None:
+        """Of several API keys, only that which loaded a model may change it. raises StatusError"""
+        for one in self.named(name) if tenant else ():
+            entry = self[one]
+            if entry.models and entry.owner != tenant:
+                whose = "with another API key" if entry.owner else "when the server was started"
+                raise invalid(f"model '{name}' was loaded {whose}, so that this API key cannot change it")
 
     def clear(self) -> None:
         self._by_name.clear()

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
@@ -19,6 +19,8 @@ from millrace.serve.inference.guest.runner import said
 from millrace.serve.inference.readiness import Watch
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.inference.tensors import Array
+from millrace.serve.tracebacks import portable, without_frames
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,15 +73,20 @@ async def in_own_thread(name: str, work: Callable[[], T]) -> T:
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
+    threading.Thread(target=_settle, args=(done, work), name=f"millrace-{name}", daemon=True).start()
+    waiter = asyncio.wrap_future(done)
+    del done, work  # an exception that this raises must not hold what holds the exception
+    try:
+        return await waiter
+    finally:
+        del waiter
 
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
-            done.set_exception(error)
 
-    threading.Thread(target=run, name=f"millrace-{name}", daemon=True).start()
-    return await asyncio.wrap_future(done)
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
+        done.set_exception(portable(error))
 
 
 class Owner(Protocol):
@@ -115,7 +122,7 @@ class Worker:
         self.batch: Batch | None = None  # that it computes
         self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
         self.unready = ""  # as its owner knows: why its instance says that it is not ready
-        self.answers_later, self.quick_bytes = False, 0
+        self.answers_later = False
         self.alone: Computing | None = None  # its instance's
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
@@ -141,6 +148,16 @@ class Worker:
             return False
         self.compute(batch)
         return True
+
+    @property
+    def quick_bytes(self) -> int:
+        """Its instance's, which may find out while it computes."""
+        return self._instance.quick_bytes if self._instance is not None else 0
+
+    def took(self, inputs: Mapping[str, Array], took_ns: int) -> None:
+        """Its instance computed them as `alone`."""
+        if self._instance is not None:
+            self._instance.took(sum(array.nbytes for array in inputs.values()), took_ns)
 
     def compute(self, batch: Batch) -> None:
         """In this thread, of what `is_quick`."""
@@ -178,7 +195,7 @@ class Worker:
         try:
             instance: Instance | None = self._made()
         except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
-            self.ready.set_exception(as_status(error))
+            self.ready.set_exception(without_frames(as_status(error)))
             self.closed.set_result(None)
             return
         self.ready.set_result(None)
@@ -198,7 +215,7 @@ class Worker:
         """raises whatever the model raises"""
         instance = self._make()
         self._lost_because = ""
-        self.answers_later, self.quick_bytes = instance.answers_later, instance.quick_bytes
+        self.answers_later = instance.answers_later
         self.alone = instance.alone()
         self._instance = instance
         instance.when_lost(self._is_lost)
@@ -227,8 +244,7 @@ class Worker:
     def _is_done(self, batch: Batch, failed: StatusError | None) -> None:
         """From any thread. failed: the answer of those that have none"""
         if failed is not None:
-            for request in batch.given:
-                request.fail(failed)
+            _fail(batch, failed)
         if not self._lost_because:
             self._n_lost = 0
         self._outbox.post(self._owner.freed, self, batch)
@@ -268,8 +284,14 @@ class Worker:
         except BaseException as error:
             failed = as_status(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
-            for request in batch.given:
-                request.fail(failed)
+            _fail(batch, failed)
+
+
+def _fail(batch: Batch, failed: StatusError) -> None:
+    """Answer every request of the batch with an exception of its own: each is raised where its client waits."""
+    without_frames(failed)
+    for request in batch.given:
+        request.fail(StatusError(failed.code, failed.message))
 
 
 def as_status(error: BaseException) -> StatusError:

@@ -58,6 +58,9 @@ class ModelRepository:
         entry = self._entries.find(name)
         return sorted(entry.models) if entry is not None else []
 
+    def failed(self) -> Iterator[tuple[ModelId, int]]:
+        return self._entries.failed()
+
     def models(self) -> Iterator[Model]:
         for _, entry in self._entries.items():
             yield from (entry.models[version] for version in sorted(entry.models))
@@ -114,15 +117,18 @@ class ModelRepository:
         self._missing.update(failed)
         return list(failed.values())
 
-    async def load(self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> None:
+    async def load(
+        self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None, *, tenant: str = ""
+    ) -> None:
         """By a client. config: in place of its file's. files: of all its folder, as `BroughtFolder` has them.
 
-        raises StatusError
+        tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
+        self._entries.check_owner(name, tenant)
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
         given = config_text(name, config, files)
-        await asyncio.shield(self._in_background(self._load_asked(name, given, files)))
+        await asyncio.shield(self._in_background(self._load_asked(name, given, files, tenant)))
 
     async def would_load(self, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
@@ -139,13 +145,15 @@ class ModelRepository:
             told.append(would | {"ensembles": sorted({str(other) for other in self._entries.made_of(one)})} | where)
         return told[0] if len(told) == 1 else {"name": name, "models": told}
 
-    async def unload(self, name: str, *, with_members: bool = False) -> None:
+    async def unload(self, name: str, *, with_members: bool = False, tenant: str = "") -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
 
         As in Triton it is no error that nothing of that name is there.
-        with_members: also those of an ensemble that were loaded for it alone. raises StatusError
+        with_members: also those of an ensemble that were loaded for it alone
+        tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
+        self._entries.check_owner(name, tenant)
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
         if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
             log.warning("nothing to unload: no model %r is there", name)
@@ -169,7 +177,7 @@ class ModelRepository:
             what = "explicit model load / unload is not allowed if polling is enabled"
             raise StatusError(Code.UNAVAILABLE, what)
 
-    async def _load_asked(self, name: str, config: bytes | None, files: Files | None) -> None:
+    async def _load_asked(self, name: str, config: bytes | None, files: Files | None, tenant: str) -> None:
         """raises StatusError, of each model of that name that cannot be loaded"""
         check_name(name)
         folder = await asyncio.to_thread(BroughtFolder, name, files) if files else None
@@ -179,7 +187,10 @@ class ModelRepository:
         finally:
             if folder is not None:
                 folder.release()  # its models hold it
-        self._asked.update(one for one, error in zip(ids, tried, strict=True) if error is None)
+        loaded = [one for one, error in zip(ids, tried, strict=True) if error is None]
+        self._asked.update(loaded)
+        for one in loaded:
+            self._entries[one].owner = tenant
         failed = [error for error in tried if error is not None]
         if failed:
             raise StatusError(failed[0].code, " ".join(error.message for error in failed))
@@ -224,6 +235,7 @@ class ModelRepository:
             new = await self._new_models(one, read, given)
             entry = self._entries.made(one)
             old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
+            entry.is_by_wish = False
             entry.read = read
             entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
@@ -323,9 +335,14 @@ class ModelRepository:
         entry = self._entries.made(one)
         if not entry.models:
             entry.states = {version: (State.UNAVAILABLE, str(error)) for version in versions}
+            entry.is_by_wish = False
 
-    def _remove(self, one: ModelId, reason: str = UNLOADED) -> None:
-        """With the ensembles that need it, which come back when it does, or take another one of its name."""
+    def _remove(self, one: ModelId, reason: str = UNLOADED, is_by_wish: bool = False) -> None:
+        """With the ensembles that need it, which come back when it does, or take another one of its name.
+
+        is_by_wish: somebody unloaded a model that it is made of
+        """
+        is_by_wish = is_by_wish or reason == UNLOADED
         entry, needing = self._entries[one], self._entries.made_of(one)
         entry.wanted = frozenset[str]() if reason == UNLOADED else entry.members
         if reason == UNLOADED:
@@ -334,12 +351,12 @@ class ModelRepository:
         for version, model in entry.models.items():
             entry.states[version] = (State.UNLOADING, "" if reason == UNLOADED else reason)
             self._in_background(self._retired(entry, version, model, reason))
-        entry.models, entry.stamp = {}, None
+        entry.models, entry.stamp, entry.is_by_wish = {}, None, is_by_wish
         for other in needing:
             if self._entries.meant(ModelId(other.namespace, one.name)) not in (one, None):
                 self._fit(other)
             elif self._entries[other].models:
-                self._remove(other, f"ensemble '{other}' depends on '{one}' which has no loaded version")
+                self._remove(other, f"ensemble '{other}' depends on '{one}' which has no loaded version", is_by_wish)
 
     async def _retired(self, entry: Entry, version: int, model: Model, reason: str) -> None:
         await model.retire()

@@ -1,6 +1,7 @@
 """A model as it was read, made into the versions that are served: by its backend, or as an ensemble of others."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -57,10 +58,12 @@ class Loader:
         try:
             made = await self._maker(one, read, find)
             for version in read.served:
+                began_s = time.monotonic()
                 loading[version] = made(version)
                 if given.folder is not None:
                     loading[version].keep(given.folder)
                 await loading[version].loaded()
+                loading[version].load_s = time.monotonic() - began_s
         except StatusError as failed:
             await asyncio.gather(*(model.retire() for model in loading.values()))
             raise LoadFailedError(version, failed) from None

@@ -9,6 +9,7 @@ from millrace.serve.inference.measures import Measures
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.statistics import REASONS
 from millrace.serve.inference.status import StatusError
+from millrace.serve.repository.names import ModelId
 from millrace.serve.repository.rules import FIRST_RESPONSE, HISTOGRAMS
 
 
@@ -108,6 +109,7 @@ _COUNTS: tuple[_Family, ...] = (
      _cached("cache_miss", of="count")),
     ("nv_inference_pending_request_count", "gauge",
      "Instantaneous number of pending requests awaiting execution per-model.", lambda m: [_Sample(m.n_pending)]),
+    ("nv_model_load_duration_secs", "gauge", "Model load time in seconds", lambda m: [_Sample(round(m.load_s, 6))]),
     ("millrace:model_ready", "gauge", "1 while all of its instances are there", _ready),
     ("millrace:batches_closed", "counter", "Batches, by why they had no more requests", _closed),
 )  # fmt: skip
@@ -151,6 +153,14 @@ def metrics_text(models: Iterable[Model], measures: Measures) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def failed_text(failed: Iterable[tuple[ModelId, int]]) -> str:
+    """Of versions that could not be loaded, of which `metrics_text` tells nothing."""
+    name = "millrace:model_load_failed"
+    lines = [f'{name}{{{_named(one.namespace, one.name)},version="{version}"}} 1' for one, version in failed]
+    head = [f"# HELP {name} 1 for each version that could not be loaded", f"# TYPE {name} gauge"]
+    return "".join(f"{line}\n" for line in [*head, *lines]) if lines else ""
+
+
 def cache_text(cache: ResponseCache) -> str:
     """Of all models together."""
     told = (
@@ -177,8 +187,12 @@ def _families(measures: Measures) -> Iterator[_Family]:
 
 def _labels(model: Model) -> str:
     tags = "".join(f',_{name}="{_escaped(value)}"' for name, value in sorted(model.config.metric_tags.items()))
-    within = f'namespace="{_escaped(model.namespace)}",' if model.namespace else ""
-    return f'{within}model="{_escaped(model.name)}",version="{model.version}"{tags}'
+    return f'{_named(model.namespace, model.name)},version="{model.version}"{tags}'
+
+
+def _named(namespace: str, name: str) -> str:
+    within = f'namespace="{_escaped(namespace)}",' if namespace else ""
+    return f'{within}model="{_escaped(name)}"'
 
 
 def _escaped(text: str) -> str:

@@ -60,6 +60,7 @@ class Model(ABC):
         self._n_open = 0  # requests that were taken and not answered to the end
         self._n_holds = 0
         self._is_retired = False
+        self.load_s = 0.0  # that loading it took
 
     # ------------------------------------------------------------------ its life
 
@@ -241,7 +242,7 @@ class Model(ABC):
         request.finished = True
         self._n_open -= 1
         self._traced(request, now_ns, error)
-        if error is None:
+        if error is None and not request.has_failed:
             self.statistics.answered(request, now_ns)
             return
         reason = "CANCELED" if request.cancelled else "BACKEND" if request.started_ns else "REJECTED"

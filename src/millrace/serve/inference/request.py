@@ -72,9 +72,10 @@ class InferRequest:
 
     __slots__ = (
         "_watchers", "again_by", "batch", "batch_size", "bill", "came", "cancelled", "computed_ns", "computing_ns",
-        "correlation_id", "deadline_ns", "digest", "finished", "flags", "hops", "id", "inputs", "is_inner",
+        "correlation_id", "deadline_ns", "digest", "finished", "flags", "has_failed", "hops", "id", "inputs",
+        "is_inner", "is_step",
         "n_responses", "outputs", "parameters", "priority", "queued_ns", "ready_ns", "receive", "received_ns",
-        "send_by", "sequence", "shape_key", "started_ns", "timeout_us", "trace",
+        "send_by", "sequence", "shape_key", "started_ns", "tenant", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
@@ -82,13 +83,16 @@ class InferRequest:
         self.parameters: dict[str, Parameter] = {}
         self.batch_size = self.priority = self.timeout_us = self.flags = 0
         self.correlation_id: int | str = 0
+        self.tenant = ""  # whose API key it came with, where there are several
         self.digest = b""  # of its inputs, where its model's answers are kept
         self.shape_key: object = None  # requests with equal ones may be in one batch
         # queued_ns: when it came to its scheduler; ready_ns: since when it may be in a batch
         self.received_ns = self.queued_ns = self.ready_ns = self.started_ns = self.deadline_ns = 0
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
+        self.has_failed = False  # one of its responses was an error, the last or another
         self.is_inner = False  # a model asks it, for a request of its own
+        self.is_step = False  # an ensemble asks it, which knows itself which outputs it needs
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
@@ -108,7 +112,7 @@ class InferRequest:
     def part_of(self, outer: "InferRequest") -> None:
         """A model, or an ensemble, asks it for `outer`; of several for the first."""
         if not self.is_inner:
-            self.is_inner, self.bill, self.hops = True, outer.bill, outer.hops
+            self.is_inner, self.bill, self.hops, self.tenant = True, outer.bill, outer.hops, outer.tenant
 
     def copied(self, inputs: dict[str, Array]) -> "InferRequest":
         """The same with other numbers: inputs of the same shapes."""

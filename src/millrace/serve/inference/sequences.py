@@ -30,6 +30,7 @@ from millrace.serve.repository.config import ModelConfig
 
 log = logging.getLogger(__name__)
 Id = int | str
+Key = tuple[str, Id]  # whose sequence it is, where there are several API keys, and its correlation ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Sequence:
         "asked", "busy", "deadline_ns", "id", "idle_ns", "is_closed", "is_offered", "place", "state", "waiting"
     )  # fmt: skip
 
-    def __init__(self, id_: Id) -> None:
+    def __init__(self, id_: Key) -> None:
         self.id = id_
         self.waiting: deque[InferRequest] = deque()
         self.busy: InferRequest | None = None  # that an instance has taken
@@ -110,7 +111,7 @@ class SequenceQueue:
         self._slots: list[dict[int, Sequence]] = [{} for _ in range(n_instances)]
         self._free: list[tuple[int, int]] = []
         self._n_used, self._n_places = 0, rules.n_slots * n_instances
-        self._by_id: dict[Id, deque[Sequence]] = {}  # those that are not over; of an id the newest is last
+        self._by_id: dict[Key, deque[Sequence]] = {}  # those that are not over; of an id the newest is last
         self._backlog: OrderedDict[Sequence, None] = OrderedDict()  # those without a slot
         self._idle: OrderedDict[Sequence, None] = OrderedDict()  # with a slot and nothing to do, the longest first
         self._offered = [BatchQueue(rules.batches or BatchRules()) for _ in range(n_instances)]
@@ -118,7 +119,7 @@ class SequenceQueue:
         self._next_deadline_ns = NEVER
         self._n_waiting = 0
         self._gone: dict[int, list[tuple[int, int]]] = {}  # instances that are, and their places that are free
-        self._lost: OrderedDict[Id, tuple[str, int]] = OrderedDict()  # sequences that were there: where, and when
+        self._lost: OrderedDict[Key, tuple[str, int]] = OrderedDict()  # sequences that were there: where, and when
 
     def __len__(self) -> int:
         return self._n_waiting
@@ -138,15 +139,16 @@ class SequenceQueue:
             raise invalid(f"inference request to model '{model}' {what}")
         if not id_:
             raise invalid(f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID")
-        line = self._by_id.get(id_)
+        key = request.tenant, id_
+        line = self._by_id.get(key)
         last = line[-1] if line else None
         if request.flags & START:
-            self._lost.pop(id_, None)
-            sequence = Sequence(id_)
-            self._by_id.setdefault(id_, deque()).append(sequence)
+            self._lost.pop(key, None)
+            sequence = Sequence(key)
+            self._by_id.setdefault(key, deque()).append(sequence)
             self._backlog[sequence] = None
-        elif (last is None or last.is_closed) and id_ in self._lost:
-            raise self.was_lost(id_, self._lost[id_][0])
+        elif (last is None or last.is_closed) and key in self._lost:
+            raise self.was_lost(id_, self._lost[key][0])
         elif last is None or last.is_closed:
             what = "must specify the START flag on the first request of the sequence"
             raise invalid(f"inference request for sequence {id_} to model '{model}' {what}")

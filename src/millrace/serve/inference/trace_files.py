@@ -8,6 +8,7 @@ from io import FileIO
 from pathlib import Path
 
 MOST_BYTES = 1 << 30  # of all files of one server
+MOST_FILES = 1000  # of one path, where some traces each make a file
 _BUFFERED = 64  # traces that wait to be written where one file takes all
 _BUFFERED_BYTES = 1 << 20
 FLUSH_S = 1.0  # after which the first of them is written: whoever tries a few requests finds them
@@ -25,7 +26,7 @@ class TraceFiles:
         self._n_bytes, self.is_full = 0, False
 
     def add(self, path: str, frequency: int, records: list[bytes]) -> None:
-        """One trace. frequency: so many make a file of their own, PATH.0, PATH.1, ...; 0: all are in one"""
+        """One trace. frequency: so many make a file of their own, PATH.0, PATH.1, ..., in turn; 0: all are in one"""
         if self.is_full:
             return
         file = self._files.setdefault(path, _TraceFile(path))
@@ -79,8 +80,10 @@ class _TraceFile:
         data = b",\n".join(self.records)
         self.records, self.n_traces, self.n_buffered_bytes = [], 0, 0
         if self.frequency:
-            self._whole(Path(f"{self.path}.{self._n_files}"), data)
+            self._whole(Path(f"{self.path}.{self._n_files % MOST_FILES}"), data)
             self._n_files += 1
+            if self._n_files == MOST_FILES:
+                log.warning("%s: there are %d files of traces: the oldest are overwritten", self.path, MOST_FILES)
         elif self._is_begun:
             with Path(self.path).open("r+b", buffering=0) as opened:
                 _write_at(opened, opened.seek(-1, 2), b",\n%b]" % data, otherwise=b"]")  # over the bracket that ends it

@@ -83,7 +83,7 @@ def _request(sample: Warmup, given: InstanceGiven) -> InferRequest:
     except StatusError as error:
         raise _failed(sample, error) from None
     if config.sequence_batching is not None:  # a sequence of one request; what the sample says of its controls counts
-        request.correlation_id, request.flags, request.sequence = 1, START | END, RequestSequence(1)
+        request.correlation_id, request.flags, request.sequence = 1, START | END, RequestSequence(("", 1))
         Controls(config).give(request)
         States(config, given.folder).give(request)
         own = {name: array for name, array in batched.items() if name not in declared}

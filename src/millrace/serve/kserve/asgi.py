@@ -17,8 +17,9 @@ from millrace.serve.kserve.infer_body import HEADER
 from millrace.serve.kserve.infer_reply import written_error
 from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
+from millrace.serve.leaving import unless_gone
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, header, joined, read_body, unless_gone
+from millrace.serve.wire import CALL, header, joined, read_body
 
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
@@ -84,6 +85,7 @@ class KServe:
             call.body_bytes = len(body)
             headers = joined(scope["headers"], b",")
             request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
+            request.tenant = call.tenant
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))

@@ -13,13 +13,28 @@ from millrace.errors import nearest
 from millrace.serve.inference.brought import PREFIX
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.json_scan import counts
 
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
 NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
+MOST_CONTROL = 1 << 20  # bytes of what changes a setting, or is looked up
+_MOST_VALUES = 1 << 16
 # Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
 # a count), "any" (of those that are the model's own)
 Wrong = Callable[[str, str], StatusError]
+
+
+def cuda_regions(action: str, name: str) -> list[Any] | None:
+    """The regions of CUDA's shared memory that there are: none, as in a Triton without GPUs; None where none is told.
+
+    Clients begin with unregistering them all. action: status, register or unregister. raises StatusError
+    """
+    if action == "register":
+        raise StatusError(Code.UNSUPPORTED, NO_CUDA)
+    if action == "status" and name:
+        raise StatusError(Code.NOT_FOUND, f"Unable to find cuda shared memory region: '{name}'")
+    return [] if action == "status" else None
 
 
 def version_of(text: str) -> int:
@@ -107,10 +122,14 @@ def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:
     return found
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """Of a small body, which may be empty. raises StatusError"""
+def json_object(body: bytes, most_bytes: int = MOST_CONTROL) -> dict[str, Any]:
+    """Of a body that is no inference's, and may be empty. raises StatusError"""
     if not body:
         return {}
+    if len(body) > most_bytes:
+        raise invalid(f"the request JSON has {len(body)} bytes, at most {most_bytes} are supported here")
+    if (n := counts(body).values) > _MOST_VALUES:
+        raise invalid(f"the request JSON has {n} values, at most {_MOST_VALUES} are supported here")
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -17,11 +17,14 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.responses import Responses
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import held_bytes, named_type
+from millrace.serve.json_scan import counts
 from millrace.serve.kserve.encoding import too_large
-from millrace.serve.kserve.infer_body import elements, from_json, take_parameters, too_deep, unparsed
+from millrace.serve.kserve.infer_body import take_parameters
 from millrace.serve.kserve.infer_reply import listed, written_error
+from millrace.serve.kserve.json_values import elements, from_json, no_json, too_deep, unparsed
 
 _MOST_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
+_MOST_VALUES = 1 << 17
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
@@ -61,13 +64,15 @@ def read_generate(body: bytes, model: Model) -> InferRequest:
 def _decoded(body: bytes) -> _Object:
     if len(body) > _MOST_BYTES:
         raise too_large("generate request JSON size", len(body), _MOST_BYTES)
+    if counts(body).values > _MOST_VALUES:
+        raise no_json(f"it has more than {_MOST_VALUES} values: send tensors of so many to /infer")
     try:
         found = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
         msgspec.json.encode(found)  # half of a surrogate pair, of which no answer could speak
     except RecursionError:
         raise too_deep() from None
     except ValueError as error:
-        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+        raise no_json(error) from None
     if not isinstance(found, _Object):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
     return found

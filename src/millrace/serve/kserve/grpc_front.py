@@ -17,7 +17,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import held_bytes
 from millrace.serve.inference.trace_context import PARENT, STATE, Parent
 from millrace.serve.inference.tracing import Exchange
-from millrace.serve.kserve import adjusted, asked, told
+from millrace.serve.kserve import adjusted, asked, grpc_scan, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_message
 from millrace.serve.kserve.messages import config_message, made, message
@@ -36,11 +36,15 @@ _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are calle
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun"""
+    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun
+
+    tenant: whose API key it came with, where there are several
+    """
 
     shown: Mapping[str, str] = field(default_factory=dict)
     parent: Parent | None = None
     bill: Bill = field(default_factory=Bill)
+    tenant: str = ""
 
 
 class GrpcFront:
@@ -80,7 +84,7 @@ class GrpcFront:
             case "ModelInfer":
                 return await self._infer(data, caller)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
-                found = await self._of_repository(name, read(f"{name}Request", data))
+                found = await self._of_repository(name, read(f"{name}Request", data), caller.tenant)
                 return written(name, found)
         if name in SHARED:
             return written(name, self._of_shared(name, data))
@@ -104,11 +108,13 @@ class GrpcFront:
     ) -> tuple[InferRequest, GrpcWanted]:
         """n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
+        if self._shared is not None:
+            n_bytes = max(n_bytes, self._shared.slow_bytes)
         found: tuple[InferRequest, GrpcWanted] = await self._aside(
             lambda: read_infer(request, model, self._shared), n_bytes
         )
         found[0].parameters.update(caller.shown)
-        found[0].bill = caller.bill
+        found[0].bill, found[0].tenant = caller.bill, caller.tenant
         self._repository.common.tracer.came(found[0], "GRPC", began_ns, caller.parent)
         return found
 
@@ -178,9 +184,10 @@ class GrpcFront:
 
     def _of_shared(self, name: str, data: bytes) -> Any:
         regions = allowed(self._shared)
-        if name.startswith("Cuda"):
-            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
         request = read(f"{name}Request", data)
+        if name.startswith("Cuda"):
+            asked.cuda_regions(name.removeprefix("CudaSharedMemory").lower(), request.name)
+            return {}
         if name.endswith("Status"):
             return {"regions": {one["name"]: one for one in regions.status(request.name)}}
         if name.endswith("Unregister"):
@@ -191,7 +198,7 @@ class GrpcFront:
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, name: str, request: Any) -> Any:
+    async def _of_repository(self, name: str, request: Any, tenant: str) -> Any:
         if request.repository_name:
             raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
         if name == "RepositoryIndex":
@@ -201,15 +208,16 @@ class GrpcFront:
             load = asked.load_of(parameters, _wrong, bytes)
             if load.dry_run:
                 raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
-            await self._repository.load(request.model_name, load.config, load.files)
+            await self._repository.load(request.model_name, load.config, load.files, tenant=tenant)
         else:
             with_members = asked.unloads_members(parameters, _wrong)
-            await self._repository.unload(request.model_name, with_members=with_members)
+            await self._repository.unload(request.model_name, with_members=with_members, tenant=tenant)
         return {}
 
 
 def read(name: str, data: bytes) -> Any:
     """raises StatusError"""
+    grpc_scan.check(name, data)
     try:
         return message(name).FromString(data)
     except DecodeError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.check import Given, check_shape, shown
+from millrace.serve.inference.check import Given, Later, check_shape, shown
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
@@ -23,6 +23,7 @@ EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_respons
 _KIND_OF = {"bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
             "uint64_contents": "UINT64", "fp32_contents": "FP32", "fp64_contents": "FP64",
             "bytes_contents": BYTES}  # fmt: skip
+_PIECE = 1 << 16  # values
 _EXPECTED = {
     "id": "int64_param or string_param", "boolean": "bool_param", "count": "int64_param or uint64_param",
     "any": "int64_param, bool_param, string_param, or double_param",
@@ -106,7 +107,7 @@ def _take_output(output: Any, wanted: GrpcWanted, shared: Regions | None) -> Non
 
 
 def _given(told: Any, model: str, shared: Regions | None) -> Iterator[Given]:
-    n_raw = 0
+    n_raw = shared_bytes = 0
     for tensor in told.inputs:
         place = _place(tensor, shared) if tensor.parameters else None
         if tensor.datatype not in DTYPES:
@@ -116,12 +117,14 @@ def _given(told: Any, model: str, shared: Regions | None) -> Iterator[Given]:
             what = f"shape {shown(shape)} contains one or more invalid dimensions"
             raise invalid(f"invalid shape for input '{tensor.name}': {what}")
         check_shape(tensor.name, tensor.datatype, shape)
-        data: bytes | memoryview
+        data: bytes | memoryview | Later
         if place is not None:
             if tensor.HasField("contents"):
                 what = "unexpected 'contents' in request when using shared memory for input tensor"
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
-            data = place.read()
+            shared_bytes += place.byte_size
+            allowed(shared).check_total(shared_bytes)
+            data = Later(place.read, place.byte_size)
         elif tensor.HasField("contents"):
             if told.raw_input_contents:
                 what = "contents field must not be specified when using raw_input_contents for"
@@ -132,7 +135,7 @@ def _given(told: Any, model: str, shared: Regions | None) -> Iterator[Given]:
         else:
             what = f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request."
             raise invalid(what)
-        yield Given(tensor.name, tensor.datatype, shape, memoryview(data))
+        yield Given(tensor.name, tensor.datatype, shape, data if isinstance(data, Later) else memoryview(data))
     if n_raw < len(told.raw_input_contents):
         raise invalid(f"unexpected additional input data for model '{model}'")
 
@@ -150,7 +153,8 @@ def _typed(tensor: Any, model: str) -> bytes:
         raise invalid(f"{what} of type '{_KIND_OF[name]}', expected datatype '{tensor.datatype}'")
     if tensor.datatype == BYTES:
         return Tensor(tensor.name, BYTES, objects(values)).raw()
-    wide = np.array(values, dtype=DTYPES[_KIND_OF[name]])
+    kind = DTYPES[_KIND_OF[name]]  # in pieces: each holds the interpreter
+    wide = np.concatenate([np.array(values[i : i + _PIECE], kind) for i in range(0, len(values), _PIECE)])
     return wide.astype(DTYPES[tensor.datatype]).tobytes()  # of 8 and 16 bits the lowest, as Triton takes them
 
 

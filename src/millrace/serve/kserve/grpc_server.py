@@ -6,12 +6,12 @@ It lives in the event loop that HTTP has, and shares with it what is served, its
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -29,6 +29,7 @@ from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.limits import number_of_connections
+from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import LogLater, RequestLog, id_of, joined, log_request
 
 STATUS = {
@@ -47,6 +48,7 @@ _INFER = f"{SERVICE}ModelInfer"
 _HEALTH = "/grpc.health.v1.Health/"
 _MOST_MESSAGE = 2**31 - 1  # gRPC's own, of a size in its options
 _PING_TIMEOUT_S = 20
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -126,47 +128,56 @@ class GrpcServer:
 
     def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def called(data: bytes, context: Any) -> bytes:
-            async with self._call(service, name, context) as called:
-                caller = self._caller(called)
-                if name not in ADMITTED:
-                    return await self._front.answer(name, data, caller)
-                share = self._untaken.share(context.peer())
-                with self._held(share, len(data), is_control=name.startswith("Repository")):
-                    answer = await self._front.answer(name, data, caller)
-                    share.add(len(answer))
-                    share.until(context)
-                    return answer
-            raise AssertionError("a failed call is aborted")
+            outcome = await self._call(service, name, context, partial(self._answered, name, data, context))
+            del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
+            return await _told(context, outcome)
 
         return called
 
+    async def _answered(self, name: str, data: bytes, context: Any, called: "_Called") -> bytes:
+        """raises StatusError, MillraceError"""
+        caller = self._caller(called)
+        if name not in ADMITTED:
+            return await self._front.answer(name, data, caller)
+        share = self._untaken.share(context.peer())
+        with self._held(share, len(data), is_control=name.startswith("Repository")):
+            answer = await self._front.answer(name, data, caller)
+            share.add(len(answer))
+            share.until(context)
+            return answer
+
     async def _stream(self, _: Any, context: Any) -> None:
+        await _told(context, await self._call(SERVICE, _STREAM, context, partial(self._streamed, context)))
+
+    async def _streamed(self, context: Any, called: "_Called") -> None:
+        """raises StatusError, MillraceError"""
+
         async def read() -> bytes | None:
             data = await context.read()
             return None if data is grpc.aio.EOF else data
 
-        async with self._call(SERVICE, _STREAM, context) as called:
-            ends_with_error = called.metadata.get("triton_grpc_error") == "true"
-            caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
-            share = partial(self._untaken.share, context.peer())
-            held = partial(self._held, share())
-            stream = Stream(self._front, held, share, write_s, ends_with_error, caller, called.grant)
-            self._streams.add(stream)
-            try:
-                # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
-                await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
-            except StatusError:
-                share().keep(context, stream.n_writing)
-                raise
-            finally:
-                self._streams.discard(stream)
-            if stream.stopped:
-                raise StatusError(Code.UNAVAILABLE, "Server is stopping")
+        ends_with_error = called.metadata.get("triton_grpc_error") == "true"
+        caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
+        share = partial(self._untaken.share, context.peer())
+        held = partial(self._held, share())
+        stream = Stream(self._front, held, share, write_s, ends_with_error, caller, called.grant)
+        self._streams.add(stream)
+        try:
+            # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
+            await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
+        except StatusError:
+            share().keep(context, stream.n_writing)
+            raise
+        finally:
+            self._streams.discard(stream)
+        if stream.stopped:
+            raise StatusError(Code.UNAVAILABLE, "Server is stopping")
 
     def _caller(self, called: "_Called") -> Caller:
         """raises StatusError"""
         metadata = called.metadata
-        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill)
+        tenant = called.grant.tenant if called.grant is not None else ""
+        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant)
 
     @contextmanager
     def _held(self, share: Share, n_bytes: int, is_control: bool = False) -> Iterator[None]:
@@ -179,9 +190,10 @@ class GrpcServer:
             with self._backend.admitted(is_control):
                 yield
 
-    @asynccontextmanager
-    async def _call(self, service: str, name: str, context: Any) -> AsyncIterator["_Called"]:
-        """Around one. What is raised ends it with its status; the log has a line of it."""
+    async def _call(
+        self, service: str, name: str, context: Any, work: Callable[["_Called"], Awaitable[T]]
+    ) -> "T | _Refusal":
+        """Do the work of one call. A refusal becomes a status; the log has a line of it."""
         began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
         entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
         code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
@@ -193,16 +205,18 @@ class GrpcServer:
             if (header := self._guard.missing(group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
                 raise StatusError(Code.UNAVAILABLE, what)
-            yield called
+            answer = await work(called)
             code = grpc.StatusCode.OK
+            return answer
         except StatusError as error:
-            code, details = STATUS[error.code], error.message
+            code, details = STATUS[error.code], without_frames(error).message
         except MillraceError as error:
-            code, details = self._refusal(error)
+            code, details = self._refusal(without_frames(error))
         except grpc.aio.InternalError:  # of a write: its client is gone, and gRPC is about to cancel it
             raise asyncio.CancelledError from None
-        except Exception:  # a bug of ours must cost one call and not the server; the log has it all
+        except Exception as error:  # a bug of ours must cost one call and not the server; the log has it all
             log.exception("call %s: a bug in the server", entry.request_id)
+            without_frames(error)
             code, details = grpc.StatusCode.INTERNAL, BUG.message
         finally:
             self._serving.load.n -= 1
@@ -212,8 +226,7 @@ class GrpcServer:
             entry.status, entry.error = code.value[0], details or None
             entry.total_ms = (time.perf_counter() - began_s) * 1e3
             log_request(entry)
-        if code is not grpc.StatusCode.OK:
-            await _abort(context, code, details)
+        return _Refusal(code, details)
 
     def _refusal(self, error: MillraceError) -> tuple[grpc.StatusCode, str]:
         problem = problem_of(error, accepting=self._heartbeat.accepting)
@@ -223,6 +236,14 @@ class GrpcServer:
             return grpc.StatusCode.RESOURCE_EXHAUSTED, problem.message
         busy = problem.status in (429, 503)
         return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """With what a call ends that has no answer."""
+
+    code: grpc.StatusCode
+    details: str
 
 
 @dataclass(slots=True)
@@ -267,7 +288,10 @@ class _Inference:
         except StatusError as error:
             found, code, details = b"", STATUS[error.code], error.message
         if found is None:
-            return await self._of.otherwise(data, context)
+            answer = self._of.otherwise(data, context)
+            del data  # as in `_unary`
+            return await answer
+        del data
         request_id = None  # drawn when the line is written
         for key, value in self._metadata:
             if key == "x-request-id":
@@ -277,6 +301,13 @@ class _Inference:
         if details:
             await _abort(context, code, details)
         return found
+
+
+async def _told(context: Any, outcome: T | _Refusal) -> T:
+    """The answer of a call; a refusal aborts it."""
+    if isinstance(outcome, _Refusal):
+        await _abort(context, outcome.code, outcome.details)
+    return outcome
 
 
 async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:

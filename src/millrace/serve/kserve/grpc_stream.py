@@ -21,6 +21,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import Grant
 from millrace.serve.kserve.grpc_front import Caller, GrpcFront
 from millrace.serve.kserve.stream_answers import Answers, Deadline, error_answer
+from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import FREE_BYTES
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
@@ -165,7 +166,7 @@ class Stream:
         try:
             answer = _Answer(await model.infer(asking), None, True)
         except StatusError as error:
-            answer = _Answer(None, error, True)
+            answer = _Answer(None, as_status(error), True)
         except Exception as error:  # noqa: BLE001  as above
             self._break(error)
             return
@@ -320,6 +321,8 @@ class Stream:
 
 
 def as_status(error: StatusError | MillraceError) -> StatusError:
+    """Without the frames that it came through: it waits for its turn in the stream."""
+    without_frames(error)
     if isinstance(error, StatusError):
         return error
     return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)

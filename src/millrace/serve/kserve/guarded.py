@@ -11,12 +11,15 @@ from typing import ClassVar
 
 from millrace.errors import ConfigError, nearest
 from millrace.serve.inference.status import invalid
+from millrace.serve.kserve import re2
 from millrace.settings import Settings, setting
 
 # Of HTTP by the parts of a path behind /v2, of gRPC by the calls' names; whatever is none of these is open.
 GROUPS = ("health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace",
           "logging")  # fmt: skip
 GRPC_PREFIX = "triton-grpc-protocol-"  # in front of a header's name over gRPC
+# Parameters that the protocol itself reads, so that no header can become one.
+_RESERVED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output")
 _RULE = re.compile(r"([a-z-]+(?:,[a-z-]+)*):([A-Za-z0-9_-]{1,100})=([^\s]{1,1000})")
 _OF_CALLS = {
     "health": ("ServerLive", "ServerReady", "ModelReady", "Check"), "metadata": ("ServerMetadata", "ModelMetadata"),
@@ -40,7 +43,7 @@ class GuardFlags(Settings):
     )
     grpc_restricted_protocol: tuple[str, ...] = setting((), "the same of its gRPC calls", metavar="RULE")
     http_header_forward_pattern: str = setting(
-        "", "headers (in lower case) whose whole name fits become parameters of the inference", metavar="REGEX"
+        "", "headers whose whole name fits, in any case, become parameters of the inference", metavar="REGEX"
     )
     grpc_header_forward_pattern: str = setting("", "the same of gRPC's metadata", metavar="REGEX")
 
@@ -77,10 +80,10 @@ class Guard:
                     raise ConfigError(f"{flag} restricts {group} twice", "once", "leave one out")
                 rules[group] = found[2].lower(), found[3]
         try:
-            compiled = re.compile(pattern) if pattern else None
+            compiled = re2.compiled(pattern, ignore_case=True) if pattern else None
         except re.error as error:
             what = f"{pattern_flag} is {pattern!r:.100}: {error}"
-            raise ConfigError(what, "a regular expression", "correct it") from None
+            raise ConfigError(what, "a regular expression of RE2's syntax", "correct it") from None
         return cls(rules, compiled)
 
     @property
@@ -101,7 +104,7 @@ class Guard:
         if self.forward is None:
             return {}
         found = {name: value for name, value in headers.items() if self.forward.fullmatch(name)}
-        if reserved := next((name for name in found if name.startswith("triton_")), None):
+        if reserved := next((name for name in found if name in _RESERVED or name.startswith("triton_")), None):
             raise invalid(f"'{reserved}' is reserved for Triton usage and cannot be forwarded.")
         return found
 

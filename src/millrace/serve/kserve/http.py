@@ -25,6 +25,7 @@ from millrace.serve.kserve.infer_reply import written, written_error
 from millrace.serve.kserve.shared_memory import Regions, allowed
 from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
+from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import EVENT_STREAM, UNHELD
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
@@ -48,6 +49,7 @@ class Request:
     grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
     came_ns: int = 0  # time.monotonic_ns(), before its body
     bill: Bill = field(default_factory=Bill)
+    tenant: str = ""  # whose API key it came with, where there are several
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class HttpFront:
         try:
             return await self._routed(request)
         except StatusError as error:
-            return error_of(error)
+            return error_of(without_frames(error))
         except _NoSuchPath:
             return error_reply(404, "Not Found")
         except _WrongMethod:
@@ -196,10 +198,12 @@ class HttpFront:
             return read_infer(body, n_json, model.name, model.checker, self._shared)
 
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
+        if self._shared is not None:
+            n_slow = max(n_slow, self._shared.slow_bytes)
         asking: InferRequest
         asking, wanted = await self._aside(read, n_slow)
         self._show_headers(asking, request)
-        asking.bill = request.bill
+        asking.bill, asking.tenant = request.bill, request.tenant
         return asking, wanted
 
     async def _stream(
@@ -220,7 +224,7 @@ class HttpFront:
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
         self._show_headers(asked, request)
-        asked.bill = request.bill
+        asked.bill, asked.tenant = request.bill, request.tenant
         self._repository.common.tracer.came(asked, "HTTP", request.came_ns, self._parent(request))
         if not streamed:
             return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
@@ -259,7 +263,8 @@ class HttpFront:
         _only("GET" if action == "status" else "POST", request)
         regions = allowed(self._shared)
         if kind == "cudasharedmemory":
-            raise StatusError(Code.UNSUPPORTED, asked.NO_CUDA)
+            found = asked.cuda_regions(action, region)
+            return Reply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
         if action == "status":
             return json_reply(regions.status(region))
         if action == "unregister":
@@ -285,21 +290,22 @@ class HttpFront:
                 _only("POST", request)
                 if of_one:
                     raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
-                body = await self._aside(lambda: asked.json_object(request.body), len(request.body))
-                return await self._control(_name(name), action, body)
+                most = self._most_bytes  # it may bring the model's files
+                body = await self._aside(lambda: asked.json_object(request.body, most), len(request.body))
+                return await self._control(_name(name), action, body, request.tenant)
         raise _NoSuchPath
 
-    async def _control(self, name: str, action: str, body: dict[str, Any]) -> Reply:
+    async def _control(self, name: str, action: str, body: dict[str, Any], tenant: str) -> Reply:
         parameters = body.get("parameters", {})
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
         if action == "unload":
-            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong))
+            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong), tenant=tenant)
             return Reply(200, b"", [(b"content-type", _JSON)])
         load = asked.load_of(parameters, _wrong, str)
         if load.dry_run:
             return json_reply(await self._repository.would_load(name, load.config))
-        await self._repository.load(name, load.config, load.files)
+        await self._repository.load(name, load.config, load.files, tenant=tenant)
         return Reply(200, b"", [(b"content-type", _JSON)])
 
 
@@ -317,7 +323,7 @@ def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
     if not isinstance(key, str):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
     for number in (offset, size):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
     return key, offset, size
 

@@ -7,23 +7,24 @@ wrong type is an internal error there, so that its status is 500.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from millrace.serve.inference.check import Checker, Given, check_shape
+from millrace.serve.inference.check import Checker, Given, Later, check_shape
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
+from millrace.serve.inference.tensors import DTYPES, Array
 from millrace.serve.kserve.asked import output_names, take_parameter
+from millrace.serve.kserve.json_spans import Cut, Span, found
+from millrace.serve.kserve.json_values import from_json, no_json, not_a, too_deep, unparsed
 from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
 
 HEADER = "Inference-Header-Content-Length"
-MOST_DEPTH = 100
+_LARGE = 64 << 10  # bytes of JSON
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_FLOATS = ("FP32", "FP64")
 _SHARED_SIZE = "shared_memory_byte_size"
 
 
@@ -31,8 +32,8 @@ class SharedParameters(Struct, gc=False):
     """The parameters of a tensor in shared memory."""
 
     shared_memory_region: str | UnsetType = UNSET
-    shared_memory_offset: _Size = 0
-    shared_memory_byte_size: _Size | UnsetType = UNSET
+    shared_memory_offset: int = 0  # of any size: a region says what it has not
+    shared_memory_byte_size: int | UnsetType = UNSET
 
     def place(self, shared: Regions | None) -> RegionPlace | None:
         """None where it is elsewhere. raises StatusError"""
@@ -101,15 +102,24 @@ def read_infer(
         request = InferRequest({})
         checker.take(request, [checker.raw(request, memoryview(body))])
         return request, HttpWanted(otherwise=True)
-    told = _decoded(memoryview(body)[:n_json])
+    told, spans = _read(memoryview(body)[:n_json])
     request, wanted = InferRequest({}, request_id=told.id), HttpWanted()
     if told.parameters is not UNSET:
         wanted.otherwise = take_parameters(request, told.parameters)
-    given = _given(told.inputs, memoryview(body)[len(body) if n_json is None else n_json :], model, shared)
+    behind = memoryview(body)[len(body) if n_json is None else n_json :]
+    given = _given(told.inputs, spans, behind, model, shared)
     if told.outputs is not UNSET:
         request.outputs = _take_outputs(told.outputs, wanted, shared)
     checker.take(request, given)
     return request, wanted
+
+
+def _read(head: memoryview) -> tuple[InferBody, list[Span]]:
+    """With long lists cut out of a large one. raises StatusError"""
+    if len(head) <= _LARGE:
+        return _decoded(head), []
+    cut = Cut(head)
+    return _decoded(memoryview(cut.rest)), cut.spans
 
 
 def _decoded(head: memoryview) -> InferBody:
@@ -121,7 +131,7 @@ def _decoded(head: memoryview) -> InferBody:
     except RecursionError:
         raise too_deep() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+        raise no_json(error) from None
 
 
 def id_place(head: bytes) -> tuple[int, int] | None:
@@ -142,9 +152,11 @@ def id_place(head: bytes) -> tuple[int, int] | None:
     return (begin, end) if is_id and tried == told else None
 
 
-def _given(inputs: Sequence[InferInput], behind: memoryview, model: str, shared: Regions | None) -> list[Given]:
+def _given(
+    inputs: Sequence[InferInput], spans: list[Span], behind: memoryview, model: str, shared: Regions | None
+) -> list[Given]:
     """behind: the bytes after the JSON, which are those of the binary inputs, in order"""
-    found, at = [], 0
+    given, at, shared_bytes = list[Given](), 0, 0
     for told in inputs:
         size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
         _check_source(told, size)
@@ -153,21 +165,32 @@ def _given(inputs: Sequence[InferInput], behind: memoryview, model: str, shared:
             raise invalid(f"invalid datatype for input {told.name}")
         shape = tuple(told.shape)
         n = check_shape(told.name, told.datatype, shape)
-        data: memoryview | Array
+        data: memoryview | Array | Later
         if place is not None:
-            data = place.read()
+            shared_bytes += place.byte_size
+            allowed(shared).check_total(shared_bytes)
+            data = Later(place.read, place.byte_size)
         elif size is UNSET:
-            data = from_json(told.name, told.datatype, told.data, n).reshape(shape)
+            values = found(told.data, spans)
+            if isinstance(values, Span):
+                data = Later(partial(_of_span, values, told.name, told.datatype, shape, n))
+            else:
+                data = from_json(told.name, told.datatype, values, n).reshape(shape)
         else:
             data = behind[at : at + size]
             if len(data) < size:
                 what = f"unexpected size for input '{told.name}', expecting {size - len(data)} additional bytes"
                 raise invalid(f"{what} for model '{model}'")
             at += size
-        found.append(Given(told.name, told.datatype, shape, data))
+        given.append(Given(told.name, told.datatype, shape, data))
     if at != len(behind):
         raise invalid(f"unexpected additional input data for model '{model}'")
-    return found
+    return given
+
+
+def _of_span(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: int) -> Array:
+    """raises StatusError"""
+    return span.array(name, datatype, n).reshape(shape)
 
 
 def _check_source(told: InferInput, size: int | UnsetType) -> None:
@@ -181,61 +204,6 @@ def _check_source(told: InferInput, size: int | UnsetType) -> None:
             "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
             f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
         )
-
-
-def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
-    """A tensor's `data`, nested in whatever way, flat. n: elements that its shape has. raises StatusError"""
-    if datatype in ONLY_BINARY:
-        what = (
-            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
-        )
-        raise invalid(what)
-    flat = elements(data)
-    kinds = set(map(type, flat))
-    if datatype == BYTES:
-        _only(kinds, {str}, "string", "string")
-    elif datatype == "BOOL":
-        _only(kinds, {bool}, "boolean", "boolean")
-    elif datatype in _FLOATS:
-        _only(kinds, {int, float}, "number", "double")
-    elif datatype[0] == "U":
-        word = "unsigned-integer"
-        _only(kinds, {int} if not flat or min(map(_number, flat)) >= 0 else set(), word, word)
-    else:
-        _only(kinds, {int}, "signed-integer", "signed-integer")
-    if len(flat) != n:
-        raise unparsed("data", "Shape does not match true shape of 'data' field")
-    if datatype == BYTES:
-        return objects([text.encode("utf-8", "surrogatepass") for text in flat])
-    try:
-        with np.errstate(over="ignore"):  # beyond FP32 is infinite, as in C
-            return np.array(flat, dtype=DTYPES[datatype])
-    except OverflowError as error:
-        raise unparsed("data", str(error)) from None
-
-
-def _number(value: Any) -> int | float:
-    return value if isinstance(value, int | float) else -1
-
-
-def _only(kinds: set[type], allowed: set[type], is_none: str, wanted: str) -> None:
-    if not kinds <= allowed:
-        raise unparsed("data", _not(is_none, wanted))
-
-
-def elements(data: Any) -> list[Any]:
-    """Of a tensor in JSON, flat. raises StatusError"""
-    return _flat(data, 0)
-
-
-def _flat(data: Any, depth: int) -> list[Any]:
-    if depth >= MOST_DEPTH:
-        raise too_deep()
-    if not isinstance(data, list):
-        return [data]
-    if list not in set(map(type, data)):
-        return data
-    return [value for part in data for value in _flat(part, depth + 1)]
 
 
 def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:
@@ -261,7 +229,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     if wanted == "any":
         return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
     word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(wanted, wanted)
-    return unparsed(key, _not(word, word))
+    return unparsed(key, not_a(word, word))
 
 
 def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: Regions | None) -> tuple[str, ...]:
@@ -281,24 +249,24 @@ def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: Re
 def explained(body: Any) -> StatusError | None:
     """Which field of a body has a wrong type, in the words of Triton's JSON."""
     if not isinstance(body, dict):
-        return StatusError(Code.INTERNAL, _not("object", "object"))
+        return StatusError(Code.INTERNAL, not_a("object", "object"))
     members = [("id", "string", str)] if "id" in body else []
     found = _member(body, members)
     if found is None and "parameters" in body and not isinstance(body["parameters"], dict):
-        found = unparsed("parameters", _not("object", "object"))
+        found = unparsed("parameters", not_a("object", "object"))
     found = found or _member(body, [("inputs", "array", list)])
     for told in body["inputs"] if found is None else ():
         if not isinstance(told, dict):
-            return StatusError(Code.INTERNAL, _not("object", "object"))
+            return StatusError(Code.INTERNAL, not_a("object", "object"))
         found = found or _member(told, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)])
         if found is None and not all(_is_size(d) for d in told["shape"]):
-            found = unparsed("shape", _not("unsigned-integer", "unsigned-integer"))
+            found = unparsed("shape", not_a("unsigned-integer", "unsigned-integer"))
         found = found or _sizes(told, "binary_data_size", "shared_memory_region")
     if found is None and "outputs" in body:
         found = _member(body, [("outputs", "array", list)])
         for told in body["outputs"] if found is None else ():
             if not isinstance(told, dict):
-                return StatusError(Code.INTERNAL, _not("object", "object"))
+                return StatusError(Code.INTERNAL, not_a("object", "object"))
             found = found or _member(told, [("name", "string", str)]) or _sizes(told, "classification", "binary_data")
     return found
 
@@ -308,31 +276,19 @@ def _member(of: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> 
         if name not in of:
             return unparsed(name, f"attempt to access non-existing object member '{name}'")
         if not isinstance(of[name], kind):
-            return unparsed(name, _not(word, word))
+            return unparsed(name, not_a(word, word))
     return None
 
 
 def _sizes(told: Mapping[str, Any], size: str, other: str) -> StatusError | None:
     parameters = told.get("parameters", {})
     if not isinstance(parameters, dict):
-        return unparsed("parameters", _not("object", "object"))
+        return unparsed("parameters", not_a("object", "object"))
     if size in parameters and not _is_size(parameters[size]):
-        return unparsed(size, _not("unsigned-integer", "unsigned-integer"))
+        return unparsed(size, not_a("unsigned-integer", "unsigned-integer"))
     word, kind = ("boolean", bool) if other == "binary_data" else ("string", str)
     return _member(parameters, [(other, word, kind)] if other in parameters else [])
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _not(is_none: str, wanted: str) -> str:
-    return f"attempt to access JSON non-{is_none} as {wanted}"
-
-
-def unparsed(key: str, cause: str) -> StatusError:
-    return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {cause}")
-
-
-def too_deep() -> StatusError:
-    return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")

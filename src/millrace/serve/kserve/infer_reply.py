@@ -12,6 +12,8 @@ from millrace.serve.inference.status import invalid
 from millrace.serve.inference.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
 from millrace.serve.kserve.infer_body import HttpWanted
 
+_PIECE = 1 << 16  # values
+
 
 def told_outputs(
     model: Model, request: InferRequest, response: InferResponse, n_classes: Mapping[str, int]
@@ -47,7 +49,7 @@ def written(
             raw.append(tensor.raw())
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = listed(name, datatype, tensor.values)
+            told["data"] = _listed_raw(name, datatype, tensor.values)
         outputs.append(told)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)
@@ -56,6 +58,15 @@ def written(
     answer["outputs"] = outputs
     head = msgspec.json.encode(answer)
     return (b"".join((head, *raw)), len(head)) if raw else (head, None)
+
+
+def _listed_raw(name: str, datatype: str, array: Array) -> msgspec.Raw | list[Any]:
+    """As `listed`; a long list is written in pieces, for each holds the interpreter. raises StatusError"""
+    if array.size <= _PIECE:
+        return listed(name, datatype, array)
+    flat = array.reshape(-1)
+    parts = (msgspec.json.encode(listed(name, datatype, flat[i : i + _PIECE])) for i in range(0, len(flat), _PIECE))
+    return msgspec.Raw(b"[%b]" % b",".join(part[1:-1] for part in parts))
 
 
 def listed(name: str, datatype: str, array: Array) -> list[Any]:

@@ -77,6 +77,13 @@ SystemSharedMemoryRegisterRequest: string name 1, string key 2, uint64 offset 3,
 SystemSharedMemoryRegisterResponse:
 SystemSharedMemoryUnregisterRequest: string name 1
 SystemSharedMemoryUnregisterResponse:
+CudaSharedMemoryStatusRequest: string name 1
+CudaSharedMemoryStatusResponse: map:CudaSharedMemoryStatusResponse.RegionStatus regions 1
+CudaSharedMemoryStatusResponse.RegionStatus: string name 1, uint64 device_id 2, uint64 byte_size 3
+CudaSharedMemoryRegisterRequest: string name 1, bytes raw_handle 2, int64 device_id 3, uint64 byte_size 4
+CudaSharedMemoryRegisterResponse:
+CudaSharedMemoryUnregisterRequest: string name 1
+CudaSharedMemoryUnregisterResponse:
 TraceSettingRequest: map:TraceSettingRequest.SettingValue settings 1, string model_name 2
 TraceSettingRequest.SettingValue: *string value 1
 TraceSettingResponse: map:TraceSettingResponse.SettingValue settings 1
@@ -104,6 +111,12 @@ _Field = descriptor_pb2.FieldDescriptorProto
 def message(name: str) -> Any:
     """The class of a message, by its name in the table, or in `repository/config.py`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+@cache
+def field_numbers(name: str) -> Mapping[str, int]:
+    """Of a message, by the names of its fields."""
+    return {field.name: field.number for field in message(name).DESCRIPTOR.fields}
 
 
 def varint(n: int) -> bytes:

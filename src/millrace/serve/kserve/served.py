@@ -14,7 +14,7 @@ from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.machine_metrics import MachineMetrics
-from millrace.serve.inference.metrics import cache_text, metrics_text
+from millrace.serve.inference.metrics import cache_text, failed_text, metrics_text
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
@@ -23,6 +23,7 @@ from millrace.serve.limits import number_of_connections
 from millrace.serve.serving import LARGE_BODY, Lane, Serving
 from millrace.serve.wire import Bodies, LogLater
 
+_SLOW_BODY = 1 << 20  # bytes
 LOOK_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class RepositoryBackend(Backend):
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
+        self._slow_lane = Lane("large-tensors", serving.settings.max_preparing)
         self._machine = MachineMetrics()
         serving.metrics.add_text(self._metrics)
 
@@ -83,7 +85,7 @@ class RepositoryBackend(Backend):
         told = metrics_text(repository.models(), repository.common.measures)
         if repository.common.cache is not None:
             told += cache_text(repository.common.cache)
-        return told + self._machine.text() + repository.custom.text()
+        return told + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
 
     def start(self) -> None:
         return
@@ -116,8 +118,13 @@ class RepositoryBackend(Backend):
         await self.repository.close(within_s)
 
     async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
-        """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
-        return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+        """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`
+
+        What takes longest has a thread of its own, so that the rest does not wait for it.
+        """
+        if n_bytes <= LARGE_BODY:
+            return work()
+        return await (self._lane if n_bytes <= _SLOW_BODY else self._slow_lane).run(work, n_bytes)
 
     def is_ready(self, heartbeat: Heartbeat) -> bool:
         """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
@@ -146,6 +153,7 @@ class RepositoryBackend(Backend):
 
     def close(self) -> None:
         self._lane.close()
+        self._slow_lane.close()
         if self.shared is not None:
             self.shared.close()
         self.log.write()

@@ -18,6 +18,8 @@ _FOLDER = Path("/dev/shm")  # where shm_open has its names
 _KEY = re.compile(r"/?[^/\0]{1,254}")
 _RESERVED = "triton_python_backend_shm_region_"
 _MOST_REGIONS = 1024
+_SLOW = 2 << 20  # bytes, which are copied aside
+_MOST_TENSORS = 4  # of the largest size, in one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Regions:
 
     def __init__(self, most_bytes: int) -> None:
         self._regions: dict[str, Region] = {}
-        self._most_bytes = most_bytes
+        self._most_bytes, self._largest = most_bytes, 0
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """raises StatusError"""
@@ -94,6 +96,7 @@ class Regions:
             os.close(fd)
             raise
         self._regions[name] = Region(name, key, offset, byte_size, fd)
+        self._largest = max(self._largest, byte_size)
 
     def unregister(self, name: str) -> None:
         """One that there is not is gone already. name: "" for all"""
@@ -101,6 +104,7 @@ class Regions:
         for one in gone:
             if (region := self._regions.pop(one, None)) is not None:
                 os.close(region.fd)
+        self._largest = max((region.byte_size for region in self._regions.values()), default=0)
 
     def status(self, name: str) -> list[dict[str, Any]]:
         """name: "" for all. raises StatusError"""
@@ -125,6 +129,20 @@ class Regions:
                 "bytes. Use --http-max-input-size to increase the limit."
             )
         return RegionPlace(region, offset, byte_size)
+
+    @property
+    def slow_bytes(self) -> int:
+        """What reading a tensor of the largest region costs, as so many bytes of a body do."""
+        return min(self._largest, _SLOW)
+
+    def check_total(self, n_bytes: int) -> None:
+        """Of all inputs of a request. raises StatusError"""
+        most = _MOST_TENSORS * self._most_bytes
+        if n_bytes > most:
+            raise invalid(
+                f"the inputs of the request have {n_bytes} bytes or more in shared memory, which exceeds the maximum "
+                f"of {most} bytes. Use --http-max-input-size to increase the limit."
+            )
 
     def close(self) -> None:
         self.unregister("")

@@ -21,6 +21,7 @@ from millrace.errors import nearest
 from millrace.machine.cpu import memory, usable_cores
 from millrace.serve.inference.backend import Batched, InstanceGiven, ModelBackend
 from millrace.serve.inference.check import wire_name
+from millrace.serve.inference.pace import Pace
 from millrace.serve.inference.ragged import Ragged, with_batch_inputs
 from millrace.serve.inference.states import whole
 from millrace.serve.inference.status import Code, StatusError, invalid
@@ -82,7 +83,13 @@ class Network(Batched):
         """raises StatusError"""
         super().__init__(given)
         self.inner = with_batch_inputs(whole(given.config))
+        self._pace = Pace()
         refuse_accelerators(self.inner)
+
+    def took(self, n_bytes: int, took_ns: int) -> None:
+        """A small network that is quicker than a thread wakes up is computed in the event loop's."""
+        self._pace.took(n_bytes, took_ns)
+        self.quick_bytes = self._pace.quick_bytes
 
     def check(self, inputs: Sequence[Told], outputs: Sequence[Told]) -> None:
         """Whether the configuration is this file's. raises StatusError"""

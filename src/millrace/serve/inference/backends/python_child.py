@@ -196,7 +196,7 @@ class ChildModel(Instance):
                 del frame, header, tensors  # arrays are held by those who got them alone
         except OSError as error:
             log.debug("%s: %s", self._name, error)  # as where nothing more comes
-        except (FrameError, KeyError, AttributeError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is made of, who waits for this process must be told
             self._child.kill(f"what it says is not understood: {type(error).__name__}: {error}")
         self._child.frames.close()
         self._has_ended()

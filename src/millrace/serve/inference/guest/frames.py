@@ -1,6 +1,8 @@
 """What two processes say to each other over a socket: JSON with tensors behind it, large ones in shared memory.
 
-A frame is its length and its JSON's in four bytes each, the JSON, and the bytes of small tensors. Nothing is pickled.
+A frame is a mark, its length and its JSON's in four bytes each, the JSON, and the bytes of small tensors. Nothing is
+pickled. What else comes, for a model's code has the socket, too, is told apart from a frame, and waited for only so
+long.
 """
 
 import contextlib
@@ -19,7 +21,9 @@ from .memory import Arena, Mapped
 from .strings import Array, joined_strings, objects, split_strings
 from .tensors import NAMES, NUMBERS, TYPES
 
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<4sII")
+_MARK = b"\xf1MR\x01"
+PATIENCE_S = 20.0  # with the rest of a frame
 _SMALL = 16 << 10  # bytes of a tensor that goes with the frame
 _MOST_INLINE = 1 << 31  # where there is no room in shared memory
 _READ, _MOST_FILES = 64 << 10, 16
@@ -36,6 +40,9 @@ class Frames:
     """Sent from any thread, and from destructors; read by one thread."""
 
     def __init__(self, connection: socket.socket, arena: Arena, mapped: Mapped) -> None:
+        seconds, part = divmod(PATIENCE_S, 1)
+        patience = struct.pack("@ll", int(seconds), int(part * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
         self._socket, self.arena, self._mapped = connection, arena, mapped
         self._lock = threading.RLock()  # a destructor may come in the middle of a send; each is one write
         self._gone: deque[int] = deque()
@@ -83,7 +90,7 @@ class Frames:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) + len(tail) > _MOST_INLINE:
             raise FrameError(f"{len(text) + len(tail)} bytes beside shared memory, which has no room for them")
-        self._held += (_HEAD.pack(len(text) + len(tail), len(text)), text, tail)
+        self._held += (_HEAD.pack(_MARK, len(text) + len(tail), len(text)), text, tail)
         self._held_files += files
         if self._holder == threading.get_ident():
             return
@@ -110,18 +117,33 @@ class Frames:
                 return None
 
     def _frame_size(self) -> int | None:
-        return _HEAD.size + _HEAD.unpack_from(self._unread)[0] if len(self._unread) >= _HEAD.size else None
+        """None: it is not known yet. raises FrameError"""
+        if not _MARK.startswith(bytes(self._unread[: len(_MARK)])):
+            raise FrameError(f"{bytes(self._unread[:16])!r} is no beginning of a message: who writes to the socket?")
+        if len(self._unread) < _HEAD.size:
+            return None
+        _, size, n_text = _HEAD.unpack_from(self._unread)
+        if size > _MOST_INLINE or n_text > size:
+            raise FrameError(f"a message of {size} bytes with a head of {n_text}")
+        return int(_HEAD.size + size)
 
     def _receive(self, size: int | None) -> bool:
+        """False: the other side is gone. raises FrameError, OSError"""
         missing = max(_READ, (size or 0) - len(self._unread))
-        data, files, _, _ = socket.recv_fds(self._socket, min(missing, 1 << 20), _MOST_FILES)
+        while True:
+            try:
+                data, files, _, _ = socket.recv_fds(self._socket, min(missing, 1 << 20), _MOST_FILES)
+                break
+            except BlockingIOError:  # nothing came for so long
+                if self._unread:
+                    raise FrameError("the rest of a message did not come in time") from None
         self._files.extend(files)
         self._unread += data
         return bool(data)
 
     def _taken(self, size: int) -> tuple[dict[str, Any], list[Named]]:
         """One frame off the beginning of what was read."""
-        n_text = _HEAD.unpack_from(self._unread)[1]
+        n_text = _HEAD.unpack_from(self._unread)[2]
         end = _HEAD.size + n_text
         try:
             header = json.loads(self._unread[_HEAD.size : end])
@@ -134,7 +156,7 @@ class Frames:
                 self._mapped.remove(number)
             if "free" in header:
                 self._gone.extend(self.arena.give_back(header.pop("free")))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             raise FrameError(f"{type(error).__name__}: {error}") from error
         del self._unread[:size]
         return header, tensors

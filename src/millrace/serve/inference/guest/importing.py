@@ -88,8 +88,7 @@ class _Files:
 
     def _is_own(self, module: ModuleType) -> bool:
         """Of its files, or a folder without __init__.py."""
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-        return any(str(place).startswith(f"{self.model}/") for place in places)
+        return any(place.startswith(f"{self.model}/") for place in _places(module))
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, path, target)
@@ -139,6 +138,24 @@ class _Files:
                 path.is_dir() or path.with_name(f"{top}.py").is_file() for path in paths
             )
         return self._is_file[top]
+
+
+def _places(module: object) -> list[str]:
+    """The file and the folders of whatever is in `sys.modules`, without running any code of it.
+
+    A lazy module imports others, or raises, where an attribute is read; and what is there may be no module at all.
+    """
+    try:
+        known = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return []
+    if not isinstance(known, dict):
+        return []
+    path = known.get("__path__")
+    if type(path).__name__ == "_NamespacePath":  # of a folder without __init__.py; iterating over it imports
+        path = vars(path).get("_path")
+    found = [known.get("__file__"), *(path if isinstance(path, list | tuple) else ())]
+    return [place for place in found if isinstance(place, str)]
 
 
 class _Turns:

@@ -61,6 +61,7 @@ class InferenceRequest:
     _incoming: Incoming | None = None  # what `execute` was given
     _sender: InferenceResponseSender | None = None
     _is_open = False  # it was given, and is neither answered nor has a sender
+    _is_decoupled = False  # the model that was given it
     _release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -89,10 +90,12 @@ class InferenceRequest:
             raise TritonModelException("model_name is missing: the model that is asked")
 
     @classmethod
-    def given(cls, incoming: Incoming, outputs: Sequence[str], model: str) -> "InferenceRequest":
+    def given(
+        cls, incoming: Incoming, outputs: Sequence[str], model: str, is_decoupled: bool = False
+    ) -> "InferenceRequest":
         """What `execute` gets. outputs: of the model"""
         made = cls.__new__(cls)
-        made._incoming, made._is_open = incoming, True
+        made._incoming, made._is_open, made._is_decoupled = incoming, True, is_decoupled
         made._id, made._model, made._version = incoming.id, model, None
         made._correlation_id, made._flags = incoming.correlation_id, incoming.flags
         made._timeout_us = incoming.timeout_us
@@ -137,7 +140,7 @@ class InferenceRequest:
         if self._incoming is None:
             raise TritonModelException("a request that this model has made is answered by the model that it asks")
         self._is_open = False
-        self._sender = self._sender or InferenceResponseSender(self._incoming)
+        self._sender = self._sender or InferenceResponseSender(self._incoming, self._is_decoupled)
         return self._sender
 
     def set_release_flags(self, flags: int) -> None:
@@ -167,6 +170,11 @@ class InferenceRequest:
     def __del__(self) -> None:
         if self._is_open and self._incoming is not None:
             self._incoming.send(Answer(error=TritonError(LOST.format("a request"))), True)
+
+    @property
+    def is_answered(self) -> bool:
+        """By its sender, to the end."""
+        return self._sender is not None and self._sender.is_answered
 
     @property
     def has_sender(self) -> bool:

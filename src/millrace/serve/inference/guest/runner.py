@@ -22,6 +22,8 @@ from .utils import NAMES, utils_of
 
 _CLASS = "TritonPythonModel"
 _SAYS = ("is_model_ready", "is_ready")  # of Triton's tests, and of its documentation
+_ERROR = 2  # a level of the log, as `Host.log` has them
+_MOST_NAMED = 8  # requests in a line of the log
 _PATIENCE_S = 5.0  # with the thread of an event loop that a model holds up
 
 
@@ -72,7 +74,10 @@ class GuestModel:
 
     def execute(self, requests: Sequence[Incoming]) -> None:
         """raises GuestError, which is the answer of those that have none"""
-        asked = [self._request.given(request, self._said.outputs, self._said.name) for request in requests]
+        asked = [
+            self._request.given(request, self._said.outputs, self._said.name, self._said.is_decoupled)
+            for request in requests
+        ]
         token = EXECUTION.set(Execution(self._host, requests, threading.get_ident()))
         self._host.is_busy = True
         try:
@@ -86,9 +91,11 @@ class GuestModel:
             self._host.answering()
             self._answer(requests, asked, answers)
         except BaseException as error:  # sys.exit, too
+            failed = self._failed(error)
+            self._log_unheard(asked, failed)
             for one in asked:
                 one.answered()
-            raise GuestError(self._failed(error)) from error
+            raise GuestError(failed) from error
         finally:
             self._host.is_busy = False
             EXECUTION.reset(token)
@@ -98,6 +105,13 @@ class GuestModel:
         if self._said.is_decoupled:  # as Triton has it
             return words
         return f"Failed to process the request(s) for model instance '{self._host.name}', message: {words}"
+
+    def _log_unheard(self, asked: Sequence[InferenceRequest], failed: str) -> None:
+        """An exception after the final response: its client hears of it no more, so the log has it."""
+        unheard = [one.request_id() or "<id_unknown>" for one in asked if one.is_answered]
+        if unheard:
+            what = f"model '{self._said.name}' failed after its final response to request"
+            self._host.log(f"{what} {', '.join(unheard[:_MOST_NAMED])}: {failed}", _ERROR)
 
     def _go_on(self, work: Coroutine[Any, Any, Any], asked: Sequence[InferenceRequest]) -> None:
         """A decoupled model whose `execute` is async has any number of requests at a time, in one event loop."""
@@ -114,6 +128,7 @@ class GuestModel:
                 self._answer(requests, asked, await work)
             except BaseException as error:  # noqa: BLE001  as in `execute`: sys.exit, too, is the answer
                 failed = Answer(error=TritonError(self._failed(error)))
+                self._log_unheard(asked, self._failed(error))
                 for one, request in zip(asked, requests, strict=True):
                     one.answered()
                     request.send(failed, True)
@@ -147,7 +162,10 @@ class GuestModel:
             if one.is_rescheduled:
                 one.execute_again()
             elif isinstance(answer, InferenceResponse):
-                deliver(request, answer, True)
+                if one.is_answered:
+                    self._log_unheard([one], "it returned a second response, which no client gets")
+                else:
+                    deliver(request, answer, True)
                 one.answered()
             elif answer is not None or not one.has_sender:
                 raise ReturnedError(

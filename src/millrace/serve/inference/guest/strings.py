@@ -1,10 +1,13 @@
 """Strings in tensors: arrays of `bytes` objects, and the bytes of BYTES (each element after its length)."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+_LENGTH = struct.Struct("<I")
+_LOOKS = 100_000  # at elements that are too many
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -31,17 +34,29 @@ class CutOffError(ValueError):
 
 def split_strings(data: bytes | memoryview) -> list[bytes]:
     """The elements of BYTES. raises CutOffError"""
-    found, at, end = [], 0, len(data)
-    while at < end:
+    return split_up_to(data, len(data))[0]
+
+
+def split_up_to(data: bytes | memoryview, most: int) -> tuple[list[bytes], int]:
+    """The elements of BYTES, the first `most` of them, and how many more there are; some are looked at.
+
+    raises CutOffError
+    """
+    found, at, end, n_more = list[bytes](), 0, len(data), 0
+    take = _LENGTH.unpack_from
+    while at < end and n_more <= _LOOKS:
         if at + 4 > end:
             raise CutOffError(True, 4, end - at)
-        n = int.from_bytes(data[at : at + 4], "little")
+        n = take(data, at)[0]
         at += 4
         if at + n > end:
             raise CutOffError(False, n, end - at)
-        found.append(bytes(data[at : at + n]))
+        if len(found) < most:
+            found.append(bytes(data[at : at + n]))
+        else:
+            n_more += 1
         at += n
-    return found
+    return found, n_more
 
 
 def joined_strings(values: Iterable[bytes]) -> bytes:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .dlpack import exported, imported
 from .errors import TritonModelException
 from .strings import Array, joined_strings, objects, split_strings, text
 
@@ -28,13 +29,14 @@ NUMBERS = {np.dtype(kind): number for number, kind in TYPES.items()}
 
 class Tensor:
     def __init__(self, name: str | bytes, array: Any) -> None:
-        """array: of numbers, of bytes objects, or of strings, which become UTF-8"""
+        """array: of numbers, or of objects: bytes as they are, anything else as the UTF-8 of its `str`"""
+        if array is None:
+            raise TypeError(f"tensor '{text(name)}' is made of an array, not of None")
         name, found = text(name), np.asarray(array)
         if found.dtype.kind in "SU":
             found = found.astype(np.object_)
         if found.dtype == np.object_:
-            texts = [v.encode() if isinstance(v, str) else bytes(v) for v in found.reshape(-1)]
-            found = objects(texts).reshape(found.shape)
+            found = objects([_element(value) for value in found.reshape(-1)]).reshape(found.shape)
         if found.dtype not in NUMBERS:
             raise TritonModelException(f"the data type {found.dtype} of tensor '{name}' has no name in Triton")
         self._name, self._array = name, found
@@ -60,13 +62,14 @@ class Tensor:
     def to_dlpack(self) -> Any:
         return self.__dlpack__()
 
-    def __dlpack__(self, *, stream: Any = None) -> Any:
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        """What else a framework may ask for (a version, a device, a copy) it does not insist on."""
         if self._array.dtype == np.object_:
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return self.as_numpy().__dlpack__(stream=stream)
+        return exported(self.as_numpy(), self)
 
     def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
+        return 1, 0  # the CPU
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
@@ -75,23 +78,17 @@ class Tensor:
         raises TritonModelException
         """
         try:
-            found = np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor))
+            found = imported(tensor)
         except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(f"what tensor '{name}' is made of is no tensor on the CPU: {error}") from None
         return Tensor(name, found)
 
 
-class _Capsule:
-    """What NumPy asks for one; where that is none, or of another device, NumPy says so."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0  # the CPU
+def _element(value: Any) -> bytes:
+    """What an object is as an element of TYPE_STRING."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    return str(value).encode()
 
 
 def held(tensors: Sequence[Tensor]) -> list[tuple[str, Array]]:

@@ -1,0 +1,96 @@
+"""What JSON is made of, counted before anything is decoded: a few bytes of it may become a hundred times as many.
+
+Pieces are looked at by NumPy, which lets other threads run meanwhile; a decoder holds the interpreter until it is done.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PIECE = 1 << 18  # bytes: a fraction of a millisecond at a time
+_QUOTE, _BACKSLASH, _COMMA = b'"\\,'
+_OPENING, _CLOSING = b"[{", b"]}"
+Bytes = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """at: where it begins. plain: which bytes lie outside of strings. depth: after each byte, of lists and objects"""
+
+    at: int
+    data: Bytes
+    plain: Flags
+    opens: Flags
+    closes: Flags
+    depth: NDArray[np.int64]
+
+    @property
+    def commas(self) -> Flags:
+        found: Flags = (self.data == _COMMA) & self.plain
+        return found
+
+
+def pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[Piece]:
+    """The structure of a text, which need not be right: nothing is checked. depth: before it"""
+    everything = np.frombuffer(text, np.uint8)
+    inside = is_escaped = False
+    for at in range(0, len(everything), PIECE):
+        data = everything[at : at + PIECE]
+        quotes, is_escaped = _quotes(data, is_escaped)
+        within = np.logical_xor.accumulate(np.concatenate(([inside], quotes)))[1:]
+        inside = bool(within[-1])
+        plain = ~(within | quotes)
+        opens = ((data == _OPENING[0]) | (data == _OPENING[1])) & plain
+        closes = ((data == _CLOSING[0]) | (data == _CLOSING[1])) & plain
+        depths = depth + np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int64)
+        depth = int(depths[-1])
+        yield Piece(at, data, plain, opens, closes, depths)
+
+
+def _quotes(data: Bytes, is_escaped: bool) -> tuple[Flags, bool]:
+    """Where a string begins or ends; and whether the next piece's first byte is escaped. is_escaped: this one's"""
+    quotes = data == _QUOTE
+    slashes = np.flatnonzero(data == _BACKSLASH)
+    if is_escaped:
+        quotes[0] = False
+        slashes = slashes[1:] if len(slashes) and slashes[0] == 0 else slashes
+    if not len(slashes):
+        return quotes, False
+    begins = np.concatenate(([True], np.diff(slashes) != 1))  # of runs, of which each second one is escaped itself
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(slashes)), 0))
+    escaping = slashes[(np.arange(len(slashes)) - first) % 2 == 0]
+    escaped = escaping[escaping + 1 < len(data)] + 1
+    quotes[escaped] = False
+    return quotes, bool(len(escaping) and escaping[-1] == len(data) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """values: at most so many there are, lists and objects among them; containers: lists and objects"""
+
+    values: int
+    containers: int
+
+
+def counts(text: bytes) -> Counts:
+    """Of what is outside of strings; where all commas and brackets are few, those within strings are counted, too."""
+    n_containers = text.count(_OPENING[:1]) + text.count(_OPENING[1:])
+    n_values = text.count(b",") + n_containers + 1
+    if n_values <= _FEW:
+        return Counts(n_values, n_containers)
+    n_values, n_containers = 1, 0
+    for piece in pieces(text):
+        n_containers += _n(piece.opens)
+        n_values += _n(piece.opens) + _n(piece.commas)
+    return Counts(n_values, n_containers)
+
+
+_FEW = 50_000
+
+
+def _n(flags: Any) -> int:
+    return int(np.count_nonzero(flags))

@@ -1,0 +1,91 @@
+"""Values of a tensor as JSON has them, as an array; and the words of Triton's JSON for what is wrong."""
+
+from typing import Any
+
+import numpy as np
+
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
+
+MOST_DEPTH = 100
+_FLOATS = ("FP32", "FP64")
+
+
+def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
+    """A tensor's `data`, nested in whatever way, flat. n: elements that its shape has. raises StatusError"""
+    found = flat_array(name, datatype, data)
+    if len(found) != n:
+        raise mismatch()
+    return found
+
+
+def flat_array(name: str, datatype: str, data: Any) -> Array:
+    """The same, however many there are. raises StatusError"""
+    if datatype in ONLY_BINARY:
+        what = (
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
+        )
+        raise invalid(what)
+    flat = elements(data)
+    kinds = set(map(type, flat))
+    if datatype == BYTES:
+        _only(kinds, {str}, "string", "string")
+        return objects([text.encode("utf-8", "surrogatepass") for text in flat])
+    if datatype == "BOOL":
+        _only(kinds, {bool}, "boolean", "boolean")
+    elif datatype in _FLOATS:
+        _only(kinds, {int, float}, "number", "double")
+    elif datatype[0] == "U":
+        word = "unsigned-integer"
+        _only(kinds, {int} if not flat or min(map(_number, flat)) >= 0 else set(), word, word)
+    else:
+        _only(kinds, {int}, "signed-integer", "signed-integer")
+    try:
+        with np.errstate(over="ignore"):  # beyond FP32 is infinite, as in C
+            return np.array(flat, dtype=DTYPES[datatype])
+    except OverflowError as error:
+        raise unparsed("data", str(error)) from None
+
+
+def _number(value: Any) -> int | float:
+    return value if isinstance(value, int | float) else -1
+
+
+def _only(kinds: set[type], allowed: set[type], is_none: str, wanted: str) -> None:
+    if not kinds <= allowed:
+        raise unparsed("data", not_a(is_none, wanted))
+
+
+def elements(data: Any) -> list[Any]:
+    """Of a tensor in JSON, flat. raises StatusError"""
+    return _flat(data, 0)
+
+
+def _flat(data: Any, depth: int) -> list[Any]:
+    if depth >= MOST_DEPTH:
+        raise too_deep()
+    if not isinstance(data, list):
+        return [data]
+    if list not in set(map(type, data)):
+        return data
+    return [value for part in data for value in _flat(part, depth + 1)]
+
+
+def not_a(is_none: str, wanted: str) -> str:
+    return f"attempt to access JSON non-{is_none} as {wanted}"
+
+
+def unparsed(key: str, cause: str) -> StatusError:
+    return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {cause}")
+
+
+def mismatch() -> StatusError:
+    return unparsed("data", "Shape does not match true shape of 'data' field")
+
+
+def too_deep() -> StatusError:
+    return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
+
+
+def no_json(why: object) -> StatusError:
+    return invalid(f"failed to parse the request JSON buffer: {why}")
