@@ -127,10 +127,10 @@ def test_grammars_are_compiled_beside_the_engine_and_the_event_loop(
     """While one is being compiled, others are answered; and it is compiled once."""
     compile_one, threads, may_go_on = Grammars._compiled, list[str](), threading.Event()
 
-    def held_up(self: Grammars, asked: StructuredOutputsParams, text: str) -> Any:
+    def held_up(self: Grammars, source: str) -> Any:
         threads.append(threading.current_thread().name)
         assert may_go_on.wait(20)
-        return compile_one(self, asked, text)
+        return compile_one(self, source)
 
     monkeypatch.setattr(Grammars, "_compiled", held_up)
     body = {"messages": HELLO, "max_tokens": 4, "guided_regex": "never asked[ab]"}
