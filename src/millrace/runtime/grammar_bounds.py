@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from millrace.runtime.schema import Refuse, Schema, subschemas
+from millrace.runtime.schema import subschemas
+from millrace.runtime.schema_numbers import Refuse, Schema
 
 MAX_CHAIN = 500  # schemas, rules or terminals that lead to one another
 MAX_PROPERTIES = 500  # of one object

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.runtime.endings import check_ending
 from millrace.runtime.grammar_bounds import check_lark, check_properties, check_rules, check_schema, with_schemas
-from millrace.runtime.schema import Schema, simplify
+from millrace.runtime.schema import simplify
+from millrace.runtime.schema_numbers import Schema
 from millrace.runtime.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:

@@ -8,25 +8,15 @@ that it does not know. Here a schema is rewritten in place, as far as it can be 
 - a keyword that restricts and cannot be enforced is refused by its name and place.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from millrace.errors import RequestError
+from millrace.runtime.schema_numbers import LOWER, UPPER, Bounds, Refuse, Schema, check_constant, check_steps, is_number
 
-Refuse = Callable[[str, str, str], RequestError]
-Schema = dict[str, Any]
-
-EXACT = 2**53  # from here on not every integer is a float64
-INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
-# Nothing above -2^63 is as near to it, as a float64; -2^63 itself overflows in llguidance.
-LOWEST = INT64_LOW + 1024
 LONGEST = 2**31  # characters, items or properties: no answer has as many
-# Without an upper bound llguidance needs a power of ten above the lower one, in 64 bits.
-OPEN_ENDED = 10**18
 
 TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 ANNOTATIONS = (
@@ -42,7 +32,6 @@ UNSUPPORTED = (
     "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas", "not")
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _SIZES = {
     "minLength": "string", "maxLength": "string", "minItems": "array", "maxItems": "array",
     "minProperties": "object", "maxProperties": "object",
@@ -51,20 +40,24 @@ _ONE = ("additionalProperties", "items", "additionalItems")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties")
 _DEFINITIONS = ("$defs", "definitions")
-_U32 = 2**32
 
 
 def simplify(root: Schema, refuse: Refuse) -> None:
     """Rewrite the schema in place as this module describes. raises RequestError"""
+    combines = any(_combines(schema) for schema, _ in reachable(root))
     steps: set[Decimal] = set()
-    combines = False
     for schema, path in reachable(root):
-        _simplify_one(root, schema, path, refuse)
+        _simplify_one(root, schema, path, refuse, combines)
         if "multipleOf" in schema:
             steps.add(Decimal(repr(schema["multipleOf"])))
-        combines |= any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref"))
     if combines and len(steps) > 1:
-        _check_steps(steps, refuse)
+        check_steps(steps, refuse)
+
+
+def _combines(schema: Schema) -> bool:
+    """Bounds of several schemas may apply to one number."""
+    bounds = (*LOWER, *UPPER, "multipleOf")
+    return "allOf" in schema or (any(key in schema for key in _IN_PLACE) and any(key in schema for key in bounds))
 
 
 def reachable(root: Schema) -> Iterator[tuple[Schema, str]]:
@@ -120,18 +113,18 @@ def resolved(root: object, reference: object) -> object:
     return here
 
 
-def _simplify_one(root: Schema, schema: Schema, path: str, refuse: Refuse) -> None:
+def _simplify_one(root: Schema, schema: Schema, path: str, refuse: Refuse, combines: bool) -> None:
     _remove_annotations(schema)
     types = _types(schema)
     _simplify_sizes(schema, types, path, refuse)
-    _Bounds(schema, path, refuse).simplify(types)
+    Bounds(schema, path, refuse, combines).simplify(types)
     _remove_neutral(root, schema, types)
     for key in UNSUPPORTED:
         if key in schema:
             raise refuse(f'"{key}" at {path} cannot be enforced', f'a schema without "{key}"', "")
     for key in ("const", "enum"):
         if key in schema:
-            _check_constant(schema[key], f"{path}/{key}", refuse)
+            check_constant(schema[key], f"{path}/{key}", refuse)
 
 
 def _remove_annotations(schema: Schema) -> None:
@@ -151,14 +144,10 @@ def _types(schema: Schema) -> frozenset[str]:
     return frozenset(t for t in named if isinstance(t, str)) if isinstance(named, list) else TYPES
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _simplify_sizes(schema: Schema, types: frozenset[str], path: str, refuse: Refuse) -> None:
     for key, applies_to in _SIZES.items():
         value = schema.get(key)
-        if not _is_number(value):
+        if not is_number(value):
             continue
         if isinstance(value, float):
             if not value.is_integer():
@@ -172,146 +161,6 @@ def _simplify_sizes(schema: Schema, types: frozenset[str], path: str, refuse: Re
             del schema[key]
         elif value >= LONGEST:
             raise refuse(f'"{key}" at {path} is {value!s:.40}', f"less than {LONGEST}", "")
-
-
-class _Bounds:
-    """The numeric keywords of one schema."""
-
-    def __init__(self, schema: Schema, path: str, refuse: Refuse) -> None:
-        self._schema, self._path, self._refuse = schema, path, refuse
-
-    def simplify(self, types: frozenset[str]) -> None:
-        """Make bounds exact, and integers' bounds inclusive. raises RequestError if that is not possible"""
-        schema = self._schema
-        if not types & {"number", "integer"}:
-            for key in (*_LOWER, *_UPPER, "multipleOf"):
-                schema.pop(key, None)
-            return
-        for bound, exclusive in (_LOWER, _UPPER):  # draft 4 has a boolean beside the bound
-            if schema.get(exclusive) is True and _is_number(schema.get(bound)):
-                schema[exclusive] = schema.pop(bound)
-            elif isinstance(schema.get(exclusive), bool):
-                del schema[exclusive]
-        for key in (*_LOWER, *_UPPER):
-            if _is_number(schema.get(key)):
-                schema[key] = self._exact(key, schema[key])
-        if "number" in types:
-            self._narrow_reals()
-        else:
-            self._narrow_integers()
-        if _is_number(schema.get("multipleOf")):
-            self._check_step(schema["multipleOf"], "number" not in types)
-
-    def _exact(self, key: str, value: float) -> float:
-        """Return the bound, an integer as int."""
-        if isinstance(value, int):
-            return value
-        if not math.isfinite(value) or abs(value) >= EXACT:
-            raise self._inexact(key, value)
-        return int(value) if value.is_integer() else value
-
-    def _inexact(self, key: str, value: object) -> RequestError:
-        return self._refuse(
-            f'"{key}" at {self._path} is {value!s:.60}, which cannot be enforced exactly',
-            f"a number between -2^53 and 2^53 (or an int64 bound: {INT64_LOW} or {INT64_HIGH})",
-            "",
-        )
-
-    def _narrow_reals(self) -> None:
-        for key in (*_LOWER, *_UPPER):
-            value = self._schema.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and abs(value) > EXACT:
-                if value in (INT64_LOW, INT64_HIGH):
-                    self._schema[key] = LOWEST if value < 0 else -LOWEST
-                elif abs(value) > INT64_HIGH or int(float(value)) != value or key.startswith("exclusive"):
-                    raise self._inexact(key, value)  # together with "integer" elsewhere, 1 is added to exclusive ones
-
-    def _narrow_integers(self) -> None:
-        """Replace the bounds of an integer by inclusive ones that float64 and int64 represent."""
-        schema = self._schema
-        lows = [low for key in _LOWER if (low := self._inclusive(key)) is not None]
-        highs = [high for key in _UPPER if (high := self._inclusive(key)) is not None]
-        low, high = (
-            (max(lows, key=lambda b: b[1]) if lows else None),
-            (min(highs, key=lambda b: b[1]) if highs else None),
-        )
-        for key in (*_LOWER, *_UPPER):
-            if _is_number(schema.get(key)):
-                del schema[key]
-        if low is not None:
-            written = LOWEST if low[1] == INT64_LOW else low[1]
-            too_open = high is None and written >= OPEN_ENDED
-            if too_open or not LOWEST <= written <= INT64_HIGH or not _is_int64_float(written):
-                raise self._inexact(*low)
-            schema["minimum"] = written
-        if high is not None:
-            too_open = low is None and high[1] <= -OPEN_ENDED
-            if too_open or not LOWEST <= high[1] <= INT64_HIGH or not _is_int64_float(high[1]):
-                raise self._inexact(*high)
-            schema["maximum"] = high[1]
-
-    def _inclusive(self, key: str) -> tuple[str, int] | None:
-        """Return the keyword and the outermost integer that it allows."""
-        value = self._schema.get(key)
-        if not _is_number(value):
-            return None
-        assert isinstance(value, int | float)
-        if key in _LOWER:
-            return key, math.floor(value) + 1 if key.startswith("exclusive") else math.ceil(value)
-        return key, math.ceil(value) - 1 if key.startswith("exclusive") else math.floor(value)
-
-    def _check_step(self, step: float, integer: bool) -> None:
-        """Check that llguidance's conversion of `multipleOf` to a decimal is exact."""
-        if not math.isfinite(step) or step <= 0:
-            raise self._refuse(f'"multipleOf" at {self._path} is {step!s:.40}', "a number above 0", "")
-        if isinstance(step, float) and step.is_integer() and step < EXACT:
-            step = int(step)
-        self._schema["multipleOf"] = step
-        if integer and step == 1:
-            del self._schema["multipleOf"]
-            return
-        coefficient, n_digits = float(step) if step < EXACT else math.inf, 0
-        while coefficient < _U32 and not coefficient.is_integer():
-            coefficient, n_digits = coefficient * 10, n_digits + 1
-        if coefficient >= _U32 or Decimal(coefficient).scaleb(-n_digits) != Decimal(repr(step)):
-            raise self._refuse(
-                f'"multipleOf" at {self._path} is {step!s:.60}, which cannot be enforced exactly',
-                f"a decimal with fewer digits, or an integer below {_U32}", "",
-            )  # fmt: skip
-
-
-def _is_int64_float(value: int) -> bool:
-    """llguidance saturates 2^63 to the largest int64."""
-    return value == INT64_HIGH or int(float(value)) == value
-
-
-def _check_steps(steps: Iterable[Decimal], refuse: Refuse) -> None:
-    """Check that the least common multiple of all steps, which llguidance forms in 32 bits, does not overflow."""
-    n_digits = max(max(0, -int(step.as_tuple().exponent)) for step in steps)
-    common = 1
-    for step in steps:
-        scaled = int(step.scaleb(n_digits))
-        if common * scaled >= _U32:
-            raise refuse('its "multipleOf" values together cannot be enforced', "fewer digits of them", "")
-        common = math.lcm(common, scaled)
-
-
-def _check_constant(value: object, path: str, refuse: Refuse) -> None:
-    todo = [value]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict | list):
-            todo += part.values() if isinstance(part, dict) else part
-        elif _is_number(part):
-            assert isinstance(part, int | float)
-            is_exact = (
-                abs(part) < EXACT if isinstance(part, float) else abs(part) <= INT64_HIGH and int(float(part)) == part
-            )
-            if not is_exact:
-                raise refuse(
-                    f"{path} has {part!s:.60}, which cannot be enforced exactly",
-                    "numbers between -2^53 and 2^53", "send larger ones as strings",
-                )  # fmt: skip
 
 
 def _remove_neutral(root: Schema, schema: Schema, types: frozenset[str]) -> None:
@@ -380,7 +229,7 @@ def _depends_on_nothing(schema: Schema, rules: object) -> bool:
 
 _RESTRICTING = frozenset(
     (
-        *_IN_PLACE, *_LOWER, *_UPPER, *_SIZES, *_ONE, *_MANY, *_NAMED, *UNSUPPORTED, "type", "const", "enum",
+        *_IN_PLACE, *LOWER, *UPPER, *_SIZES, *_ONE, *_MANY, *_NAMED, *UNSUPPORTED, "type", "const", "enum",
         "required", "pattern", "format", "multipleOf", "minContains", "maxContains",
     )
 )  # fmt: skip
