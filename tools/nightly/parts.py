@@ -34,7 +34,7 @@ class Part:
 
 
 FUZZ_CASES = 100_000
-SLOW_CASES = {"gpu_engines": 10_000}  # that load a model and compute a step: 60 a second
+SLOW_CASES = {"gpu_engines": 10_000, "structured": 20_000}  # 60 to 100 a second
 # Of a language model's answers, from its file to the kernels; and served, from the socket on.
 ENGINES = ("src/millrace/checkpoint", "src/millrace/compile", "src/millrace/engine", "src/millrace/graph",
            "src/millrace/kernels", "src/millrace/model", "native")  # fmt: skip
@@ -102,7 +102,7 @@ def _marked(mark: str) -> tuple[str, ...]:
 
 DRAWN_OF_SERVE = _holding("@given", "tests/serve")
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "gpu_engines", "requests", "pbtxt",
-           "tensors")  # fmt: skip
+           "tensors", "structured")  # fmt: skip
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
     "dspy", "aiperf", "guidellm", "lm-eval", "anthropic", "ollama",

@@ -8,31 +8,69 @@ Short and long requests have a process each, so that a short one waits for no lo
 """
 
 import json
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError
 from millrace.checkpoint.grammar_limits import limits
 from millrace.errors import BusyError, RequestError
-from millrace.runtime.grammar_worker import CPU_S, MEMORY_BYTES, STACK_BYTES
+from millrace.runtime.grammar_worker import MEMORY_BYTES, STACK_BYTES
 from millrace.runtime.structured import StructuredOutputsParams
 
 T = TypeVar("T")
 _WORKER = Path(__file__).with_name("grammar_worker.py")
+SHORT_CPU_S, LONG_CPU_S = 0.15, 2.0
 _TIMEOUT_S = 60.0  # on a machine so busy that the limit of CPU time is not reached before
 _THREAD_STACK_BYTES = 2 * STACK_BYTES
 _stack_size = threading.Lock()  # Python has one setting for all threads
+
+
+class _Process:
+    """One compiling process, started when it is needed, and again after it ended. Threads take turns with it."""
+
+    def __init__(self, hello: bytes, cpu_s: float) -> None:
+        self.cpu_s = cpu_s
+        self._hello = hello
+        self._turn = threading.Lock()
+        self.process: FrameProcess | None = None
+
+    def exchange(self, message: Mapping[str, object]) -> Mapping[str, Any]:
+        """Return the answer to a message. raises LateError, EndedError, and _SlowError if its CPU time is used up"""
+        payload = json.dumps({**message, "cpu_s": self.cpu_s} if message else message).encode()
+        with self._turn:
+            process = self._started()
+            try:
+                answer: Mapping[str, Any] = json.loads(process.exchange(payload, _TIMEOUT_S))
+            except EndedError:
+                if process.process.returncode == -signal.SIGPROF:
+                    raise _SlowError from None
+                raise
+        return answer
+
+    def _started(self) -> FrameProcess:
+        if self.process is None or not self.process.alive:
+            if self.process is not None:
+                self.process.close()
+            self.process = FrameProcess(_WORKER)
+            self.process.exchange(self._hello, _TIMEOUT_S)
+        return self.process
+
+
+class _SlowError(Exception):
+    """A request took more CPU time than its process allows."""
 
 
 class GrammarProcess:
     """Turns requests for structured output into Lark grammars that are safe to compile.
 
     Safe to use from several threads.
+
     n_vocab: the length of the model's logits; special: its special tokens, by their ids; ends: those that end an answer
     """
 
@@ -42,11 +80,7 @@ class GrammarProcess:
             "special": [[token, text.decode("latin-1")] for token, text in special.items()],
         }  # fmt: skip
         hello = json.dumps(opened).encode()
-
-        def greet(process: FrameProcess) -> None:
-            process.exchange(hello, _TIMEOUT_S)
-
-        self._short, self._long = Worker(_WORKER, greet), Worker(_WORKER, greet)
+        self._short, self._long = _Process(hello, SHORT_CPU_S), _Process(hello, LONG_CPU_S)
 
     def start(self) -> None:
         """Start the process for short requests, so that the first of them does not wait for it.
@@ -54,24 +88,32 @@ class GrammarProcess:
         If it cannot start, the first request tries again, and says so.
         """
         with suppress(LateError, EndedError):
-            self._short.exchange(b"{}", _TIMEOUT_S)
+            self._short.exchange({})
 
     def lark(self, params: StructuredOutputsParams, text: str) -> str:
         """Return the grammar of a request. raises RequestError if it cannot be enforced, or ends the process"""
         message = {"kind": params.kind, "text": text, "asked_as": params.asked_as, "limits": limits()}
-        worker = self._short if params.is_short else self._long
         try:
-            answer = json.loads(worker.exchange(json.dumps(message).encode(), _TIMEOUT_S))
+            answer = self._compiled(params.is_short, message)
+        except _SlowError:
+            raise _not_compiled(params, f"it takes more than {LONG_CPU_S:g} s of CPU time") from None
         except LateError:
             raise _not_compiled(params, f"it took more than {_TIMEOUT_S:g} s") from None
         except EndedError:
             raise _not_compiled(
-                params, f"the process for it ended at its limits ({CPU_S} s, {MEMORY_BYTES // 2**20} MB, its stack)"
+                params, f"the process for it ended (more than {MEMORY_BYTES // 2**20} MB, or nested too deeply)"
             ) from None
         if error := answer.get("error"):
             what, expected, fix = error
             raise RequestError(what, expected, fix, params.asked_as)
         return str(answer["lark"])
+
+    def _compiled(self, is_short: bool, message: Mapping[str, object]) -> Mapping[str, Any]:
+        """What proves slow although it is short is tried again among the long ones."""
+        if is_short:
+            with suppress(_SlowError):
+                return self._short.exchange(message)
+        return self._long.exchange(message)
 
 
 def _not_compiled(params: StructuredOutputsParams, why: str) -> RequestError:

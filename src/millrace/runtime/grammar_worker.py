@@ -4,8 +4,8 @@ It is started as a script, and its stdin is a connection to its owner (see `fram
 {"path", "n_vocab", "special", "ends", "bos"}, special being [[token id, bytes in Latin-1], ...]; the answer is {}.
 Then, any number of times,
 
-    {"kind", "text", "asked_as", "limits"}  ->  {"lark"} or {"error": [what, expected, fix]}
-    {}                                      ->  {}
+    {"kind", "text", "asked_as", "limits", "cpu_s"}  ->  {"lark"} or {"error": [what, expected, fix]}
+    {}                                               ->  {}
 
 The vocabulary is the model's special tokens and the 256 bytes. A request that takes too much time, memory or stack ends
 the process.
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 STACK_BYTES = 64 * 2**20
 MEMORY_BYTES = 512 * 2**20  # address space beyond what the process needs for itself
-CPU_S = 5
 PRIORITY = 5  # as of nice(1): the engine's threads go first
 N_STEPS = 8  # of an answer, whose masks are computed
 
@@ -52,8 +51,9 @@ def _serve(owner: Connection) -> None:
         owner.send_bytes(b"{}")
         while True:
             request = json.loads(owner.recv_bytes())
-            _limit_time()
+            signal.setitimer(signal.ITIMER_PROF, request.get("cpu_s", 0.0))  # SIGPROF ends the process
             answer = compiler.answer(request) if request else {}
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             owner.send_bytes(json.dumps(answer).encode())
 
 
@@ -61,13 +61,6 @@ def _limit_memory() -> None:
     statm = Path("/proc/self/statm")
     used = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 2**31
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-
-
-def _limit_time() -> None:
-    """The next request may take CPU_S; SIGXCPU ends the process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + CPU_S + 1, hard))
 
 
 class _Vocabulary:

@@ -15,7 +15,7 @@ INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
 # Nothing above -2^63 is as near to it, as a float64; -2^63 itself overflows in llguidance.
 LOWEST = INT64_LOW + 1024
 NARROWED = 1e-9  # from an exclusive bound that could not be enforced otherwise
-MAX_STEP = 10**8  # of `multipleOf`, without its decimal point: an answer's state is the remainder
+MAX_STEP = 10**7  # of `multipleOf`, without its decimal point: an answer's state is the remainder
 # Without an upper bound llguidance needs a power of ten above the lower one, in 64 bits.
 OPEN_ENDED = 10**18
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")

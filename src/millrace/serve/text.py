@@ -51,7 +51,7 @@ MAX_EXTRA_BYTES = 64 * 1024  # of chat_template_kwargs
 _EXTRA = "chat_template_kwargs"
 # Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
 N_THREADS = 2
-N_LONG_GRAMMARS = 4  # threads: most of them wait for the one process that compiles long grammars
+N_GRAMMARS = 8  # threads for short ones, and as many for long ones: most of them wait for the process that compiles
 
 
 class Texts:
@@ -278,8 +278,8 @@ class TextBackend(Backend):
             model.tokenizer, model.chat_template, serving.settings.max_preparing, model.max_context,
             model.tokenizer_folder,
         )  # fmt: skip
-        self._grammars = Lane("grammar", serving.settings.max_preparing, N_THREADS)
-        self._long_grammars = Lane("grammar-long", serving.settings.max_preparing, N_LONG_GRAMMARS)
+        self._grammars = Lane("grammar", serving.settings.max_preparing, N_GRAMMARS)
+        self._long_grammars = Lane("grammar-long", serving.settings.max_preparing, N_GRAMMARS)
         self._answers = Lane("answers", self.capacity)  # those of the engine, which are not lost for want of a place
 
     @property
