@@ -110,11 +110,11 @@ def _check(schema: Schema, value: object) -> None:
 
 def _form(rng: Random) -> dict[str, Any]:
     if rng.random() < 0.8:
-        return {"json": _chained(rng) if rng.random() < 0.1 else _schema(rng, 2)}
+        return {"json": _chained(rng) if rng.random() < 0.1 else random_schema(rng, 2)}
     n = rng.choice(COUNTS)
     lark = [f'r{i}: "a" r{i + 1}{rng.choice(["", "?", "*", "{2,9}"])}' for i in range(n)]
     gbnf = [f'r{i} ::= "a" r{i + 1}' for i in range(n)]
-    inline = f"start: %json {json.dumps(_schema(rng, 1))}"
+    inline = f"start: %json {json.dumps(random_schema(rng, 1))}"
     grammars = [
         "\n".join(["start: r0", *lark, f"r{n}: /b/"]),
         "\n".join(["root ::= r0", *gbnf, f'r{n} ::= "b"']),
@@ -123,7 +123,7 @@ def _form(rng: Random) -> dict[str, Any]:
     return {"grammar": rng.choice(grammars)} if rng.random() < 0.7 else {"regex": rng.choice(PATTERNS)}
 
 
-def _schema(rng: Random, depth: int) -> Schema:
+def random_schema(rng: Random, depth: int) -> Schema:
     kinds = ["integer", "number", "string", "array", "object", "boolean", ["integer", "null"], "any"]
     schema: Schema = {"type": rng.choice(kinds)} if rng.random() < 0.9 else {}
     for key in BOUNDS:
@@ -136,19 +136,19 @@ def _schema(rng: Random, depth: int) -> Schema:
         schema["multipleOf"] = rng.choice(STEPS)
     if depth:
         if rng.random() < 0.3:
-            schema["properties"] = {f"k{i}": _schema(rng, 0) for i in range(rng.choice(COUNTS[:4]))}
+            schema["properties"] = {f"k{i}": random_schema(rng, 0) for i in range(rng.choice(COUNTS[:4]))}
         for key in ("items", "additionalProperties"):
             if rng.random() < 0.2:
-                schema[key] = _schema(rng, depth - 1)
+                schema[key] = random_schema(rng, depth - 1)
         for key in ("anyOf", "allOf", "oneOf", "prefixItems"):
             if rng.random() < 0.05:
-                schema[key] = [_schema(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+                schema[key] = [random_schema(rng, depth - 1) for _ in range(rng.randint(0, 3))]
     return schema
 
 
 def _chained(rng: Random) -> Schema:
     n, key = rng.choice(COUNTS), rng.choice(["$ref", "anyOf", "items", "allOf", "properties", "additionalProperties"])
-    whole: Schema = {"$ref": "#/$defs/a0", "$defs": {f"a{n}": _schema(rng, 0)}}
+    whole: Schema = {"$ref": "#/$defs/a0", "$defs": {f"a{n}": random_schema(rng, 0)}}
     for i in range(n):
         part: Any = {"$ref": f"#/$defs/a{(i * rng.choice((1, 1, 1, 7)) + 1) % (n + 1)}"}
         inner = part if key == "$ref" else {key: {"a": part} if key == "properties" else part}

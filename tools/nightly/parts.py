@@ -53,6 +53,7 @@ PROMTOOL = "tests/nightly/test_promtool.py"  # the distribution's: apt-get insta
 SPANS = "tests/serve/test_spans.py"
 RAISES = "tests/serve/inference/test_python_faults.py"
 OCR = "tests/nightly/test_ocr.py"
+JSON_SCHEMA = "tests/nightly/test_json_schema.py"
 ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
@@ -170,6 +171,11 @@ PARTS = (
         "answers", "examples/answers on all-MiniLM-L6-v2 and SmolLM2: guarded, found, answered and streamed",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", ANSWERS),
         files=(ANSWERS, "examples/answers", "src/millrace/serve/inference"),
+    ),
+    Part(
+        "json-schema", "random answers held to random schemas, validated by jsonschema",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", JSON_SCHEMA),
+        packages=("jsonschema==4.26.0",), files=(JSON_SCHEMA, "tests/fuzz/schemas.py", "src/millrace/runtime"),
     ),
     Part(
         "promtool", "the alerts of examples/monitoring by Prometheus' own tool",

@@ -256,8 +256,13 @@ def template(family: Family) -> Iterator[ChatTemplate]:
     template.close()
 
 
+@cache
+def format_of(source: str) -> ToolFormat:
+    return tool_format(source)
+
+
 def rendered(template: ChatTemplate, messages: Sequence[dict[str, object]], opens: bool = False) -> str:
-    said = with_tools(messages, TOOLS, tool_format(template.source))
+    said = with_tools(messages, TOOLS, format_of(template.source))
     return template.render(said, add_generation_prompt=opens, extra={"tools": TOOLS})
 
 
@@ -279,14 +284,14 @@ def read(of: ToolFormat, text: str, thoughts: Reasoning | None = None) -> tuple[
 
 
 def test_the_format_is_found(family: Family) -> None:
-    found = tool_format(family.template)
+    found = format_of(family.template)
     assert found.written == family.of.written and found.opens == family.of.opens
     assert found.native and found.tells is family.tells and found.single is (family.n_calls == 1)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_calls_are_written_read_and_held_to_alike(family: Family, template: ChatTemplate, n: int) -> None:
-    of, calls = tool_format(family.template), CALLS[:n]
+    of, calls = format_of(family.template), CALLS[:n]
     if n > family.n_calls:
         with pytest.raises(RequestError, match="single tool-calls"):
             rendered(template, [USER, asked(calls)])
@@ -316,7 +321,7 @@ def test_the_model_is_told_of_its_tools(family: Family, template: ChatTemplate) 
         assert "Be brief." in prompt
     names = re.findall(r'"name": "(get_weather|now)"', prompt)
     assert names == list(SCHEMAS), prompt
-    example = tool_format(family.template).written.calls([("name of the function", '{"name of an argument": ')])
+    example = format_of(family.template).written.calls([("name of the function", '{"name of an argument": ')])
     assert (example.partition('{"name of an argument"')[0] in prompt) is not family.tells
 
 

@@ -4,13 +4,14 @@ The templates have the shapes of public ones, shortened: only the frame of a tur
 """
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tool_calls import formats
-from millrace.checkpoint.tool_calls.families import GENERIC
+from millrace.checkpoint.tool_calls.families import GENERIC, ToolFormat
 from millrace.checkpoint.tool_calls.formats import tool_format
 from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.checkpoint.tool_calls.reader import Reader, joined
@@ -121,8 +122,13 @@ TALK: list[dict[str, object]] = [
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 
 
+@cache
+def format_of(source: str) -> ToolFormat:
+    return tool_format(source)
+
+
 def calls(source: str, text: str) -> tuple[str, list[tuple[str | None, str]]]:
-    reader = Reader(tool_format(source), None, tools=["find"])
+    reader = Reader(format_of(source), None, tools=["find"])
     said = joined(reader.push(text), reader.flush())
     return said.content, [(part.name, part.arguments) for part in said.calls]
 
@@ -130,7 +136,7 @@ def calls(source: str, text: str) -> tuple[str, list[tuple[str | None, str]]]:
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_call_is_read_in_the_format_that_the_template_writes(name: str) -> None:
     expected, source = NATIVE[name]
-    of = tool_format(source)
+    of = format_of(source)
     assert of.name == expected and of.native and of.tells and not of.single
     rendering = ChatTemplate(source, {})
     try:
