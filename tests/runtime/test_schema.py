@@ -50,6 +50,8 @@ NEUTRAL: list[Pair] = [
     *beside(OBJECT,
         {"propertyNames": {"type": "string"}}, {"propertyNames": True}, {"propertyNames": {}},
         {"propertyNames": {"type": ["null", "string"], "title": "a name", "minLength": 0}}, {"minProperties": 0},
+        {"propertyNames": {"type": "string", "format": "name", "maxLength": 2**40, "minItems": 3}},
+        {"if": TEXT, "then": {"minProperties": 0, "format": "x"}},
         {"maxProperties": 2**40}, {"dependentRequired": {}}, {"dependentRequired": {"b": ["a"], "c": []}},
         {"dependentSchemas": {}}, {"dependentSchemas": {"a": True, "b": {}}}, {"dependencies": {"b": ["a"]}},
         {"unevaluatedProperties": True}, {"unevaluatedProperties": {}}, {"if": TEXT}, {"then": TEXT, "else": TEXT},

@@ -21,7 +21,7 @@ LONGEST = 2**31  # characters, items or properties: no answer has as many
 TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 ANNOTATIONS = (
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
-    "contentEncoding", "contentMediaType", "contentSchema", "$vocabulary",
+    "contentEncoding", "contentMediaType", "contentSchema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor",
 )  # fmt: skip
 # Formats that llguidance enforces. Any other is an annotation (JSON Schema 2020-12, Validation 7.2.1).
 FORMATS = frozenset(
@@ -156,8 +156,7 @@ def _simplify_sizes(schema: Schema, types: frozenset[str], path: str, refuse: Re
         assert isinstance(value, int)
         if value < 0:
             raise refuse(f'"{key}" at {path} is {value!s:.40}', "0 or more", "")
-        neutral = value >= LONGEST if key.startswith("max") else value == 0
-        if neutral or applies_to not in types:
+        if _is_neutral(key, value) or applies_to not in types:
             del schema[key]
         elif value >= LONGEST:
             raise refuse(f'"{key}" at {path} is {value!s:.40}', f"less than {LONGEST}", "")
@@ -195,8 +194,23 @@ def _remove_neutral(root: Schema, schema: Schema, types: frozenset[str]) -> None
 
 
 def is_true(schema: object) -> bool:
-    """Everything meets the schema: only annotations and unknown keywords are in it."""
-    return schema is True or (isinstance(schema, dict) and not schema.keys() & _RESTRICTING)
+    """Everything meets the schema: only annotations, unknown keywords and neutral values are in it."""
+    return schema is True or (isinstance(schema, dict) and not _left(schema))
+
+
+def _left(schema: Schema) -> set[str]:
+    """Return the keywords of a schema that restrict, apart from those whose values are neutral."""
+    copy = dict(schema)
+    _remove_annotations(copy)
+    for key, applies_to in _SIZES.items():
+        value, types = copy.get(key), _types(copy)
+        if applies_to not in types or (isinstance(value, int | float) and _is_neutral(key, value)):
+            copy.pop(key, None)
+    return copy.keys() & _RESTRICTING
+
+
+def _is_neutral(size: str, value: float) -> bool:
+    return value >= LONGEST if size.startswith("max") else value == 0
 
 
 def _is_false(schema: object) -> bool:
@@ -210,7 +224,7 @@ def _allows_strings(root: Schema, schema: object) -> bool:
         schema = resolved(root, schema["$ref"])
     if not isinstance(schema, dict):
         return schema is True
-    left = {key for key in schema.keys() & _RESTRICTING if not (key == "minLength" and schema[key] == 0)}
+    left = _left(schema)
     return not left or (left == {"type"} and "string" in _types(schema))
 
 
