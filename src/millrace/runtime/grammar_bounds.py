@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from millrace.runtime.schema import subschemas
 from millrace.runtime.schema_numbers import Refuse, Schema
 
-MAX_CHAIN = 500  # schemas, rules or terminals that lead to one another
+MAX_CHAIN = 1000  # schemas, rules or terminals that lead to one another
 MAX_PROPERTIES = 500  # of one object
 MAX_ALL_PROPERTIES = 2000  # of all objects of a schema, or of a grammar's schemas together
 MAX_RULES = 1000  # rules and terminals of a grammar
+MAX_GBNF_RULES = 500  # reading GBNF takes time in proportion to the square of their number
 
 T = TypeVar("T")
 # Possessive: a text without an end is not tried again shorter.
@@ -68,10 +69,10 @@ def check_lark(lark: str, refuse: Refuse) -> None:
         pass
 
 
-def check_rules(n: int, refuse: Refuse) -> None:
+def check_rules(n: int, refuse: Refuse, most: int = MAX_RULES) -> None:
     """Check a grammar's number of rules. raises RequestError"""
-    if n > MAX_RULES:
-        raise refuse(f"it has more than {MAX_RULES} rules and terminals", "fewer", "")
+    if n > most:
+        raise refuse(f"it has more than {most} rules and terminals", "fewer", "")
 
 
 def with_schemas(lark: str, rewrite: Callable[[Schema], Schema]) -> str:

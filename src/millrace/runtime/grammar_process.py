@@ -25,7 +25,7 @@ from millrace.runtime.structured import StructuredOutputsParams
 
 T = TypeVar("T")
 _WORKER = Path(__file__).with_name("grammar_worker.py")
-SHORT_CPU_S, LONG_CPU_S = 0.15, 2.0
+SHORT_CPU_S, LONG_CPU_S = 0.15, 3.0
 _TIMEOUT_S = 60.0  # on a machine so busy that the limit of CPU time is not reached before
 _THREAD_STACK_BYTES = 2 * STACK_BYTES
 _stack_size = threading.Lock()  # Python has one setting for all threads

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from millrace.runtime.endings import check_ending
-from millrace.runtime.grammar_bounds import check_lark, check_properties, check_rules, check_schema, with_schemas
+from millrace.runtime.grammar_bounds import (
+    MAX_GBNF_RULES,
+    check_lark,
+    check_properties,
+    check_rules,
+    check_schema,
+    with_schemas,
+)
 from millrace.runtime.schema import simplify
 from millrace.runtime.schema_numbers import Schema
 from millrace.runtime.structured import StructuredOutputsParams
@@ -88,7 +95,7 @@ def _grammar(params: StructuredOutputsParams, text: str) -> str:
     if _TEMPERATURE.search(text):
         what = "its grammar has a rule with a temperature, which is not supported"
         raise params.refused(what, "rules without", "send the request's own temperature")
-    check_rules(text.count("::="), params.refused)  # reading GBNF takes time in proportion to the square of that
+    check_rules(text.count("::="), params.refused, MAX_GBNF_RULES)
     lark = grammar_from("grammar", text)
     check_lark(lark, params.refused)
     n_properties = 0
