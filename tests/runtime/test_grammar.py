@@ -211,6 +211,15 @@ def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatc
     assert [source.split("/")[1] for source in compiled] == ["a", "b", "c", "b"] and len(known._kept) == 2
 
 
+def test_what_is_kept_is_bounded_by_its_length(monkeypatch: pytest.MonkeyPatch, fake: Grammars) -> None:
+    monkeypatch.setattr(grammar, "MAX_KEPT_CHARACTERS", 1000)
+    for letter in "abcde":
+        fake.matchers(StructuredOutputsParams(regex=letter * 300), 1)
+    assert len(fake._kept) == 2
+    fake.matchers(StructuredOutputsParams(regex="f" * 2000), 1)
+    assert len(fake._kept) == 1, "the last one is kept, however long it is"
+
+
 def test_several_threads_compile_at_once() -> None:
     known, failed = Grammars(FakeTokenizer(), VOCAB, [EOS]), list[BaseException]()
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_KEPT = 64  # compiled grammars
+MAX_KEPT_CHARACTERS = 2**20  # of their sources: they take up to 60 bytes for each
 MAX_THREADS = 4  # for the masks of a step
 ALL = np.uint32(0xFFFFFFFF)
 
@@ -190,10 +191,16 @@ class Grammars:
             known = _Compiled(key, *self._checked(asked, text))
             with self._lock:
                 self._kept[key] = known
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+                self._forget()
         held = _Held(asked, known)
         return [Matcher(held, thoughts) for _ in range(n)]
+
+    def _forget(self) -> None:
+        """Forget the least recently used forms beyond the bounds of what is kept."""
+        n = sum(len(compiled.source) for compiled in self._kept.values())
+        while len(self._kept) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._kept) > 1):
+            _, compiled = self._kept.popitem(last=False)
+            n -= len(compiled.source)
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
         """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
@@ -286,8 +293,9 @@ class Grammars:
                 self._why_not = shortened(str(error))
                 return
             self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
-            special = {token: vocabulary.tokens[token] for token in vocabulary.special_token_ids}
-            self._process = GrammarProcess(self._vocab_size, special, self._ends, vocabulary.bos_token_id)
+            if self._process is None:
+                special = {token: vocabulary.tokens[token] for token in vocabulary.special_token_ids}
+                self._process = GrammarProcess(self._vocab_size, special, self._ends, vocabulary.bos_token_id)
             self._process.start()
             self._vocabulary = ready
 
