@@ -53,7 +53,7 @@ PATTERNS = [
     "(((a{9}){9}){9}){9}",
     "[^",
     "(?=a)",
-    "\\p{L}+",
+    "[a-zé]+",
     "(" * 60 + ")" * 60,
 ]
 BOUNDS: dict[str, Callable[[float, float], bool]] = {
