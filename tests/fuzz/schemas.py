@@ -69,6 +69,20 @@ KEYWORDS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+OTHERS = [
+    "type",
+    "multipleOf",
+    "properties",
+    "items",
+    "required",
+    "anyOf",
+    "patternProperties",
+    "$defs",
+    "$schema",
+    "$id",
+]
+
+
 def structured(folder: Path) -> Case:
     words = tokenizer()
     assert words.eos_token_id is not None
@@ -112,7 +126,10 @@ def _check(schema: Schema, value: object) -> None:
 
 def _form(rng: Random) -> dict[str, Any]:
     if rng.random() < 0.8:
-        return {"json": _chained(rng) if rng.random() < 0.1 else random_schema(rng, 2)}
+        schema = _chained(rng) if rng.random() < 0.1 else random_schema(rng, 2)
+        if rng.random() < 0.2:
+            schema[rng.choice([*KEYWORDS, *BOUNDS, *OTHERS])] = rng.choice(["x", True, None, [], {}, [5], {"a": 5}, 5])
+        return {"json": schema}
     n = rng.choice(COUNTS)
     lark = [f'r{i}: "a" r{i + 1}{rng.choice(["", "?", "*", "{2,9}"])}' for i in range(n)]
     gbnf = [f'r{i} ::= "a" r{i + 1}' for i in range(n)]

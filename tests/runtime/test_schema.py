@@ -125,6 +125,19 @@ def test_what_restricts_and_cannot_be_enforced_is_refused(schema: dict[str, Any]
     assert error.value.param == "guided_json"
 
 
+@pytest.mark.parametrize("key", [
+    "type", "minimum", "multipleOf", "minLength", "required", "properties", "items", "allOf", "enum", "contains",
+    "dependentRequired", "propertyNames", "if", "maxContains", "$ref", "$schema", "format", "exclusiveMinimum",
+])  # fmt: skip
+def test_a_value_of_a_wrong_type_is_the_clients_mistake(grammars: Grammars, key: str) -> None:
+    for value in ("x", True, None, [], {}, [5], {"a": 5}, 1.5):
+        schema = {"type": ["object", "array", "number"], "contains": {}, "minContains": 0, key: value}
+        try:
+            grammars.matchers(StructuredOutputsParams(json=schema), 1)
+        except RequestError as error:
+            assert "cannot be compiled" not in error.what, (key, value, error)
+
+
 def test_only_what_the_root_leads_to_is_looked_at() -> None:
     unused = {"$defs": {"a": {**ARRAY, "uniqueItems": True}}, **TEXT}
     assert simplified(unused) == unused

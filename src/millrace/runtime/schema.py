@@ -48,7 +48,7 @@ def simplify(root: Schema, refuse: Refuse) -> None:
     steps: set[Decimal] = set()
     for schema, path in reachable(root):
         _simplify_one(root, schema, path, refuse, combines)
-        if "multipleOf" in schema:
+        if is_number(schema.get("multipleOf")):
             steps.add(Decimal(repr(schema["multipleOf"])))
     if combines and len(steps) > 1:
         check_steps(steps, refuse)
@@ -229,7 +229,8 @@ def _allows_strings(root: Schema, schema: object) -> bool:
 
 
 def _counts_freely(schema: Schema) -> bool:
-    return schema.get("minContains") == 0 and ("maxContains" not in schema or schema["maxContains"] >= LONGEST)
+    most = schema.get("maxContains", LONGEST)
+    return schema.get("minContains") == 0 and isinstance(most, int | float) and most >= LONGEST
 
 
 def _depends_on_nothing(schema: Schema, rules: object) -> bool:
