@@ -1,9 +1,10 @@
 """Grammars that answers are held to, through llguidance: what may come next, as a mask over the vocabulary.
 
 Compiling takes from a millisecond to some 400. It is done before a request is submitted, in the caller's thread and
-never in the engine's: first by another process, which a hostile form may end (`grammar_process.py`), then here. Compiled
-forms are kept by their digest. The engine's thread gives each answer's `Matcher` the sampled tokens, and requests the
-masks of all rows of a step in one call: while the step runs, if it leaves cores for that, otherwise before it.
+never in the engine's: first by another process, which a hostile form may end (`grammar_process.py`), then here.
+Compiled forms are kept by their digest. The engine's thread gives each answer's `Matcher` the sampled tokens, and
+requests the masks of all rows of a step in one call: while the step runs, if it leaves cores for that, otherwise
+before it.
 
 When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
 with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
