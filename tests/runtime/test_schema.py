@@ -116,6 +116,7 @@ RESTRICTS: list[tuple[dict[str, Any], str]] = [
     ({"const": 2**53 + 1}, "9007199254740993"), ({"enum": ["a", [{"b": 2**53 + 1}]]}, "9007199254740993"),
     ({"const": float(2**53)}, "exactly"), ({"const": -(2**63)}, "exactly"), ({"enum": [1e300]}, "exactly"),
     ({"type": "integer", "maximum": 2**64}, '"maximum"'), ({"minimum": 2**53 + 1}, '"minimum"'),
+    ({"type": "integer", "minimum": "x", "exclusiveMinimum": 0}, "'x'"), ({"maximum": True}, "is True"),
     ({"exclusiveMinimum": 2**53 + 2}, "exclusiveMinimum"),
 ]  # fmt: skip
 

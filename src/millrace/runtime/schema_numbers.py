@@ -44,7 +44,9 @@ class Bounds:
             elif isinstance(schema.get(exclusive), bool):
                 del schema[exclusive]
         for key in (*LOWER, *UPPER):
-            if is_number(schema.get(key)):
+            if key in schema and not is_number(schema[key]):
+                raise self._refuse(f'"{key}" at {self._path} is {schema[key]!r:.60}', "a number", "")
+            if key in schema:
                 schema[key] = self._exact(key, schema[key])
         if "number" in types:
             self._narrow_reals()
