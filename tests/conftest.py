@@ -30,6 +30,7 @@ KNOWN = {
     "scikit-learn and skops are not installed": "`make nightly`, part sklearn",
     "tensorflow is not installed": "`make nightly`, part tensorflow",
     "xgboost is not installed": "`make nightly`, part xgboost",
+    "jsonschema is not installed": "`make nightly`, part json-schema",
     "promtool is not installed": "`make nightly`, part promtool",
     "OpenTelemetry's SDK is not installed": "`make nightly`, part opentelemetry",
     "rapidocr-onnxruntime is not installed": "`make nightly`, part ocr",

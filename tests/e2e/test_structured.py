@@ -12,10 +12,12 @@ import pytest
 from pydantic import BaseModel, Field
 
 from millrace import LLM, SamplingParams, StructuredOutputsParams
+from millrace.errors import RequestError
 from millrace.runtime.grammar import Grammars
 from tests.e2e.live import MODEL, Live
 
 HELLO: Any = [{"role": "user", "content": "Tell me of an animal."}]
+ANY = {"type": "any"}
 
 
 class Leg(BaseModel, extra="forbid"):
@@ -127,10 +129,10 @@ def test_grammars_are_compiled_beside_the_engine_and_the_event_loop(
     """While one is being compiled, others are answered; and it is compiled once."""
     compile_one, threads, may_go_on = Grammars._compiled, list[str](), threading.Event()
 
-    def held_up(self: Grammars, asked: StructuredOutputsParams, text: str) -> Any:
+    def held_up(self: Grammars, source: str) -> Any:
         threads.append(threading.current_thread().name)
         assert may_go_on.wait(20)
-        return compile_one(self, asked, text)
+        return compile_one(self, source)
 
     monkeypatch.setattr(Grammars, "_compiled", held_up)
     body = {"messages": HELLO, "max_tokens": 4, "guided_regex": "never asked[ab]"}
@@ -144,6 +146,91 @@ def test_grammars_are_compiled_beside_the_engine_and_the_event_loop(
         assert held.result().status_code == 200
     assert tiny.post("/v1/chat/completions", body).status_code == 200
     assert len(threads) == 1 and threads[0].startswith("millrace-grammar")
+
+
+def chained(link: dict[str, Any], n: int = 1200) -> dict[str, Any]:
+    """Some 37 KB: each schema refers to the next."""
+    parts = {f"a{i}": json.loads(json.dumps(link).replace("NEXT", f"#/$defs/a{i + 1}")) for i in range(n)}
+    return {"$ref": "#/$defs/a0", "$defs": {**parts, f"a{n}": {"type": "string"}}}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "bounds beyond int64": {"type": "integer", "minimum": -1e30, "maximum": -1e20},
+    "integers beyond int64": {"type": "integer", "minimum": -(2**70), "maximum": -(2**64)},
+    "a chain of anyOf": chained({"anyOf": [{"$ref": "NEXT"}, {"type": "null"}]}),
+    "a chain of items": chained({"type": "array", "items": {"$ref": "NEXT"}}),
+    "3,000 keys": {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(3000)}},
+}
+
+
+def in_every_protocol(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Bodies of the endpoints that take a schema, or a tool that has to be called."""
+    form = {"name": "x", "schema": schema}
+    parts = {name: schema[name] for name in ("$defs",) if name in schema}
+    tool = {"type": "object", "properties": {"x": {k: v for k, v in schema.items() if k != "$defs"}}, **parts}
+    function = {"type": "function", "function": {"name": "f", "parameters": tool}}
+    return [
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": form}}),
+        ("/v1/chat/completions", {"guided_json": schema}),
+        ("/v1/chat/completions", {"guided_grammar": f"start: %json {json.dumps(schema)}"}),
+        ("/v1/chat/completions", {"tools": [function], "tool_choice": "required"}),
+        ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_schema", **form}}}),
+        ("/api/chat", {"format": schema, "stream": False}),
+        ("/v1/messages", {"max_tokens": 4, "tools": [{"name": "f", "input_schema": tool}], "tool_choice": ANY}),
+    ]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_an_error_of_its_request_in_every_protocol(tiny: Live, name: str) -> None:
+    for path, fields in in_every_protocol(HOSTILE[name]):
+        if "tools" in fields and len(json.dumps(fields)) > 2000:
+            continue  # longer than the context of `tiny`
+        messages = {} if "input" in fields else {"messages": HELLO}
+        reply = tiny.post(path, {"model": MODEL, **messages, **fields})
+        assert reply.status_code == 400, (path, reply.text)
+        assert re.search(r"exactly|chain of more than|3000 properties", reply.text), (path, reply.text)
+    assert tiny.post("/v1/chat/completions", {"messages": HELLO, "guided_regex": "[ab]"}).status_code == 200
+
+
+def test_a_hostile_schema_is_an_error_of_its_request_in_python() -> None:
+    with LLM("tiny", precision="w4a8", evaluate=False, tune=0) as llm:
+        for schema in HOSTILE.values():
+            with pytest.raises(RequestError, match=r"exactly|chain of more than|3000 properties"):
+                llm.generate("A", SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+        (output,) = llm.generate("A", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]")))
+        assert output.outputs[0].text in ("a", "b")
+
+
+def one_of(**field: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": field}, "required": ["a"], "additionalProperties": False}
+
+
+ACCEPTED: list[tuple[dict[str, Any], str]] = [
+    (one_of(type="string", format="password", maxLength=5), r'{"a": ".*"}'),
+    (one_of(type="array", items={"type": "boolean"}, maxItems=2, uniqueItems=False), r'{"a": \[.*\]}'),
+    ({**one_of(type="boolean"), "propertyNames": {"type": "string"}}, r'{"a": (true|false)}'),
+    (one_of(type="integer", minimum=-(2**53), maximum=2**53 + 2), r'{"a": -?[0-9]{1,16}}'),
+    (one_of(const=2**53 + 2), r'{"a": 9007199254740994}'),
+]
+
+
+@pytest.mark.parametrize("schema, pattern", ACCEPTED, ids=lambda part: str(part)[35:70])
+def test_keywords_that_restrict_nothing_are_accepted(tiny: Live, schema: dict[str, Any], pattern: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"messages": HELLO, "response_format": form, "max_tokens": 120, "n": 4, "seed": 7, "temperature": 0.9}
+    reply = tiny.post("/v1/chat/completions", asked)
+    assert reply.status_code == 200, reply.text
+    for choice in reply.json()["choices"]:
+        if choice["finish_reason"] == "stop":
+            assert re.fullmatch(pattern, choice["message"]["content"]), choice
+
+
+def test_bounds_that_are_no_float64_are_refused(tiny: Live) -> None:
+    schema = one_of(type="integer", minimum=2**53 + 1, maximum=2**53 + 3)
+    for path, fields in in_every_protocol(schema):
+        messages = {} if "input" in fields else {"messages": HELLO}
+        reply = tiny.post(path, {"model": MODEL, **messages, **fields})
+        assert reply.status_code == 400 and "9007199254740993" in reply.text, (path, reply.text)
 
 
 def test_what_cannot_be_held_to_is_the_clients_mistake(tiny: Live) -> None:

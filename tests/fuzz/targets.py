@@ -29,6 +29,7 @@ from tests.fuzz.driver import Case
 from tests.fuzz.gpu_engines import gpu_engines
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import SENTENCES, write_checkpoint, write_encoder
+from tests.fuzz.schemas import structured
 from tests.fuzz.tensor_models import pbtxt, tensors
 from tests.support.compressed_files import Kind, write_compressed
 from tests.support.networks import encoder, packed, texts
@@ -266,5 +267,17 @@ def requests(folder: Path) -> Case:
 
 TARGETS = {
     f.__name__: f"{f.__module__}:{f.__name__}"
-    for f in (safetensors, gguf, config, sentences, tokenizer, program, gpu_engines, requests, pbtxt, tensors)
+    for f in (
+        safetensors,
+        gguf,
+        config,
+        sentences,
+        tokenizer,
+        program,
+        gpu_engines,
+        requests,
+        pbtxt,
+        tensors,
+        structured,
+    )
 }

@@ -27,6 +27,7 @@ CASES = {
     "requests": 600,
     "pbtxt": 200,
     "tensors": 300,
+    "structured": 120,
 }
 
 

@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.generate import CompletionOutput
+from millrace.runtime.grammar_process import GrammarProcess
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
@@ -271,7 +273,15 @@ def make_loop(
     defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
     executor = FakeExecutor(of, before_run, depth)
     found = None if tier is None else fake_tier(executor, tier)
-    return EngineLoop(executor, FakeTokenizer(), defaults, clock, budget, prefix_cache, policy, found)
+    loop = EngineLoop(executor, FakeTokenizer(), defaults, clock, budget, prefix_cache, policy, found)
+    loop.grammars._process = compiling()
+    return loop
+
+
+@cache
+def compiling() -> GrammarProcess:
+    """The process in which grammars are compiled, one for all loops: it starts with the first grammar."""
+    return GrammarProcess(VOCAB, {EOS: FakeTokenizer().token_bytes(EOS)}, [EOS], FakeTokenizer().bos_token_id)
 
 
 def fake_tier(executor: FakeExecutor, path: Path) -> Tier:

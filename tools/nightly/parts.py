@@ -40,7 +40,7 @@ class Part:
 
 ISAS = ("amx", "avx512", "avx2", "scalar")  # that kernels are built for
 FUZZ_CASES = 100_000
-SLOW_CASES = {"gpu_engines": 10_000}  # that load a model and compute a step: 60 a second
+SLOW_CASES = {"gpu_engines": 10_000, "structured": 20_000}  # 60 to 100 a second
 # Of a language model's answers, from its file to the kernels; and served, from the socket on.
 ENGINES = ("src/millrace/checkpoint", "src/millrace/compile", "src/millrace/engine", "src/millrace/graph",
            "src/millrace/kernels", "src/millrace/model", "native")  # fmt: skip
@@ -59,6 +59,7 @@ PROMTOOL = "tests/nightly/test_promtool.py"  # the distribution's: apt-get insta
 SPANS = "tests/serve/test_spans.py"
 RAISES = "tests/serve/inference/test_python_faults.py"
 OCR = "tests/nightly/test_ocr.py"
+JSON_SCHEMA = "tests/nightly/test_json_schema.py"
 ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
@@ -126,7 +127,7 @@ def _marked(mark: str) -> tuple[str, ...]:
 
 DRAWN_OF_SERVE = _holding("@given", "tests/serve")
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "gpu_engines", "requests", "pbtxt",
-           "tensors")  # fmt: skip
+           "tensors", "structured")  # fmt: skip
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
     "dspy", "aiperf", "guidellm", "lm-eval", "anthropic", "ollama",
@@ -194,6 +195,11 @@ PARTS = (
         "answers", "examples/answers on all-MiniLM-L6-v2 and SmolLM2: guarded, found, answered and streamed",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", ANSWERS),
         files=(ANSWERS, "examples/answers", "src/millrace/serve/inference"),
+    ),
+    Part(
+        "json-schema", "random answers held to random schemas, validated by jsonschema",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", JSON_SCHEMA),
+        packages=("jsonschema==4.26.0",), files=(JSON_SCHEMA, "tests/fuzz/schemas.py", "src/millrace/runtime"),
     ),
     Part(
         "promtool", "the alerts of examples/monitoring by Prometheus' own tool",

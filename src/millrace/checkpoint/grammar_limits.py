@@ -14,11 +14,16 @@ LEXER_STATES = 20_000  # of 1 to 2 KB each
 GRAMMAR_SIZE = 250_000  # symbols
 
 
+def limits() -> dict[str, int | bool]:
+    """Return the limits by llguidance's names."""
+    return {
+        "initial_lexer_fuel": LEXER_FUEL, "step_lexer_fuel": STEP_FUEL, "step_max_items": STEP_ITEMS,
+        "max_lexer_states": LEXER_STATES, "max_grammar_size": GRAMMAR_SIZE, "verbose_errors": False,
+    }  # fmt: skip
+
+
 def parser_limits() -> "LLParserLimits":
-    """raises ImportError where llguidance is not there"""
+    """Return the limits as llguidance takes them."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(
-        initial_lexer_fuel=LEXER_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS,
-        max_lexer_states=LEXER_STATES, max_grammar_size=GRAMMAR_SIZE, verbose_errors=False,
-    )  # fmt: skip
+    return LLParserLimits(**limits())

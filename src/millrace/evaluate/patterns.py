@@ -30,9 +30,6 @@ class Pattern:
             raise _refused(where, f"has {len(expression):,} characters", f"at most {_MAX_CHARACTERS:,}")
         try:
             _compiled(expression)
-        except ImportError:
-            what = f"{where} has a regular expression, which needs llguidance, and that is not installed"
-            raise ConfigError(what, "the extra `grammar`", "pip install 'millrace[grammar]'") from None
         except ValueError as error:
             raise _refused(where, str(error)) from None
         self._expression = expression

@@ -1,9 +1,10 @@
 """Grammars that answers are held to, through llguidance: what may come next, as a mask over the vocabulary.
 
-Compiling takes from a millisecond to some 100: it is done before a request is submitted, in the caller's thread
-(the server has some for it) and never in the engine's; what was compiled is kept by its digest. The engine's thread
-tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call: computed
-while the step runs, where it leaves cores for that, else before it.
+Compiling takes from a millisecond to some 400. It is done before a request is submitted, in the caller's thread and
+never in the engine's: first by another process, which a hostile form may end (`grammar_process.py`), then here.
+Compiled forms are kept by their digest. The engine's thread gives each answer's `Matcher` the sampled tokens, and
+requests the masks of all rows of a step in one call: while the step runs, if it leaves cores for that, otherwise
+before it.
 
 When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
 with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
@@ -14,8 +15,6 @@ has for all. So what was compiled is forgotten then, and requests that had it go
 """
 
 import hashlib
-import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,32 +29,18 @@ from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.machine.cpu import usable_cores
-from millrace.runtime.endings import check_ending
+from millrace.runtime.grammar_process import GrammarProcess, in_deep_stack
+from millrace.runtime.grammar_source import LIMITED, shortened, stopped_because
+from millrace.runtime.grammar_source import in_one_layout as in_one_layout
 from millrace.runtime.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_KEPT = 64  # compiled grammars
+MAX_KEPT_CHARACTERS = 2**20  # of their sources: they take up to 60 bytes for each
 MAX_THREADS = 4  # for the masks of a step
-# As json.dumps writes: one space behind commas and colons. Free white space could go on until max_tokens.
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Where one text has to come, llguidance would allow only the token with which the tokenizer spells it. It would ask
-# that for each mask, under the interpreter's lock, and it asks in text, which half a character is not.
-NO_FORCING = '%llguidance {"no_forcing": true}'
 ALL = np.uint32(0xFFFFFFFF)
-DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
-LIMITED = "what an answer can be held to, within the limits"
-NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
-MAX_WHY = 200  # characters of each part of what llguidance says
-# Of a rule's attributes. llguidance leaves that to whoever samples, and says nothing; a row has one temperature.
-_TEMPERATURE = re.compile(
-    r"""^[ \t]*+[?!]?[\w.-]++[ \t]*+\[\s*+
-    (?:(?!temperature\b)[a-z_]++(?:\s*+=\s*+(?:"[^"\n]*+"|[^,\]"\n]++))?\s*+,\s*+)*+
-    temperature\s*+=""",
-    re.MULTILINE | re.VERBOSE,
-)
-_OUR_PLACE = re.compile(r"^at 1\(8\): ")  # behind `start: `, which clients who send no grammar have not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +63,7 @@ class _Compiled:
     """What answers begin with: copies of `matcher`, which share its lexer."""
 
     key: bytes
+    source: str  # llguidance's Lark
     matcher: "LLMatcher"
     is_own: bool = False  # one request's: where its lexer gives up, the request is to blame
 
@@ -94,7 +80,6 @@ class _Held:
     """The answers of one request. compiled: what they begin with; another one, where that has given up meanwhile"""
 
     asked: StructuredOutputsParams
-    text: str
     compiled: _Compiled
 
 
@@ -130,18 +115,19 @@ class Matcher:
         """Tokens of the gap with at most so many characters."""
         return [] if self._thoughts is None else [i for i, n in self._thoughts.gap.items() if n <= n_most]
 
-    def restart(self, compiled: Callable[[StructuredOutputsParams, str], "LLMatcher"]) -> None:
+    def restart(self, compiled: Callable[[str], "LLMatcher"]) -> None:
         """Get to the same place with a lexer that is the request's own."""
         held = self._held
         if not held.compiled.is_own:  # none of its other answers has done so
-            held.compiled = _Compiled(held.compiled.key, compiled(held.asked, held.text), is_own=True)
+            source = held.compiled.source
+            held.compiled = _Compiled(held.compiled.key, source, compiled(source), is_own=True)
         self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
         self.guide.consume_tokens(self._taken)
 
     @property
     def why(self) -> str:
         """The answer cannot be gone on with: what happened. "" where it can, or is complete."""
-        return _why(self.guide)
+        return stopped_because(self.guide)
 
     @property
     def fault(self) -> RequestError | None:
@@ -179,6 +165,7 @@ class Grammars:
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
+        self._process: GrammarProcess | None = None
         self._why_not = ""  # there is no vocabulary
         self._beside = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
         self._filling = Future[None]()  # by it, the last time
@@ -202,13 +189,19 @@ class Grammars:
             if known is not None:
                 self._kept.move_to_end(key)
         if known is None:
-            known = _Compiled(key, self._checked(asked, text))
+            known = _Compiled(key, *self._checked(asked, text))
             with self._lock:
                 self._kept[key] = known
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-        held = _Held(asked, text, known)
+                self._forget()
+        held = _Held(asked, known)
         return [Matcher(held, thoughts) for _ in range(n)]
+
+    def _forget(self) -> None:
+        """Forget the least recently used forms beyond the bounds of what is kept."""
+        n = sum(len(compiled.source) for compiled in self._kept.values())
+        while len(self._kept) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._kept) > 1):
+            _, compiled = self._kept.popitem(last=False)
+            n -= len(compiled.source)
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
         """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
@@ -267,56 +260,56 @@ class Grammars:
                     del self._kept[compiled.key]
         return [row for row, matcher in enumerate(matchers) if matcher.compiled in given_up]
 
-    def _compiled(self, asked: StructuredOutputsParams, text: str) -> "LLMatcher":
-        vocabulary = self._opened(asked)
+    def _compiled(self, source: str) -> "LLMatcher":
+        """Compile what the other process has survived."""
         from llguidance import LLMatcher
 
-        return LLMatcher(vocabulary, _source(asked, text), log_level=0, limits=parser_limits())
+        vocabulary = self._vocabulary
+        assert vocabulary is not None, "a grammar before its vocabulary"
+        return in_deep_stack(lambda: LLMatcher(vocabulary, source, log_level=0, limits=parser_limits()))
 
-    def _checked(self, asked: StructuredOutputsParams, text: str) -> "LLMatcher":
-        """raises RequestError"""
-        matcher = self._compiled(asked, text)
+    def _checked(self, asked: StructuredOutputsParams, text: str) -> tuple[str, "LLMatcher"]:
+        """Return the Lark grammar of a request, and what it was compiled to. raises RequestError"""
+        process = self._opened(asked)
+        source = process.lark(asked, text)
+        matcher = self._compiled(source)
         first = matcher.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
-        warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
-        if warnings:  # of what would be ignored
-            raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
-        if why := _why(first):
+        if why := stopped_because(first):
             raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
-        check_ending(asked, text, _source(asked, text))
-        return matcher
+        return source, matcher
 
     def prepare(self) -> None:
-        """The vocabulary, as llguidance takes it: some 0.2 s for a large one, once. Nothing without the library."""
+        """Make the vocabulary as llguidance takes it, some 0.2 s for a large one, and start the compiling process."""
         with self._opening:
-            if self._vocabulary is not None or not self._ends:
+            if self._vocabulary is not None or self._why_not or not self._ends:
                 return
-            try:
-                from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
-            except ImportError:
-                return
-            wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._ends))
-            try:
-                self._vocabulary = LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._ends)
-            except ValueError as error:
-                self._why_not = _short(str(error))
-            self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
+            from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
-    def _opened(self, asked: StructuredOutputsParams) -> "LLTokenizer":
-        """raises RequestError where the model or the machine cannot hold an answer to anything"""
+            vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._ends)
+            try:
+                ready = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._ends)
+            except ValueError as error:
+                self._why_not = shortened(str(error))
+                return
+            self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
+            if self._process is None:
+                special = {token: vocabulary.tokens[token] for token in vocabulary.special_token_ids}
+                self._process = GrammarProcess(self._vocab_size, special, self._ends, vocabulary.bos_token_id)
+            self._process.start()
+            self._vocabulary = ready
+
+    def _opened(self, asked: StructuredOutputsParams) -> GrammarProcess:
+        """raises RequestError if the model cannot hold an answer to anything"""
         self.prepare()
-        if self._vocabulary is not None:
-            return self._vocabulary
+        if self._process is not None:
+            return self._process
         if not self._ends:
             what = "this model has no end-of-text token, so that such an answer could not end"
             raise asked.refused(what, "a model with one", "choose another model")
-        if self._why_not:
-            what = f"this model's vocabulary cannot be used for it: {self._why_not}"
-            raise asked.refused(what, "a vocabulary that llguidance reads", "choose another model")
-        what = "it needs llguidance, which is not installed"
-        mend = "pip install 'millrace[grammar]', or llguidance itself, where the model runs"
-        raise asked.refused(what, "the extra `grammar`", mend)
+        what = f"this model's vocabulary cannot be used for it: {self._why_not}"
+        raise asked.refused(what, "a vocabulary that llguidance reads", "choose another model")
 
 
 class _Vocabulary:
@@ -331,57 +324,3 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Of a text that has to come; nobody asks where nothing is forced."""
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
-
-
-def _why(guide: "LLMatcher") -> str:
-    """It cannot be gone on with: what happened. "" where it can, or is complete."""
-    if not guide.is_stopped():
-        return ""
-    error = guide.get_error()
-    return NOTHING_FOLLOWS if error.startswith(DEAD_END) else _short(error)
-
-
-def _source(asked: StructuredOutputsParams, text: str) -> str:
-    """It as llguidance's Lark. raises RequestError"""
-    from llguidance import grammar_from, regex_to_lark
-
-    try:
-        match asked.kind:
-            case "regex":
-                lark = f"start: /{regex_to_lark(text)}/"
-            case "choice":
-                lark = grammar_from("choice", text)
-            case "grammar":
-                if _TEMPERATURE.search(text):
-                    what = "its grammar has a rule with a temperature, which is not supported"
-                    raise asked.refused(what, "rules without", "send the request's own temperature")
-                lark = grammar_from("grammar", text)
-            case _:
-                lark = f"start: %json {json.dumps(in_one_layout(json.loads(text)))}"
-    except ValueError as error:
-        raise asked.refused(
-            f"its {asked.kind} cannot be read: {_short(str(error))}", "what its syntax allows"
-        ) from None
-    return f"{lark}\n{NO_FORCING}\n"
-
-
-def in_one_layout(schema: Mapping[str, object]) -> dict[str, object]:
-    """A schema whose JSON is written in one way. `lenient` would have keywords ignored."""
-    said = schema.get("x-guidance")
-    return {**schema, "x-guidance": {**LAYOUT, **(said if isinstance(said, dict) else {}), "lenient": False}}
-
-
-def _short(message: str) -> str:
-    """What llguidance says, in one line, without our own source of the grammar that follows.
-
-    Of a regular expression the first line quotes it, and the reason stands further down.
-    """
-    lines = _OUR_PLACE.sub("", message.strip()).splitlines() or [""]
-    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
-    return " ".join(part for part in (_bounded(lines[0]), _bounded(reason.removeprefix("error: "))) if part)
-
-
-def _bounded(line: str) -> str:
-    """Its beginning and its end: what was wrong may stand behind a text that is quoted whole."""
-    half = MAX_WHY // 2
-    return line if len(line) <= MAX_WHY else f"{line[:half]} ... {line[-half:]}"

@@ -6,6 +6,7 @@ The names are vLLM's. Here is what may be asked; `runtime/grammar.py` does it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from millrace.errors import RequestError, check_names
@@ -13,6 +14,7 @@ from millrace.errors import RequestError, check_names
 MAX_BYTES = 128 * 1024  # of a schema, a regular expression or a grammar, in UTF-8; of all choices together
 MAX_DEPTH = 32  # objects and lists of a schema inside one another; each level of an answer takes two of them
 MAX_CHOICES = 1000
+SHORT_CHARACTERS = 8 * 1024  # of names and texts, with one for each other value
 ASKED_AS = "structured_outputs"
 
 
@@ -53,6 +55,20 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """Which of them is said."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def is_short(self) -> bool:
+        """It is compiled in little time, so it need not wait for those that are not. Looks at a bounded part of it."""
+        todo: list[object] = [getattr(self, self.kind)]
+        left = SHORT_CHARACTERS
+        while todo and left > 0:
+            part = todo.pop()
+            if isinstance(part, Mapping):
+                todo += [*islice(part.keys(), left), *islice(part.values(), left)]
+            elif isinstance(part, Sequence) and not isinstance(part, str):
+                todo += islice(part, left)
+            left -= max(1, len(part)) if isinstance(part, str) else 1
+        return left > 0
 
     def text(self) -> str:
         """In one text: a schema and choices as JSON. raises RequestError for what is too much, or cannot be written"""

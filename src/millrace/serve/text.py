@@ -51,6 +51,7 @@ MAX_EXTRA_BYTES = 64 * 1024  # of chat_template_kwargs
 _EXTRA = "chat_template_kwargs"
 # Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
 N_THREADS = 2
+N_GRAMMARS = 8  # threads for short ones, and as many for long ones: most of them wait for the process that compiles
 
 
 class Texts:
@@ -277,7 +278,8 @@ class TextBackend(Backend):
             model.tokenizer, model.chat_template, serving.settings.max_preparing, model.max_context,
             model.tokenizer_folder,
         )  # fmt: skip
-        self._grammars = Lane("grammar", serving.settings.max_preparing, N_THREADS)
+        self._grammars = Lane("grammar", serving.settings.max_preparing, N_GRAMMARS)
+        self._long_grammars = Lane("grammar-long", serving.settings.max_preparing, N_GRAMMARS)
         self._answers = Lane("answers", self.capacity)  # those of the engine, which are not lost for want of a place
 
     @property
@@ -320,7 +322,8 @@ class TextBackend(Backend):
         if asked is None:
             return ()
         grammars = self.model.engine.grammars
-        return await self._grammars.run(lambda: grammars.matchers(asked, n, thoughts))
+        lane = self._grammars if asked.is_short else self._long_grammars
+        return await lane.run(lambda: grammars.matchers(asked, n, thoughts))
 
     def start(self) -> None:
         self.model.engine.start(self.texts.computing)
@@ -355,10 +358,12 @@ class TextBackend(Backend):
         await self.model.engine.close(within_s)
         self.texts.close()
         self._grammars.close()
+        self._long_grammars.close()
 
     def close(self) -> None:
         self.texts.close()
         self._grammars.close()
+        self._long_grammars.close()
         self._answers.close()
 
     @property

@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
-import pytest
-
 from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tool_calls.formats import DEEPSEEK, GENERIC, HERMES, LLAMA, reasoning, tool_format
+from millrace.checkpoint.tool_calls.families import DEEPSEEK, GENERIC, HERMES, LLAMA
+from millrace.checkpoint.tool_calls.formats import reasoning
 from millrace.checkpoint.tool_calls.prompt import with_tools
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -18,38 +17,9 @@ TALK: list[dict[str, object]] = [
     {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "call_1"},
 ]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-_MARKS = {
-    "hermes": "{% if tools %}{{ tools }}{% endif %}<tool_call>\n{{ tool_call.arguments | tojson }}\n</tool_call>",
-    "generic": "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}",
-    "llama3": '{% if tools is not none %}<|start_header_id|>{{ \'{"name": \' }}"parameters": <|python_tag|>{% endif %}',
-    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS] [",
-    "deepseek_v3": "{{ tool_calls }}<｜tool▁calls▁begin｜>```json",
-    "deepseek_v31": "{% if tools %}<｜tool▁calls▁begin｜>{% endif %}",
-}
 
 
-@pytest.mark.parametrize("name", _MARKS)
-def test_a_template_tells_its_format(name: str) -> None:
-    source = _MARKS[name] + ("{{ tool }}" if name.startswith("deepseek") else "")
-    assert tool_format(source).name == name
-
-
-@pytest.mark.parametrize("source, single", [
-    ("{% if not m.tool_calls|length == 1 %}\n{{- raise_exception('one!') }}\n{% endif %}", True),
-    ("{% if m.tool_calls | length != 1 %}{{ raise_exception('one!') }}{% endif %}", True),
-    ("{% if m.tool_calls | length == 1 %}{{ one }}{% else %}{{ raise_exception('one!') }}{% endif %}", True),
-    ("{% if m.tool_calls | length == 1 %}{{ one }}{% else %}{{ all }}{% endif %}", False),
-    ("{% if m.tool_calls|length == 1 %}one{% endif %}{% if m.a %}{{ raise_exception('a') }}{% endif %}", False),
-    ("{% if not m.role %}{{ raise_exception('role') }}{% endif %}{{ m.tool_calls|length == 1 }}", False),
-])  # fmt: skip
-def test_a_template_that_counts_calls_need_not_refuse_several(source: str, single: bool) -> None:
-    assert tool_format(_MARKS["hermes"] + source).single is single
-
-
-def test_mistrals_newer_templates_and_formats_that_are_not_known() -> None:
-    assert tool_format("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}").written.middle == "[ARGS]"
-    xml = "{% if tools %}<tool_call>\n<function=f>\n<parameter=a>{% endif %}"
-    assert tool_format(xml) is GENERIC, "tools are told in words where calls would be XML"
+def test_the_marks_of_thoughts_are_found() -> None:
     assert reasoning("{{ content.split('</think>') }}") and reasoning("{{ content }}") is None
 
 

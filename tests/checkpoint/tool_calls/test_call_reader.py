@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from millrace.checkpoint.tool_calls.formats import (
+from millrace.checkpoint.tool_calls.families import (
     DEEPSEEK,
     DEEPSEEK_PLAIN,
     GENERIC,

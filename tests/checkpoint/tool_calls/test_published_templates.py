@@ -1,7 +1,7 @@
 """What the families' own templates write for calls, beside what is read as calls and what answers are held to.
 
 The templates are shortened, and write what the published ones do: Meta's for Llama 3.1 and 3.2, Qwen's for 2.5 and 3,
-Mistral's for 7B v0.3 and Nemo, Nous' for Hermes 2 Pro, DeepSeek's for V3 and V3.1.
+Mistral's for 7B v0.3 and Nemo, Nous' for Hermes 2 Pro, MeetKai's for Functionary 3.1, DeepSeek's for V3 and V3.1.
 """
 
 import json
@@ -19,18 +19,18 @@ import tokenizers
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import VocabularyTokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.checkpoint.tool_calls.formats import (
+from millrace.checkpoint.tool_calls.families import (
     DEEPSEEK,
     DEEPSEEK_PLAIN,
+    FUNCTION_TAG,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_NEMO,
     Reasoning,
     ToolFormat,
-    reasoning,
-    tool_format,
 )  # fmt: skip
+from millrace.checkpoint.tool_calls.formats import reasoning, tool_format
 from millrace.checkpoint.tool_calls.lark import calls_grammar
 from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.checkpoint.tool_calls.reader import Reader, joined
@@ -165,6 +165,26 @@ DEEPSEEK_V31 = """{{ bos_token }}
 {%- endfor %}"""
 
 
+FUNCTIONARY_31 = """{{- bos_token }}
+{%- if tools %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nYou have access to the following functions:\\n' }}
+    {%- for t in tools %}{{ "Use '" + t.function.name + "':\\n" + (t.function | tojson) + "\\n" }}{% endfor %}
+    {{- 'Reply with <function=example_function_name>{"parameter": "value"}</function><|eot_id|>' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content + '<|eot_id|>' }}
+    {%- else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}{{ m.content or '' }}
+        {%- for call in m.tool_calls or [] %}
+            {%- if call.function.name == 'python' %}{{ '<|python_tag|>' + call.function.arguments }}
+            {%- else %}
+                {{- '<function=' + call.function.name + '>' + (call.function.arguments | tojson) + '</function>' }}
+            {%- endif %}
+        {%- endfor %}{{ '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+
 @dataclass(frozen=True)
 class Family:
     """end: what stands behind an assistant's turn; result: how the template writes that a tool returned 21"""
@@ -187,6 +207,9 @@ FAMILIES = {
     ),
     "Mistral Nemo": Family(
         NEMO, MISTRAL_NEMO, "</s>", '[TOOL_RESULTS]{"content": 21, "call_id": "abcdefgh0"}[/TOOL_RESULTS]'
+    ),
+    "Functionary 3.1": Family(
+        FUNCTIONARY_31, FUNCTION_TAG, "<|eom_id|>", "ipython<|end_header_id|>\n\n21<|eot_id|>"
     ),
     "DeepSeek V3": Family(
         DEEPSEEK_V3, DEEPSEEK, "</s>",
@@ -233,8 +256,13 @@ def template(family: Family) -> Iterator[ChatTemplate]:
     template.close()
 
 
+@cache
+def format_of(source: str) -> ToolFormat:
+    return tool_format(source)
+
+
 def rendered(template: ChatTemplate, messages: Sequence[dict[str, object]], opens: bool = False) -> str:
-    said = with_tools(messages, TOOLS, tool_format(template.source))
+    said = with_tools(messages, TOOLS, format_of(template.source))
     return template.render(said, add_generation_prompt=opens, extra={"tools": TOOLS})
 
 
@@ -256,14 +284,14 @@ def read(of: ToolFormat, text: str, thoughts: Reasoning | None = None) -> tuple[
 
 
 def test_the_format_is_found(family: Family) -> None:
-    found = tool_format(family.template)
+    found = format_of(family.template)
     assert found.written == family.of.written and found.opens == family.of.opens
     assert found.native and found.tells is family.tells and found.single is (family.n_calls == 1)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_calls_are_written_read_and_held_to_alike(family: Family, template: ChatTemplate, n: int) -> None:
-    of, calls = tool_format(family.template), CALLS[:n]
+    of, calls = format_of(family.template), CALLS[:n]
     if n > family.n_calls:
         with pytest.raises(RequestError, match="single tool-calls"):
             rendered(template, [USER, asked(calls)])
@@ -293,7 +321,7 @@ def test_the_model_is_told_of_its_tools(family: Family, template: ChatTemplate) 
         assert "Be brief." in prompt
     names = re.findall(r'"name": "(get_weather|now)"', prompt)
     assert names == list(SCHEMAS), prompt
-    example = tool_format(family.template).written.calls([("name of the function", '{"name of an argument": ')])
+    example = format_of(family.template).written.calls([("name of the function", '{"name of an argument": ')])
     assert (example.partition('{"name of an argument"')[0] in prompt) is not family.tells
 
 

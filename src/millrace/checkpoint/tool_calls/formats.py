@@ -1,152 +1,166 @@
-"""The families' formats of tool calls, as data for all who need them: the prompt, the reader of answers, the grammar.
+"""Which format of tool calls a chat template means: found by rendering a conversation that has a call.
 
-Sources: the chat templates of the models themselves, and what their makers publish beside them: Meta's prompt formats
-for Llama 3.1 to 3.3; Nous' Hermes function calling, which Qwen 2.5 and 3 took over; `mistral-common`; the model cards
-of DeepSeek V3, R1 and V3.1.
+What a template mentions decides nothing, because many mention several formats: a call is rendered, and the format is
+the one whose reader finds that call in it, and nothing else. Every other template is GENERIC: its model is told of its
+tools in words.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.checkpoint.tool_calls.families import GENERIC, NATIVE
+from millrace.checkpoint.tool_calls.families import HERMES as HERMES
+from millrace.checkpoint.tool_calls.families import LLAMA as LLAMA
+from millrace.checkpoint.tool_calls.families import MISTRAL as MISTRAL
+from millrace.checkpoint.tool_calls.families import MISTRAL_ARGS as MISTRAL_ARGS
+from millrace.checkpoint.tool_calls.families import Reasoning as Reasoning
+from millrace.checkpoint.tool_calls.families import ToolFormat as ToolFormat
+from millrace.checkpoint.tool_calls.reader import Reader, joined
+from millrace.errors import CheckpointError, RequestError
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A call as text: before + name + middle + arguments + after; around all of them prologue and epilogue."""
+_NAME, _ARGUMENTS, _ABOUT = "look_up_tides", {"harbour_number": 47119}, "when the water is high at a harbour"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": _ABOUT,
+        "parameters": {
+            "type": "object",
+            "properties": {"harbour_number": {"type": "integer", "description": "the number of the harbour"}},
+            "required": ["harbour_number"],
+        },
+    },
+}
+_SYSTEM = {"role": "system", "content": "Be brief."}
+_USER = {"role": "user", "content": "When can we leave?"}
+_ANSWER = "Let us leave at noon."
+_LIMITS = ChatLimits(timeout_s=2.0)
+# What may stand around a call in its turn: white space, an empty thought, marks such as <|eom_id|>.
+_MARKS = re.compile(r"(?:\s|</?[a-z_]{1,30}>|<[|｜][^<>|｜]{1,40}[|｜]>|\[/?[A-Z_]{1,20}\])*")
+_CALL_ID = re.compile(r"\[CALL_ID\]\w*")
+_BEGUN_MARK = re.compile(r"(?:<[|｜]?[^<>\s]{0,40}|\[[A-Z_/]{0,20})$")
+_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "", "unk_token": ""}
 
-    prologue: str = ""
-    before: str = ""
-    middle: str
-    after: str = ""
-    joiner: str = ""
-    epilogue: str = ""
-
-    def calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Each a name and the JSON text of its arguments, as a model would have written them."""
-        each = (f"{self.before}{quoted(name)}{self.middle}{arguments}{self.after}" for name, arguments in calls)
-        return self.prologue + self.joiner.join(each) + self.epilogue
-
-
-def quoted(name: str) -> str:
-    """As between quotation marks."""
-    return json.dumps(name, ensure_ascii=False)[1:-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
-    """How one family writes calls.
-
-    opens: with one of these, calls begin, wherever in the answer; between: what may stand around single ones, beside
-        white space
-    header: a name before its arguments; None: calls are objects with both. mixed: they may be either
-    bare: without anything in front: an object at the beginning of the answer that names a tool
-    short_ids: its templates take ids of nine letters and digits only; text_arguments: and arguments as JSON text
-    native: the model's template writes calls and their results; else the prompt tells of them in words
-    tells: it tells the model of its tools, too; else the prompt does. single: it takes one call a message
-    """
-
-    name: str
-    written: Written
-    opens: tuple[str, ...]
-    between: tuple[str, ...] = ()
-    header: re.Pattern[str] | None = None
-    mixed: bool = False
-    bare: bool = False
-    short_ids: bool = False
-    text_arguments: bool = False
-    native: bool = True
-    tells: bool = True
-    single: bool = False
-
-
-_TAGGED = Written(
-    before='<tool_call>\n{"name": "', middle='", "arguments": ', after="}\n</tool_call>", joiner="\n"
-)  # fmt: skip
-HERMES = ToolFormat(name="hermes", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
-# For models whose template knows no tools: `prompt.py` tells them, in Hermes' words, which are short and unlike prose.
-GENERIC = ToolFormat(
-    name="generic", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
-)  # fmt: skip
-LLAMA = ToolFormat(
-    name="llama3",
-    written=Written(before='{"name": "', middle='", "parameters": ', after="}", joiner="; "),
-    opens=("<|python_tag|>",), between=(";", ","), bare=True,
-)  # fmt: skip
-# Possessive: what has been matched is not tried shorter, which would take as many steps as the square of white space.
-_MISTRAL_HEADER = re.compile(r"(?P<name>[\w.:/-]++)\s*+(?:\[CALL_ID\]\w*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
-_MISTRAL_AROUND = ("[", ",", "]", "[/TOOL_CALLS]")
-MISTRAL = ToolFormat(
-    name="mistral",
-    written=Written(
-        prologue="[TOOL_CALLS] [", before='{"name": "', middle='", "arguments": ', after="}", joiner=", ", epilogue="]"
-    ),
-    opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
-)  # fmt: skip
-MISTRAL_NEMO = replace(MISTRAL, written=replace(MISTRAL.written, prologue="[TOOL_CALLS]["))  # without the space
-MISTRAL_ARGS = ToolFormat(
-    name="mistral", written=Written(before="[TOOL_CALLS]", middle="[ARGS]"),
-    opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
-)  # fmt: skip
-_CALLS, _ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_DEEPSEEK_HEADER = re.compile(
-    rf"(?:function{_SEP})?(?P<name>[^\s{{<｜]++)\s*+(?:{_SEP})?\s*+(?:```json\s*+)?(?=\{{)"
-)  # fmt: skip
-_DEEPSEEK_AROUND = (_CALL, _END, _ENDS, "```")
-DEEPSEEK = ToolFormat(
-    name="deepseek_v3",
-    written=Written(
-        prologue=_CALLS, before=f"{_CALL}function{_SEP}", middle="\n```json\n", after=f"\n```{_END}", joiner="\n",
-        epilogue=_ENDS,
-    ),
-    opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
-)  # fmt: skip
-DEEPSEEK_PLAIN = ToolFormat(
-    name="deepseek_v31", written=Written(prologue=_CALLS, before=_CALL, middle=_SEP, after=_END, epilogue=_ENDS),
-    opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
-)  # fmt: skip
-# A template may count calls for other reasons than to refuse several: it does where it raises in the same branch.
-_ONE_CALL = re.compile(
-    r"tool_calls\s*\|\s*length\s*[!=]=\s*1\b(?:(?!\bend(?:if|for)\b).){0,400}?\braise_exception\b", re.S
-)
+Message = Mapping[str, object]
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Of the model that has this chat template, by the marks that it writes into the history of a conversation."""
-    found = _by_marks(template)
-    # DeepSeek V3's and R1's write calls and results, and say nothing of what may be called.
-    tells = found.native and re.search(r"\btools\b", template) is not None
-    single = found.native and _ONE_CALL.search(template) is not None  # Llama 3.1's to 3.3's refuse several
-    return found if (tells, single) == (found.tells, found.single) else replace(found, tells=tells, single=single)
-
-
-def _by_marks(template: str) -> ToolFormat:
-    if not re.search(r"\btools?\b", template):
+    """Return the format of the model that has this chat template."""
+    if not re.search(r"\btool", template):
         return GENERIC
-    if _CALLS in template:
-        return DEEPSEEK if "```json" in template else DEEPSEEK_PLAIN
-    if "[TOOL_CALLS]" in template:
-        if "[ARGS]" in template:
-            return MISTRAL_ARGS
-        return MISTRAL_NEMO if "[TOOL_CALLS][" in template else MISTRAL
-    if "<tool_call>" in template and "<function=" not in template:  # with it, calls are XML: Qwen3-Coder's
-        return HERMES
-    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
-        return LLAMA
-    return GENERIC
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """What stands around a model's thoughts, which go before its answer; gap: between both, or less of it."""
-
-    begin: str = "<think>"
-    end: str = "</think>"
-    gap: str = "\n\n"
+    rendering = ChatTemplate(template, _SPECIAL, _LIMITS)
+    try:
+        return _Probe(rendering).format()
+    except CheckpointError:  # a template that is broken, or takes too long: it will be reported when it is used
+        return GENERIC
+    finally:
+        rendering.close()
 
 
 def reasoning(template: str) -> Reasoning | None:
-    """None for a model that does not think aloud, or whose marks are others."""
+    """Return the marks of a model's thoughts; None if it does not think aloud, or with other marks."""
     known = Reasoning()
     return known if known.end in template else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a conversation with calls is written for a template."""
+
+    text_arguments: bool
+    content: str | None
+    begin: tuple[Message, ...]
+    result: bool  # the tool's result follows: some templates refuse calls without one
+
+    def conversation(self, n_calls: int) -> list[Message]:
+        arguments = json.dumps(_ARGUMENTS) if self.text_arguments else _ARGUMENTS
+        ids = [f"abcdefgh{i}" for i in range(n_calls)]
+        function = {"name": _NAME, "arguments": arguments}
+        calls = [{"id": each, "type": "function", "function": function} for each in ids]
+        result = [{"role": "tool", "name": _NAME, "content": "noon", "tool_call_id": each} for each in ids]
+        asked = {"role": "assistant", "content": self.content, "tool_calls": calls}
+        return [*self.begin, _USER, asked, *(result if self.result else ())]
+
+
+def _ways() -> Iterator[_Way]:
+    for result in (False, True):
+        for begin in ((), (_SYSTEM,)):
+            for text_arguments in (False, True):
+                for content in (None, ""):
+                    yield _Way(text_arguments, content, begin, result)
+
+
+class _Probe:
+    """Renders calls by one template. Its methods raise CheckpointError if the template is broken."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    def format(self) -> ToolFormat:
+        for way in _ways():
+            turn = self._turn(way)
+            fitting = [each for each in NATIVE if turn is not None and _is_written(each, turn, way.result)]
+            if turn is not None and fitting:
+                exact = (each for each in fitting if _opening(each) in _CALL_ID.sub("", turn))
+                found = next(exact, fitting[0])
+                tells, single = self._tells(way), self._rendered(way.conversation(2)) is None
+                return replace(found, text_arguments=way.text_arguments, tells=tells, single=single)
+        return GENERIC
+
+    def _turn(self, way: _Way) -> str | None:
+        """Return what stands where an answer would, from its first character on; None if there is no call."""
+        whole = self._rendered(way.conversation(1))
+        if whole is None or _NAME not in whole:
+            return None
+        plain = self._rendered([*way.begin, _USER, {"role": "assistant", "content": _ANSWER}])
+        header = "" if plain is None else plain.partition(_ANSWER)[0]
+        n = _n_common(header, whole)
+        begun = None if n == len(header) else _BEGUN_MARK.search(whole[:n])
+        return whole[begun.start() if begun else n :]
+
+    def _tells(self, way: _Way) -> bool:
+        """The template tells the model of its tools."""
+        whole = self._rendered([*way.begin, _USER]) or self._rendered(way.conversation(1)) or ""
+        return _ABOUT in whole
+
+    def _rendered(self, messages: Sequence[Message]) -> str | None:
+        """Return the text, or None if the template refuses these messages."""
+        try:
+            return self._template.render(messages, add_generation_prompt=False, extra={"tools": [_TOOL]})
+        except RequestError:
+            return None
+
+
+def _n_common(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _opening(of: ToolFormat) -> str:
+    return f"{of.written.prologue}{of.written.before}{_NAME}{of.written.middle}"
+
+
+def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
+    """The turn is a call in this format, and nothing else. has_more: the tool's result follows"""
+    lead = _MARKS.match(turn)
+    assert lead is not None
+    begins = [_squeezed(_CALL_ID.sub("", turn[at:])) for at in range(lead.end() + 1)]
+    strict = of.bare or of.header is not None  # else keys may come in any order
+    opening = _squeezed(_opening(of) if strict else of.opens[0])
+    if not any(begin.startswith(opening) for begin in begins):
+        return False
+    reader = Reader(of, None, tools=[_NAME])
+    said = joined(reader.push(turn), reader.flush())
+    if [part.name for part in said.calls if part.name is not None] != [_NAME]:
+        return False
+    try:
+        arguments = json.loads("".join(part.arguments for part in said.calls))
+    except ValueError:
+        return False
+    return bool(arguments == _ARGUMENTS and (has_more or _MARKS.fullmatch(said.content)))
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s", "", text)

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from millrace.checkpoint.tool_calls.formats import ToolFormat, quoted
+from millrace.checkpoint.tool_calls.families import ToolFormat, quoted
 
 Special = Callable[[str], int | None]  # the id of a text that is one special token
 _MARK = re.compile(r"<[|｜][^<>|｜]+[|｜]>|\[[A-Z_]+\]")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from millrace.checkpoint.tool_calls.formats import ToolFormat
+from millrace.checkpoint.tool_calls.families import ToolFormat
 
 Message = Mapping[str, object]
 _TOLD = """You can call functions. These are their signatures, each a JSON object:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from millrace.checkpoint.tool_calls.formats import Reasoning, ToolFormat
+from millrace.checkpoint.tool_calls.families import Reasoning, ToolFormat
 from millrace.checkpoint.tool_calls.json_parts import CallObject, JsonValue, behind_blank
 
 MAX_HEADER = 512  # characters of a name and what is around it

@@ -1,0 +1,130 @@
+"""Formats of tool calls by model family, as data for the prompt, the reader of answers and the grammar.
+
+Sources: the chat templates of the models themselves, and what their makers publish beside them: Meta's prompt formats
+for Llama 3.1 to 3.3; Nous' Hermes function calling, which Qwen 2.5 and 3 took over; `mistral-common`; the model cards
+of DeepSeek V3, R1 and V3.1; MeetKai's for Functionary 3.1, which took over Llama 3.1's custom format.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A call as text: before + name + middle + arguments + after; around all of them prologue and epilogue."""
+
+    prologue: str = ""
+    before: str = ""
+    middle: str
+    after: str = ""
+    joiner: str = ""
+    epilogue: str = ""
+
+    def calls(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Each a name and the JSON text of its arguments, as a model would have written them."""
+        each = (f"{self.before}{quoted(name)}{self.middle}{arguments}{self.after}" for name, arguments in calls)
+        return self.prologue + self.joiner.join(each) + self.epilogue
+
+
+def quoted(name: str) -> str:
+    """As between quotation marks."""
+    return json.dumps(name, ensure_ascii=False)[1:-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How one family writes calls.
+
+    opens: with one of these, calls begin, wherever in the answer; between: what may stand around single ones, beside
+        white space
+    header: a name before its arguments; None: calls are objects with both. mixed: they may be either
+    bare: without anything in front: an object at the beginning of the answer that names a tool
+    short_ids: its templates take ids of nine letters and digits only; text_arguments: and arguments as JSON text
+    native: the model's template writes calls and their results; else the prompt tells of them in words
+    tells: it tells the model of its tools, too; else the prompt does. single: it takes one call a message
+    """
+
+    name: str
+    written: Written
+    opens: tuple[str, ...]
+    between: tuple[str, ...] = ()
+    header: re.Pattern[str] | None = None
+    mixed: bool = False
+    bare: bool = False
+    short_ids: bool = False
+    text_arguments: bool = False
+    native: bool = True
+    tells: bool = True
+    single: bool = False
+
+
+_TAGGED = Written(
+    before='<tool_call>\n{"name": "', middle='", "arguments": ', after="}\n</tool_call>", joiner="\n"
+)  # fmt: skip
+HERMES = ToolFormat(name="hermes", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
+# For models whose template knows no tools: `prompt.py` tells them, in Hermes' words, which are short and unlike prose.
+GENERIC = ToolFormat(
+    name="generic", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
+)  # fmt: skip
+LLAMA = ToolFormat(
+    name="llama3",
+    written=Written(before='{"name": "', middle='", "parameters": ', after="}", joiner="; "),
+    opens=("<|python_tag|>",), between=(";", ","), bare=True,
+)  # fmt: skip
+# Possessive: what has been matched is not tried shorter, which would take as many steps as the square of white space.
+_MISTRAL_HEADER = re.compile(r"(?P<name>[\w.:/-]++)\s*+(?:\[CALL_ID\]\w*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
+_MISTRAL_AROUND = ("[", ",", "]", "[/TOOL_CALLS]")
+MISTRAL = ToolFormat(
+    name="mistral",
+    written=Written(
+        prologue="[TOOL_CALLS] [", before='{"name": "', middle='", "arguments": ', after="}", joiner=", ", epilogue="]"
+    ),
+    opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
+)  # fmt: skip
+MISTRAL_NEMO = replace(MISTRAL, written=replace(MISTRAL.written, prologue="[TOOL_CALLS]["))  # without the space
+MISTRAL_ARGS = ToolFormat(
+    name="mistral", written=Written(before="[TOOL_CALLS]", middle="[ARGS]"),
+    opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
+)  # fmt: skip
+MISTRAL_BARE = replace(MISTRAL_ARGS, written=Written(before="[TOOL_CALLS]", middle=""))  # v11, some files of it
+_CALLS, _ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_HEADER = re.compile(
+    rf"(?:function{_SEP})?(?P<name>[^\s{{<｜]++)\s*+(?:{_SEP})?\s*+(?:```json\s*+)?(?=\{{)"
+)  # fmt: skip
+_DEEPSEEK_AROUND = (_CALL, _END, _ENDS, "```")
+DEEPSEEK = ToolFormat(
+    name="deepseek_v3",
+    written=Written(
+        prologue=_CALLS, before=f"{_CALL}function{_SEP}", middle="\n```json\n", after=f"\n```{_END}", joiner="\n",
+        epilogue=_ENDS,
+    ),
+    opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
+)  # fmt: skip
+DEEPSEEK_PLAIN = ToolFormat(
+    name="deepseek_v31", written=Written(prologue=_CALLS, before=_CALL, middle=_SEP, after=_END, epilogue=_ENDS),
+    opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
+)  # fmt: skip
+# Functionary 3.1 and Llama 3.1's custom format.
+FUNCTION_TAG = ToolFormat(
+    name="functionary",
+    written=Written(before="<function=", middle=">", after="</function>"),
+    opens=("<function=",), between=("</function>",), header=re.compile(r"(?P<name>[\w.:/-]++)>\s*+(?=\{)"),
+)  # fmt: skip
+LLAMA_ARGUMENTS = replace(LLAMA, name="json", written=replace(LLAMA.written, middle='", "arguments": '))
+# In the order in which a rendered call is compared with them.
+NATIVE = (
+    HERMES, LLAMA, LLAMA_ARGUMENTS, MISTRAL, MISTRAL_NEMO, MISTRAL_ARGS, MISTRAL_BARE, DEEPSEEK, DEEPSEEK_PLAIN,
+    FUNCTION_TAG,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What stands around a model's thoughts, which go before its answer; gap: between both, or less of it."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    gap: str = "\n\n"
