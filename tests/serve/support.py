@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -52,7 +52,7 @@ class Fake:
     limits: ExecutorLimits = ROOMY
     options: ServiceOptions = field(default_factory=ServiceOptions)
     before_run: Callable[[StepInputs], None] | None = None
-    template: str | None = CHATML
+    template: str | Mapping[str, str] | None = CHATML
     template_timeout_s: float = 2.0
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts

@@ -154,7 +154,7 @@ def _plain(message: Message) -> dict[str, object]:
     content = message.content
     return {
         "role": message.role,
-        "content": msgspec.to_builtins(content) if isinstance(content, list) else content,
+        **({} if content is UNSET else {"content": msgspec.to_builtins(content)}),
         "name": message.name,
         "tool_calls": [_plain_call(call) for call in message.tool_calls] if message.tool_calls else None,
         "tool_call_id": message.tool_call_id,

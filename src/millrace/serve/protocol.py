@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, Struct, defstruct
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from millrace.runtime.cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
 from millrace.runtime.claim import MAX_PRIORITY, MAX_WAIT_S
@@ -74,7 +74,7 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """`developer` is today's name of `system`, and is given to the chat template as such."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | UnsetType | None = UNSET
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's result: which call it answers

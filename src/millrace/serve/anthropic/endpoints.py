@@ -26,7 +26,7 @@ from millrace.serve.anthropic.protocol import (
     StopReason,
 )
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
+from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem, not_yet
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
@@ -105,13 +105,13 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
 
 def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
     if thinking is None:
-        return PLAINLY
+        return MERGING
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError(
             f"thinking.type is {kind!r:.60}", '"enabled", "adaptive" or "disabled"', "correct thinking", "thinking"
         )
-    return Rendering({"enable_thinking": kind != "disabled"})
+    return Rendering({"enable_thinking": kind != "disabled"}, merges=True)
 
 
 _TOOL = {"name", "description", "input_schema", "type", "cache_control", "strict"}

@@ -20,7 +20,7 @@ from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
+from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem
 from millrace.serve.fields import check_neutral, let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
@@ -233,7 +233,7 @@ def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | No
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    return PLAINLY if think is None else Rendering({"enable_thinking": bool(think)})
+    return MERGING if think is None else Rendering({"enable_thinking": bool(think)}, merges=True)
 
 
 def _message(i: int, message: OllamaMessage) -> Message:
@@ -245,7 +245,7 @@ def _message(i: int, message: OllamaMessage) -> Message:
     ]
     content = message.content or (None if calls else "")
     return Message(
-        message.role, content, name=message.tool_name, tool_calls=calls or None, tool_call_id=message.tool_call_id,
+        message.role, content, name=message.tool_name or message.name, tool_calls=calls or None, tool_call_id=message.tool_call_id,
         reasoning_content=message.thinking,
     )  # fmt: skip
 

@@ -46,10 +46,11 @@ class OllamaCall(Struct, forbid_unknown_fields=True):
 
 class OllamaMessage(Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
+    name: str | None = None  # older clients' name of it
     tool_call_id: str | None = None
     images: list[Any] | None = None
 

@@ -1,0 +1,192 @@
+"""Messages that a chat template cannot render as they are, over every protocol: answered, with the right prompt."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.serve.support import ROOMY, Fake, Running, post, serving_with
+
+TURNS = """{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>
+{%- if '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments":
+{{- ' ' }}{{ c.function.arguments | tojson }}}{% endfor %}<|end|>
+{%- elif m.role == 'tool' %}[RESULT]{{ m.content | string }}[/RESULT]
+{%- else %}<|user|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+ALTERNATES = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{{- '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content | trim }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+NAMED = {
+    "default": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
+    "tool_use": "TOOLS {% for t in tools %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
+}
+LONG = replace(ROOMY, max_context=1024)
+SCHEMA = {"type": "object", "properties": {}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALL_OF_OLLAMA = {"function": {"name": "f", "arguments": {}}}
+PARTS = [{"type": "text", "text": "12 C"}, {"type": "text", "text": "rain"}]
+RESULT = "12 C\nrain"
+
+
+def chat(content: Any, result: Any) -> list[dict[str, Any]]:
+    assistant = {"role": "assistant", "tool_calls": [CALL]} | ({} if content == "absent" else {"content": content})
+    return [{"role": "user", "content": "hi"}, assistant, {"role": "tool", "tool_call_id": "c1", "content": result}]
+
+
+@pytest.fixture(scope="module")
+def turns() -> Iterator[Running]:
+    with serving_with(Fake(template=TURNS, limits=LONG)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alternates() -> Iterator[Running]:
+    with serving_with(Fake(template=ALTERNATES, limits=LONG)) as server:
+        yield server
+
+
+def prompt(server: Running, **body: Any) -> str:
+    tokens = post(server.url, "/tokenize", body)
+    assert tokens.status_code == 200, tokens.text
+    text = post(server.url, "/detokenize", {"tokens": tokens.json()["tokens"]}).json()["prompt"]
+    assert isinstance(text, str)
+    return text
+
+
+def test_calls_without_text_and_results_in_parts(turns: Running) -> None:
+    expected = prompt(turns, messages=chat("", RESULT), tools=[TOOL])
+    assert expected.startswith(
+        '<|user|>hi<|end|><|assistant|><tool_call>{"name": "f", "arguments": {}}<|end|>[RESULT]12 C'
+    )
+    contents: list[Any] = [None, "absent", [], ""]
+    for content in contents:
+        for result in (PARTS, RESULT):
+            assert prompt(turns, messages=chat(content, result), tools=[TOOL]) == expected
+    assert prompt(turns, messages=[{"role": "user", "content": None}]) == "<|user|><|end|><|assistant|>"
+
+
+FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
+OF_PROTOCOLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": chat(None, PARTS), "tools": [TOOL], "max_tokens": 2}),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": "hi"},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": RESULT}]},
+            ],
+            "tools": [FUNCTION], "max_output_tokens": 2,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": PARTS}]},
+            ],
+            "tools": [{"name": "f", "input_schema": SCHEMA}], "max_tokens": 2,
+        },
+    ),
+    *(
+        (
+            "/api/chat",
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": content, "tool_calls": [CALL_OF_OLLAMA]},
+                    {"role": "tool", "content": RESULT, "tool_name": "f"},
+                ],
+                "tools": [TOOL], "stream": False, "options": {"num_predict": 2},
+            },
+        )
+        for content in (None, "")
+    ),
+]  # fmt: skip
+
+
+def n_prompt(reply: dict[str, Any]) -> int:
+    usage = reply.get("usage", {})
+    return int(
+        reply.get("prompt_eval_count")
+        or usage.get("prompt_tokens")
+        or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    )
+
+
+@pytest.mark.parametrize("path, body", OF_PROTOCOLS, ids=[path for path, _ in OF_PROTOCOLS])
+def test_over_every_protocol(turns: Running, alternates: Running, path: str, body: dict[str, Any]) -> None:
+    for server in (turns, alternates):
+        reply = post(server.url, path, body)
+        assert reply.status_code == 200, reply.text
+        plain = post(server.url, "/tokenize", {"messages": chat("", RESULT), "tools": [TOOL]}).json()
+        assert n_prompt(reply.json()) == plain["count"]
+
+
+def test_the_signatures_join_the_first_message_of_the_user(alternates: Running) -> None:
+    text = prompt(alternates, messages=[{"role": "user", "content": "hi"}], tools=[TOOL])
+    assert text.startswith("<|user|>You can call functions") and text.endswith("hi<|end|><|assistant|>")
+    again = [*chat(None, RESULT), {"role": "user", "content": "more"}]
+    assert prompt(alternates, messages=again, tools=[TOOL]).startswith(text)
+    refused = post(alternates.url, "/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}]})
+    assert refused.status_code == 400 and "System role not supported" in refused.text
+
+
+SYSTEM_AND_TURNS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/responses",
+        {
+            "instructions": "Be brief.", "max_output_tokens": 2,
+            "input": [
+                {"role": "developer", "content": "Be kind."}, {"role": "user", "content": "a"},
+                {"role": "user", "content": "b"},
+            ],
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "system": [{"type": "text", "text": "Be brief.\n\nBe kind."}], "max_tokens": 2,
+            "messages": [{"role": "user", "content": text} for text in ("a", "b")],
+        },
+    ),
+    (
+        "/api/chat",
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief.\n\nBe kind."}, {"role": "user", "content": "a"},
+                {"role": "user", "content": "b"},
+            ],
+            "stream": False, "options": {"num_predict": 2},
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, body", SYSTEM_AND_TURNS, ids=[path for path, _ in SYSTEM_AND_TURNS])
+def test_turns_of_other_protocols_need_not_alternate(alternates: Running, path: str, body: dict[str, Any]) -> None:
+    reply = post(alternates.url, path, body)
+    assert reply.status_code == 200, reply.text
+    same = [{"role": "user", "content": "Be brief.\n\nBe kind.\n\na\n\nb"}]
+    assert n_prompt(reply.json()) == post(alternates.url, "/tokenize", {"messages": same}).json()["count"]
+    sent = post(alternates.url, "/v1/chat/completions", {"messages": [*same, *same]})
+    assert sent.status_code == 400 and "alternate" in sent.text
+
+
+def test_the_template_for_tools_is_taken_if_there_are_tools() -> None:
+    ask = [{"role": "user", "content": "hi"}]
+    with serving_with(Fake(template=NAMED)) as server:
+        assert prompt(server, messages=ask) == "<|user|>hi<|end|>"
+        assert prompt(server, messages=ask, tools=[TOOL]) == "TOOLS f<|user|>hi<|end|>"
+        body = {"messages": ask, "tools": [TOOL], "max_tokens": 2}
+        counted = {choice: post(server.url, "/v1/chat/completions", body | {"tool_choice": choice}).json()
+                   for choice in ("auto", "none")}  # fmt: skip
+        assert n_prompt(counted["auto"]) > n_prompt(counted["none"])
