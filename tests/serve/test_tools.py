@@ -70,7 +70,6 @@ BAD: list[tuple[Any, Any, str, str]] = [
     ([{"type": "function", "function": {"name": "a" * 65}}], None, "tools", "name is 'aaaa"),
     ([{"type": "function", "function": {"name": 3}}], None, "tools", "name is of type int"),
     ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools", "parameters is of type list"),
-    ([{"type": "function", "function": {"name": "a", "parametres": {}}}], None, "tools", "has no 'parametres'"),
     ([{"type": "function", "name": "a"}], None, "tools", "tools[0] has no function"),
     (
         [NOW, {"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],

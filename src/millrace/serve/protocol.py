@@ -32,6 +32,9 @@ from millrace.serve.other_fields import (
     NEARNESS_NOT_YET,
     VLLM_NOT_YET,
 )
+from millrace.serve.usable_tools import FUNCTION, usable
+
+OPENAI_TOOLS = ("function", None)
 
 
 class Body(Struct):
@@ -39,13 +42,23 @@ class Body(Struct):
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
     OTHERS: fields that are taken with any value, and change nothing
-    UNUSED: such ones among the struct's own; UNUSED_WITHIN: such ones of an object or a list that is a field
+    UNUSED: such ones among the struct's own
+    NAMES: names of fields in `SamplingParams` and the chat's requests, and what this protocol calls them
+    ANSWERS: the request is for an answer, which fields of other protocols could change
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     OTHERS: ClassVar[frozenset[str]] = frozenset()
     UNUSED: ClassVar[frozenset[str]] = frozenset()
-    UNUSED_WITHIN: ClassVar[Mapping[str, frozenset[str]]] = {}
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    ANSWERS: ClassVar[bool] = False
+
+    def ignored_within(self) -> list[str]:
+        """Remove from objects and lists that are fields what changes nothing; return it, named by its path.
+
+        raises RequestError for a name that was probably meant to be a known one
+        """
+        return []
 
 
 # gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy
@@ -130,6 +143,7 @@ class SamplingFields(TermsFields, kw_only=True):
     """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
 
     OTHERS: ClassVar = HARMLESS | IGNORED
+    ANSWERS: ClassVar = True
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     n: Annotated[int | None, described("answers per prompt", 1, 1, MAX_CHOICES)] = None
@@ -224,6 +238,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     ] = None
     add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
 
+    def ignored_within(self) -> list[str]:
+        self.tools, told = usable(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return told
+
 
 class CompletionRequest(SamplingFields, kw_only=True):
     NOT_YET: ClassVar = {**COMPLETION_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
@@ -308,6 +326,10 @@ class TokenizeRequest(Body, kw_only=True):
     tools: Annotated[list[dict[str, Any]] | None, described("as for a chat")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
     return_token_strs: Annotated[bool | None, described("the text of each token, too", False)] = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, told = usable(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return told
 
 
 class DetokenizeRequest(Body, kw_only=True):

@@ -34,7 +34,7 @@ from millrace.serve.errors import (
     Problem,
     problem_of,
 )
-from millrace.serve.fields import decode, take_ignored
+from millrace.serve.fields import read_request, take_ignored
 from millrace.serve.gen_ai import trace
 from millrace.serve.keys import Keys
 from millrace.serve.management import unknown_path
@@ -125,8 +125,9 @@ class Handler:
             body = await read_body(scope, receive, self.bodies, incoming, self.protocol.any_type)
             admitted.enter_context(self.models.serving.admission.admitted())
             call.body_bytes = len(body)
-            request = await self.models.serving.decoded(partial(decode, body, kind), len(body))
-        call.ignored, call.names = take_ignored(request, kind), self.endpoint.names
+            request, unknown = await self.models.serving.decoded(partial(read_request, body, kind), len(body))
+        call.ignored = take_ignored(request, kind, unknown)
+        call.names = self.endpoint.names  # until now errors were about names as the client wrote them
         return request
 
     async def _answer(self, request: Any, scope: Scope, receive: Receive, send: Send) -> None:

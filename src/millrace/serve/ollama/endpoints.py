@@ -15,16 +15,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from millrace import __version__
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem
-from millrace.serve.fields import check_neutral, let_go, terms_of
+from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
 from millrace.serve.ollama.protocol import (
+    OPTIONS,
     OllamaChatRequest,
     OllamaDetails,
     OllamaError,
@@ -42,7 +43,6 @@ from millrace.serve.ollama.protocol import (
     OutOllamaMessage,
 )
 from millrace.serve.openapi import Operation
-from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
 from millrace.serve.protocol import Body, CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Posted, Protocol, get
@@ -53,13 +53,6 @@ from millrace.serve.whole import whole_answer
 from millrace.serve.wire import Call
 
 Options = Mapping[str, Any]
-# Ollama's name of a sampling parameter -> ours
-_OPTIONS = {
-    "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
-_NAMES = {ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()}
 
 
 def write_error(problem: Problem) -> bytes:
@@ -206,15 +199,9 @@ def version(models: Models, scope: Scope) -> Response:
 def _params(asked: OllamaRequest) -> SamplingParams:
     """raises RequestError"""
     given: dict[str, Any] = {}
-    for name, value in (asked.options or {}).items():
-        if name in _OPTIONS:
-            if value is not None:
-                given[_OPTIONS[name]] = value
-        elif name in LLAMA_NOT_YET:
-            check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])
-        elif name not in IGNORED_OPTIONS:
-            expected = nearest(name, [*_OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS], _OPTIONS)
-            raise RequestError(f"options has no {name!r:.60}", expected, "correct options", "options")
+    for name, value in (asked.options or {}).items():  # what changes nothing was taken out of them
+        if value is not None:
+            given[OPTIONS[name]] = value
     if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
         del given["max_tokens"]
     if isinstance(given.get("stop"), list):
@@ -245,8 +232,8 @@ def _message(i: int, message: OllamaMessage) -> Message:
     ]
     content = message.content or (None if calls else "")
     return Message(
-        message.role, content, name=message.tool_name or message.name, tool_calls=calls or None, tool_call_id=message.tool_call_id,
-        reasoning_content=message.thinking,
+        message.role, content, name=message.tool_name or message.name, tool_calls=calls or None,
+        tool_call_id=message.tool_call_id, reasoning_content=message.thinking,
     )  # fmt: skip
 
 
@@ -289,8 +276,7 @@ def _posted(
     operation = Operation(
         "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
     )  # fmt: skip
-    names = {**_NAMES, "messages": "prompt"} if request is OllamaGenerateRequest else _NAMES
-    return Endpoint(operation, handler, TextBackend, names=names)
+    return Endpoint(operation, handler, TextBackend, names=request.NAMES)
 
 
 _BRIEFLY = {"options": {"num_predict": 64}}

@@ -28,7 +28,7 @@ from millrace.serve.logprobs import CHAT_BYTES
 from millrace.serve.protocol import Message
 from millrace.serve.replies import json_reply
 from millrace.serve.responses.answer import N_CLOSING, Answer
-from millrace.serve.responses.input import NAMES, messages_of, params_of, told_of, tools_of_response
+from millrace.serve.responses.input import messages_of, params_of, told_of, tools_of_response
 from millrace.serve.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
 from millrace.serve.responses.store import MAX_KEPT_BYTES, Kept, Responses
 from millrace.serve.serving import LARGE_BODY
@@ -214,7 +214,7 @@ def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]
         yield
     except GenerationFailedError as error:
         if not answer.is_cancelled:
-            answer.fail(error.problem.named(NAMES))
+            answer.fail(error.problem.named(ResponsesRequest.NAMES))
             raise
     finally:
         settle()
