@@ -31,7 +31,7 @@ def test_a_path_that_is_not_there_says_where_to_go(server: Running, path: str) -
     check(httpx.get(server.url + path), 404, HINTS[path])
 
 
-@pytest.mark.parametrize("path", ["/api/pull", "/api/embed", "/api", "/api/chat/x"])
+@pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api", "/api/chat/x"])
 def test_below_api_it_is_said_as_ollama_says_it(server: Running, path: str) -> None:
     for reply in (httpx.get(server.url + path), post(server.url, path, {})):
         assert reply.status_code == 404 and list(reply.json()) == ["error"]

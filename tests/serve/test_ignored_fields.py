@@ -205,7 +205,7 @@ CLIENTS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    "path, fields, told", CLIENTS, ids=[f"{path} {list(fields)[0]}" for path, fields, _ in CLIENTS]
+    "path, fields, told", CLIENTS, ids=[f"{path} {next(iter(fields))}" for path, fields, _ in CLIENTS]
 )
 def test_what_clients_send_and_changes_nothing_is_told(
     server: Running, path: str, fields: dict[str, Any], told: str

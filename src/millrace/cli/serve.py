@@ -39,6 +39,7 @@ from millrace.serve.key_file import KeyFile
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.listening import bind, check_tls, unix_socket
+from millrace.serve.matryoshka import Matryoshka
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.server import Announce, serve
 from millrace.serve.settings import ServerSettings
@@ -78,7 +79,9 @@ class ListenFlags(Settings):
 class ServeFlags(Settings):
     """How the server answers; with ListenFlags it becomes ServerSettings."""
 
-    served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
+    served_model_name: tuple[str, ...] = setting(
+        (), "model name that clients use; repeat it for several; * stands for any characters (default: the model's own)"
+    )
     api_key_file: str | None = setting(
         None,
         "file with API keys, one a line, and limits; read again when it changes; default: everybody may ask",
@@ -110,7 +113,7 @@ class ServeFlags(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.served_model_name == "":
+        if "" in self.served_model_name:
             raise ConfigError("--served-model-name is empty", "a name for clients", "write one, or leave it out")
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
@@ -253,7 +256,7 @@ def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
     """raises ConfigError for what only a model of MODEL can mean"""
     about = {"--record": flags.record, "--warm-prompts": flags.warm_prompts, "--profile": given["profile"],
              "--served-model-name": flags.served_model_name}  # fmt: skip
-    if unmeant := [name for name, value in about.items() if value is not None]:
+    if unmeant := [name for name, value in about.items() if value not in (None, ())]:
         raise ConfigError(f"{unmeant[0]} is given, and MODEL is not", "a model that it is about", "leave it out")
 
 
@@ -272,7 +275,9 @@ def _to_serve(
                 "leave it out: an encoder keeps nothing of a text",
             )  # fmt: skip
         known, loop = _known(opened, flags.served_model_name), opened.loop()
-        return EncoderModel(**known, loop=loop, max_queued=turns.max_queued)
+        return EncoderModel(
+            **known, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.of(opened.engine.folder)
+        )
     if profile is not None:
         profile.check(opened.engine.manifest.identity, machine_name())
     budget = TokenBudget(opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
@@ -322,15 +327,17 @@ def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock |
     return None if roofline is None else DecodeClock(DecodeWork.of(model.engine), roofline, budget)
 
 
-def _served(model: Opened, engine: AsyncEngine, name: str | None, clock: DecodeClock | None = None) -> TextModel:
-    return TextModel(**_known(model, name), engine=engine, chat_template=model.chat_template, decode_clock=clock)
+def _served(model: Opened, engine: AsyncEngine, names: tuple[str, ...], clock: DecodeClock | None = None) -> TextModel:
+    return TextModel(**_known(model, names), engine=engine, chat_template=model.chat_template, decode_clock=clock)
 
 
-def _known(model: Opened | OpenedEncoder, name: str | None) -> dict[str, Any]:
+def _known(model: Opened | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
     """What a server is told of a model of whatever kind."""
     m = model.engine.manifest
+    own = next((name for name in names if "*" not in name), model.name)
     return {
-        "name": name or model.name, "tokenizer": model.tokenizer, "tokenizer_folder": model.engine.folder,
+        "name": own, "aliases": tuple(name for name in dict.fromkeys(names) if name != own),
+        "tokenizer": model.tokenizer, "tokenizer_folder": model.engine.folder,
         "created": int(time.time()), "max_context": m.max_context,
         "metadata": {
             "source": m.source, "engine": m.identity, "architecture": m.architecture, "precision": m.precision,

@@ -31,8 +31,9 @@ _TEXT, _OTHER = "use /v1/completions", "use another server for these"
 # Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
 NOT_YET = {
     "/v1/assistants": "use /v1/responses", "/v1/threads": "use /v1/responses", "/v1/conversations": "use /v1/responses",
-    "/api/embed": _VECTORS, "/api/embeddings": _VECTORS, "/embedding": _VECTORS,
-    "/api": "models come with the server's start: of Ollama's paths there are chat, generate, tags, show, ps, version",
+    "/embedding": _VECTORS,
+    "/api": "models come with the server's start: of Ollama's paths there are chat, generate, embed, embeddings, tags, "
+            "show, ps, version",
     "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
     "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
     "/v1/moderations": _OTHER,
@@ -46,7 +47,7 @@ _ROOTS = {
 
 
 def model_list(models: Models, scope: Scope) -> Response:
-    return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.names]))
+    return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.listed_names]))
 
 
 def model(models: Models, scope: Scope) -> Response:

@@ -275,7 +275,7 @@ class EmbeddingRequest(Body, kw_only=True):
     encoding_format: Annotated[
         str | None, described('"float", or "base64" of the little-endian float32 of each vector', "float")
     ] = None
-    dimensions: Annotated[int | None, described("only as many as the model's vectors have", low=1)] = None
+    dimensions: Annotated[int | None, described("length of the vectors, if the model has several", low=1)] = None
     truncate_prompt_tokens: Annotated[
         int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
     ] = None

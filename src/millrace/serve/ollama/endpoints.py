@@ -1,4 +1,4 @@
-"""Ollama's protocol, so that desktop clients work: /api/chat, generate, tags, show, ps and version.
+"""Ollama's protocol, so that desktop clients work: /api/chat, generate, embed, tags, show, ps and version.
 
 Streams are lines of JSON. source: Ollama's docs/api.md, 0.12
 """
@@ -21,9 +21,18 @@ from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.embeddings import EncoderBackend
 from millrace.serve.errors import Problem
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
+from millrace.serve.ollama.embed import (
+    EmbeddingsReply,
+    EmbeddingsRequest,
+    EmbedReply,
+    EmbedRequest,
+    embed,
+    embeddings,
+)
 from millrace.serve.ollama.protocol import (
     OPTIONS,
     OllamaChatRequest,
@@ -172,8 +181,9 @@ class _Answer:
 
 
 def tags(models: Models, scope: Scope) -> Response:
-    """The language models, in Ollama's shape."""
-    return json_reply(OllamaModels([_model(b, name) for b in models.of_kind(TextBackend) for name in b.model.names]))
+    """The models of text, in Ollama's shape."""
+    able = [*models.of_kind(TextBackend), *models.of_kind(EncoderBackend)]
+    return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
 
 
 async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> ASGIApp:
@@ -241,7 +251,7 @@ def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
     return tools_of(given, None, None) if given else None
 
 
-def _model(backend: TextBackend, name: str) -> OllamaModel:
+def _model(backend: Backend, name: str) -> OllamaModel:
     digest = str(backend.model.metadata.get("engine", ""))
     n_bytes = backend.model.metadata.get("weights_bytes")
     size = n_bytes if isinstance(n_bytes, int) else 0
@@ -270,18 +280,20 @@ def _time(seconds: float) -> str:
 
 
 def _posted(
-    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object]
-) -> Endpoint:
+    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object],
+    backend: type[Backend] = TextBackend,
+) -> Endpoint:  # fmt: skip
     event = reply if "stream" in request.__struct_fields__ else None
     operation = Operation(
         "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
     )  # fmt: skip
-    return Endpoint(operation, handler, TextBackend, names=request.NAMES)
+    return Endpoint(operation, handler, backend, names=request.NAMES)
 
 
 _BRIEFLY = {"options": {"num_predict": 64}}
 _CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], **_BRIEFLY}
 _PROMPT = {"prompt": "Tell me a story.", **_BRIEFLY}
+_TEXTS = {"input": ["The river runs past a mill.", "The wheel turns."]}
 OLLAMA = Protocol(
     (
         _posted(
@@ -289,6 +301,16 @@ OLLAMA = Protocol(
         ),
         _posted("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
         _posted("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
+        _posted("/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EncoderBackend),
+        _posted(
+            "/api/embeddings",
+            embeddings,
+            "The vector of a text",
+            EmbeddingsRequest,
+            EmbeddingsReply,
+            {"prompt": _TEXTS["input"][0]},
+            EncoderBackend,
+        ),
         get("/api/tags", tags, "The models", OllamaModels, protected=True),
         get("/api/ps", tags, "The models, which are all loaded", OllamaModels, protected=True),
         get("/api/version", version, "Release", OllamaVersion),

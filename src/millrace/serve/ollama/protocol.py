@@ -22,6 +22,11 @@ NAMES: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def without_latest(model: str | None) -> str | None:
+    """Return the name without the tag that clients put behind every name."""
+    return None if model is None else model.removesuffix(":latest")
+
+
 def ignored_options(options: dict[str, Any] | None) -> list[str]:
     """Leave only what samples in `options`, and return what changes nothing. raises RequestError for what would"""
     if not options:
@@ -68,8 +73,7 @@ class OllamaRequest(TermsFields, kw_only=True):
     stream: Annotated[bool | None, described("lines of JSON instead of one answer", True)] = None
 
     def __post_init__(self) -> None:
-        if self.model is not None:  # the tag that clients put behind every name
-            self.model = self.model.removesuffix(":latest")
+        self.model = without_latest(self.model)
 
     def ignored_within(self) -> list[str]:
         return ignored_options(self.options)
@@ -173,13 +177,13 @@ class OllamaModels(Struct):
 
 
 class OllamaShowRequest(Body, kw_only=True):
-    OTHERS: ClassVar = frozenset(["verbose", "name"])
+    OTHERS: ClassVar = frozenset(["verbose", "system", "template", "options"])
 
     model: Annotated[str | None, described("one of /api/tags")] = None
+    name: Annotated[str | None, described("older clients' name of model")] = None
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            self.model = self.model.removesuffix(":latest")
+        self.model = without_latest(self.model or self.name)
 
 
 class OllamaShowReply(Struct):
