@@ -355,12 +355,21 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     pairs(
         [
             ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
+            *([("sampling", _sampling_told(model))] if isinstance(model, Opened) else []),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),
         ],
         err=True,
     )  # fmt: skip
+
+
+def _sampling_told(model: Opened) -> str:
+    """How tokens are drawn if a request does not say it."""
+    values = model.defaults.sampling
+    told = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"
+    origin = model.defaults.origin
+    return f"{told} ({origin}'s defaults: the file has none)" if origin else told
 
 
 def _memory(model: Opened | OpenedEncoder) -> dict[str, int]:

@@ -68,6 +68,11 @@ class Backend(ABC):
         """What happens where a request leaves a field out, by the field's name: what this model decides."""
         return {}
 
+    @property
+    def defaults_of(self) -> str:
+        """Whose defaults these are, if not the model's own."""
+        return ""
+
     @abstractmethod
     def start(self) -> None:
         """Its engine, in the running event loop."""

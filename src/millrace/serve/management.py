@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -151,4 +152,8 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
 
 
 def _card(backend: Backend, name: str) -> ModelCard:
-    return ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
+    card = ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
+    if backend.defaults:
+        card.default_sampling = dict(backend.defaults)
+        card.default_sampling_of = backend.defaults_of or UNSET
+    return card

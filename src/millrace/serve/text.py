@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -282,8 +282,11 @@ class TextBackend(Backend):
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        of_model = asdict(self.model.engine.loop.defaults)
-        return {name: value for name, value in of_model.items() if value is not None}
+        return self.model.engine.loop.defaults.sampling
+
+    @property
+    def defaults_of(self) -> str:
+        return self.model.engine.loop.defaults.origin
 
     @cached_property
     def fingerprint(self) -> str:

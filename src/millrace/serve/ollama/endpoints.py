@@ -34,6 +34,7 @@ from millrace.serve.ollama.embed import (
     embeddings,
 )
 from millrace.serve.ollama.protocol import (
+    DEFAULTS,
     OPTIONS,
     OllamaChatRequest,
     OllamaDetails,
@@ -74,7 +75,7 @@ _STREAM = StreamForm(LINES.encode(), lambda problem: write_error(problem) + b"\n
 
 async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> ASGIApp:
     """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked))
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked, backend))
     if not conversation.messages:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
     let_go(asked)
@@ -84,7 +85,7 @@ async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> AS
 
 async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateRequest) -> ASGIApp:
     """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
-    params, terms = _params(asked), terms_of(asked)
+    params, terms = _params(asked, backend), terms_of(asked)
     if not asked.prompt:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
     if asked.raw:
@@ -104,10 +105,10 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
 
 
-def _conversation(asked: OllamaChatRequest) -> Conversation:
+def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversation:
     said = [_message(i, message) for i, message in enumerate(asked.messages)]
     return Conversation(
-        messages=said, params=_params(asked),
+        messages=said, params=_params(asked, backend),
         tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
     )  # fmt: skip
 
@@ -196,22 +197,32 @@ async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> AS
     return json_reply(
         OllamaShowReply(
             details, info, ["completion", *(["tools"] if template else []), *thinks],
-            "" if template is None else template.source, _time(backend.model.created),
+            "" if template is None else template.source, _time(backend.model.created), _parameters(backend),
             license=str(backend.model.metadata.get("license", "")),
         )
     )  # fmt: skip
+
+
+def _parameters(backend: TextBackend) -> str:
+    """The model's own settings, as a Modelfile has them."""
+    theirs = {ours: name for name, ours in OPTIONS.items()}
+    own = {} if backend.defaults_of else backend.defaults
+    return "\n".join(f"{theirs[name]} {value:g}" for name, value in own.items())
 
 
 def version(models: Models, scope: Scope) -> Response:
     return json_reply(OllamaVersion(__version__))
 
 
-def _params(asked: OllamaRequest) -> SamplingParams:
-    """raises RequestError"""
-    given: dict[str, Any] = {}
+def _params(asked: OllamaRequest, backend: TextBackend) -> SamplingParams:
+    """The model's own settings count before Ollama's defaults, as in Ollama. raises RequestError"""
+    own = {} if backend.defaults_of else backend.defaults
+    given: dict[str, Any] = {**DEFAULTS, **own}
     for name, value in (asked.options or {}).items():  # what changes nothing was taken out of them
         if value is not None:
             given[OPTIONS[name]] = value
+    if given.get("seed") == -1:  # Ollama's word for any
+        del given["seed"]
     if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
         del given["max_tokens"]
     if isinstance(given.get("stop"), list):

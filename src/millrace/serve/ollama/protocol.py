@@ -16,6 +16,8 @@ OPTIONS: Mapping[str, str] = {
     "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
+# What Ollama samples with where neither request nor model says it. source: api/types.go, 2026-08 (no penalties since)
+DEFAULTS: Mapping[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
 NAMES: Mapping[str, str] = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
     "response_format": "format", "chat_template_kwargs": "think",
