@@ -200,8 +200,12 @@ def test_a_conversation_with_calls_and_results(llm: LLM) -> None:
     """The bundled model's template knows no tools: calls and results are in words, null is an empty text."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     parts = [{"type": "text", "text": "12 C"}, {"type": "text", "text": "rain"}]
-    result = {"role": "tool", "tool_call_id": "c1", "content": parts}
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    result: dict[str, object] = {"role": "tool", "tool_call_id": "c1", "content": parts}
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        result,
+    ]
     (answer,) = llm.chat(messages, SamplingParams(max_tokens=1))
     prompt = llm.tokenizer.decode(answer.prompt_token_ids)
     assert '"name": "f", "arguments": {"a": 1}' in prompt and "12 C\nrain" in prompt and "None" not in prompt

@@ -87,6 +87,9 @@ class ServeFlags(Settings):
         "file with API keys, one a line, and limits; read again when it changes; default: everybody may ask",
         metavar="FILE",
     )
+    share_prefix_cache: bool = setting(
+        ServerSettings.share_prefix_cache, "let API keys find prompts of one another in the prefix cache"
+    )
     cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
     max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
     max_connections: int | None = setting(
@@ -132,6 +135,7 @@ class ServeFlags(Settings):
             ssl_keyfile=listen.ssl_keyfile,
             metrics_port=listen.metrics_port,
             key_file=KeyFile.read(Path(self.api_key_file)) if self.api_key_file else None,
+            share_prefix_cache=self.share_prefix_cache,
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
             trace_config=self.trace_config,

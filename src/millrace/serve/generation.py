@@ -247,8 +247,16 @@ async def start(
     matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), heard.thoughts)
     if call.tenant and not terms.claim.tenant:
         terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
+    if call.tenant and not backend.settings.share_prefix_cache:
+        terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
     handle = engine.submit(prompts, each, call.id, stops, terms, matchers)
     return Generation(handle, params, call, backend, heard)
+
+
+def _salt_of(tenant: str, salt: str) -> str:
+    """Return a salt that no other tenant can name, so that a tenant finds only its own pages in the prefix cache."""
+    parts = f"{len(tenant)} {tenant} {salt}".encode(errors="surrogatepass")
+    return "of a tenant: " + hashlib.blake2b(parts, digest_size=32).hexdigest()
 
 
 def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0) -> Usage:

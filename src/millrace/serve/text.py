@@ -330,6 +330,8 @@ class TextBackend(Backend):
         """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
         grammars = self._grammars.run(self.model.engine.grammars.prepare)
         trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
+        if self.model.warm_prompts and len(self.settings.keys) > 1 and not self.settings.share_prefix_cache:
+            log.warning("warm prompts are of no use to API keys, which do not share the prefix cache")
         return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
 
     async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:
