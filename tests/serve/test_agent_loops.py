@@ -75,7 +75,7 @@ def test_claude_code(model: Thinker) -> None:
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "system": [{"type": "text", "text": "x-billing: a"}, {"type": "text", "text": "You are.", **cached}],
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Hints."}, {"type": "text", "text": "Go.", **cached}]},
+            {"role": "user", "content": [{"type": "text", "text": "A."}, {"type": "text", "text": "Go.", **cached}]},
             {"role": "system", "content": "Available agents."},
         ],
         "tools": [{"name": "exec_command", "description": "Runs.", "input_schema": {"$schema": "x", **SCHEMA}}],
