@@ -1,14 +1,17 @@
 """What changes nothing is named in a header, what would change the answer is refused: in every protocol alike."""
 
+import json
+import time
 from typing import Any
 
 import httpx
 import pytest
 from msgspec import UNSET
 
+from millrace.errors import RequestError
 from millrace.serve.app import PROTOCOLS
-from millrace.serve.fields import decode, let_go, take_ignored
-from millrace.serve.protocol import Body
+from millrace.serve.fields import decode, let_go, read_request, take_ignored
+from millrace.serve.protocol import Body, ChatRequest
 from tests.serve.support import Running, post
 
 CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
@@ -288,3 +291,20 @@ def test_a_schema_holds_anthropics_answers(server: Running) -> None:
     for fields in ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},):
         reply = ask(server, MESSAGES, **fields)
         assert reply.status_code == 400 and "output_config.format" in reply.text
+
+
+def test_any_number_of_fields_is_read_in_bounded_time() -> None:
+    """Names like many of ours, but none near enough; in one object, in many, and in tools."""
+    letters = "temperaur"
+    names = ["".join(letters[(i // 9**k) % 9] for k in range(11)) for i in range(1, 90_000, 7)]
+    start_s = time.process_time()
+    for body in (
+        {"messages": [], **dict.fromkeys(names, 1)},
+        {"messages": [{"role": "user", "content": "", name: 1} for name in names]},
+    ):
+        with pytest.raises(RequestError, match="unknown fields"):
+            read_request(json.dumps(body).encode(), ChatRequest)
+    usual = {"messages": [{"role": "user", "content": "", "cache": 1, "timestamp": 1}] * 20_000}
+    _, unknown = read_request(json.dumps(usual).encode(), ChatRequest)
+    assert set(unknown) == {"messages.cache", "messages.timestamp"}
+    assert time.process_time() - start_s < 10, "seconds of a processor, where it was minutes"

@@ -12,8 +12,8 @@ from millrace.errors import RequestError, nearest
 from millrace.runtime.grammar import in_one_layout
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.errors import not_yet
+from millrace.serve.usable_tools import MAX_TOOLS
 
-MAX_TOOLS = 128  # as OpenAI
 MAX_TOOL_BYTES = 256 * 1024  # of all of them, as JSON: they are held as long as their answer takes
 MOST_CALLS = 16  # of one answer: a small model would go on for ever
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")

@@ -19,24 +19,41 @@ from millrace.serve.other_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAME
 
 MAX_NAME = 64  # characters of a name that is given back
 MAX_NAMES = 64  # that the header has at most
+MAX_UNKNOWN = 128  # fields of one object: comparing names takes time
+MAX_JUDGED = 1024  # different ones of one request
 _MOST_LETTERS = 2
 _MEDIA = frozenset(["image", "images", "image_url", "audio", "input_audio", "video", "video_url", "file", "files"])
 
 
-def ignored_names(given: Mapping[str, object], known: Collection[str], where: str, param: str = "") -> list[str]:
+def ignored_names(
+    given: Mapping[str, object], known: Collection[str], where: str, param: str = "", judged: set[str] | None = None
+) -> list[str]:
     """Remove from `given` the names that are not known, and return them as they are told to the client.
 
-    where: the path of `given`, "" for the request itself; param: the field that an error is about
-    raises RequestError for a name that was probably meant to be a known one
+    where: the path of `given`, "" for the request itself; param: the field that an error is about; judged: names that
+    are like none of `known`, which grows
+    raises RequestError for a name that was probably meant to be a known one, or for too many of them
     """
+    judged = set() if judged is None else judged
     unknown = [name for name in given if name not in known]
+    if len(unknown) > MAX_UNKNOWN:
+        what = f"{where or 'the request'} has {len(unknown)} unknown fields"
+        raise RequestError(what, f"at most {MAX_UNKNOWN}", "leave them out", (param or where)[:100] or None)
+    told = [name for name in unknown if given[name] is not None]
     for name in unknown:
+        if name in judged:
+            del given[name]  # type: ignore[attr-defined]
+            continue
         if (meant := misspelt(name, known)) is not None:
             path = f"{where}.{name}" if where else name
             raise unknown_field(path, f'did you mean "{meant}"?', param=param)
+        judged.add(name)
         del given[name]  # type: ignore[attr-defined]
+    if len(judged) > MAX_JUDGED:
+        what, expected = f"the request has more than {MAX_JUDGED} different unknown fields", f"at most {MAX_JUDGED}"
+        raise RequestError(what, expected, "leave them out", (param or where)[:100] or None)
     field = re.sub(r"\[\d+\]", "", where)
-    return [shown(f"{field}.{name}" if field else name) for name in unknown]
+    return [shown(f"{field}.{name}" if field else name) for name in told]
 
 
 def unknown_field(
@@ -61,6 +78,7 @@ def misspelt(name: str, known: Collection[str]) -> str | None:
         (letters, other)
         for other in known
         if abs(len(other) - len(name)) <= _MOST_LETTERS
+        and len(set(name.casefold()) ^ set(other.casefold())) <= 2 * _MOST_LETTERS  # much faster than what follows
         and (letters := _letters(name.casefold(), other.casefold())) <= _MOST_LETTERS
         and 2 * letters < min(len(name), len(other))
     ]
@@ -101,13 +119,15 @@ class Unknown:
         for name in [name for name in request if name not in known]:
             self._check(name, request)
         told = ignored_names(request, known, "")
+        judged: dict[type[msgspec.Struct], set[str]] = {}
         for name, value in request.items():
             for where, part, struct in _structs(_field_types(self._kind).get(name), value, name):
                 if media := [
                     one for one in part if one in _MEDIA and part[one] and one not in struct.__struct_fields__
                 ]:
                     raise not_yet(f"{where}.{media[0]}", "send text only")
-                told += ignored_names(part, struct.__struct_fields__, where)
+                of_struct = judged.setdefault(struct, set())
+                told += ignored_names(part, struct.__struct_fields__, where, judged=of_struct)
         return told
 
     def _check(self, name: str, request: Mapping[str, object]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from millrace.errors import RequestError
 from millrace.serve.unknown_fields import ignored_names, misspelt, shown
 
+MAX_TOOLS = 128  # as OpenAI
 FUNCTION = ("name", "description", "parameters", "strict")
 
 
@@ -17,7 +18,7 @@ def usable(
     kinds: None for tools that name no type; known: fields of a tool; within: of its `function`
     raises RequestError for a type or a field that was probably meant to be a known one
     """
-    if not tools:
+    if not tools or len(tools) > MAX_TOOLS:  # which is refused elsewhere
         return tools, []
     kept, told = list[dict[str, Any]](), list[str]()
     names = [kind for kind in kinds if isinstance(kind, str)]
