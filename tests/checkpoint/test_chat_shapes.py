@@ -11,6 +11,7 @@ import pytest
 from millrace.checkpoint.chat import ChatTemplate, normalised
 from millrace.checkpoint.chat_prompt import PromptRenderer
 from millrace.errors import RequestError
+from tests.checkpoint.tool_calls.test_published_templates import FAMILIES
 from tests.support.vocabularies import CHATML, save_byte_fallback
 
 Messages = list[dict[str, Any]]
@@ -274,3 +275,21 @@ def test_probes_are_few_and_bounded(tmp_path: Path) -> None:
     source = "{% if messages[0].content == 'hi' %}{{ messages[0].content }}{% else %}" + much + "{% endif %}"
     assert ours(source, [{"role": "user", "content": "hi"}]) == "hi"
     assert json.loads(ours("{{ messages | tojson }}", [{"role": "user", "content": "hi"}]))[0]["content"] == "hi"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_templates_render_every_form_of_an_agents_turns_alike(family: str) -> None:
+    """Null, absent and empty contents of a call; results as a text or in parts; calls alone and with what follows."""
+    template = ChatTemplate(FAMILIES[family].template, {"bos_token": "<s>", "eos_token": "</s>"})
+    prompts, rendered = PromptRenderer(template), set[str]()
+    for content in (None, "absent", "", []):
+        for result in ("12 C\nrain", PARTS):
+            messages = agent(content, result=result)
+            messages[1]["tool_calls"] = [{**call(), "id": "abcdefgh0"}]
+            if content == "absent":
+                del messages[1]["content"]
+            whole = [*messages, {"role": "assistant", "content": "Done."}, {"role": "user", "content": PARTS}]
+            rendered.add(prompts.render(normalised(messages), TOOLS) + "|" + prompts.render(normalised(whole), TOOLS))
+    template.close()
+    (text,) = rendered
+    assert "None" not in text and "'text'" not in text and text.count("rain") == 3

@@ -154,7 +154,7 @@ class Shapes:
                 texts = [self._probe(each, has_tools) for each in (turn, [*turn, answer, user])]
                 if any(text is not None for text in texts):
                     return texts
-            return [None]
+            return [None, None]
         subject = _with_content(calling if kind == _CALLING else {"role": like["role"]}, content)
         if kind == _CALLING:
             turns = [[user, subject, result], [user, subject, result, answer, user]]
