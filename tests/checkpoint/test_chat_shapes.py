@@ -282,7 +282,8 @@ def test_the_families_templates_render_every_form_of_an_agents_turns_alike(famil
     """Null, absent and empty contents of a call; results as a text or in parts; calls alone and with what follows."""
     template = ChatTemplate(FAMILIES[family].template, {"bos_token": "<s>", "eos_token": "</s>"})
     prompts, rendered = PromptRenderer(template), set[str]()
-    for content in (None, "absent", "", []):
+    contents: list[Any] = [None, "absent", "", []]
+    for content in contents:
         for result in ("12 C\nrain", PARTS):
             messages = agent(content, result=result)
             messages[1]["tool_calls"] = [{**call(), "id": "abcdefgh0"}]

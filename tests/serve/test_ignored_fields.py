@@ -217,6 +217,18 @@ def test_what_clients_send_and_changes_nothing_is_told(
     assert reply.status_code == 200 and reply.headers.get("x-millrace-ignored", "") == told, reply.text
 
 
+def test_values_of_other_clients_that_change_nothing(server: Running) -> None:
+    """SillyTavern's and llama.cpp's clients'."""
+    off = {"logit_bias": [], "top_logprobs": 0, "top_k": -1, "min_p": 0, "n": 1, "stop": [], "seed": -1}
+    replies = [ask(server, CHAT, max_tokens=16, temperature=1, **off) for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [200, 200], replies[0].text
+    assert replies[0].json()["millrace"]["seed"] != replies[1].json()["millrace"]["seed"], "-1 is any seed"
+    assert ask(server, CHAT, logit_bias=[[5, 1]]).status_code == 400
+    long = {"name": "a" * 128, "input_schema": {"type": "object"}}
+    assert ask(server, MESSAGES, tools=[long]).status_code == 200, "as Anthropic"
+    assert "1 to 128 letters" in ask(server, MESSAGES, tools=[{**long, "name": "a" * 129}]).text
+
+
 def test_an_answer_is_the_same_beside_what_is_ignored(server: Running) -> None:
     """The tokens, and so the prompt."""
     plain = ask(server, CHAT, seed=1, max_tokens=8, tools=[FUNCTION]).json()

@@ -274,7 +274,7 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     """raises RequestError naming the field as the client wrote it"""
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     n_top = asked.top_logprobs
-    if n_top is not None and not asked.logprobs:
+    if n_top and not asked.logprobs:
         raise RequestError(
             "top_logprobs is set, but logprobs is not", "both", "set logprobs to true", param="top_logprobs"
         )
@@ -353,6 +353,14 @@ def cache_options(asked: AsksCache) -> CacheOptions:
     return CacheOptions(salt=salt or "", priority=priority, ttl_s=ttl_s, pin=bool(pin))
 
 
+def _bias(given: dict[int, float] | list[Any] | None) -> dict[int, float]:
+    """An empty list is none: llama.cpp's clients write pairs. raises RequestError for a list that is not empty"""
+    if isinstance(given, list) and given:
+        expected = "an object of token ids and numbers"
+        raise RequestError("logit_bias is of type array", expected, "correct logit_bias", "logit_bias")
+    return given if isinstance(given, dict) else {}
+
+
 def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:
     if asked.stream_options is not None and not asked.stream:
         raise RequestError(
@@ -369,11 +377,11 @@ def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) ->
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         repetition_penalty=asked.repetition_penalty,
-        seed=asked.seed,
+        seed=None if asked.seed == -1 else asked.seed,  # vLLM's and llama.cpp's word for any
         stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=bool(asked.ignore_eos),
-        logit_bias=asked.logit_bias or {},
+        logit_bias=_bias(asked.logit_bias),
         logprobs=n_top,
         include_stop_str_in_output=bool(asked.include_stop_str_in_output),
         skip_special_tokens=asked.skip_special_tokens is not False,

@@ -180,7 +180,7 @@ class SamplingFields(TermsFields, kw_only=True):
     skip_special_tokens: Annotated[bool | None, described("leave tokens such as </s> out of the text", True)] = None
     ignore_eos: Annotated[bool | None, described("go on after the model's end-of-text token", False)] = None
     logit_bias: Annotated[
-        dict[int, float] | None,
+        dict[int, float] | list[Any] | None,
         described(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
     ] = None
     response_format: Annotated[

@@ -16,7 +16,7 @@ from millrace.serve.usable_tools import MAX_TOOLS
 
 MAX_TOOL_BYTES = 256 * 1024  # of all of them, as JSON: they are held as long as their answer takes
 MOST_CALLS = 16  # of one answer: a small model would go on for ever
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class ToolShape:
     choices: str
     function: str = ""  # path of name and description
     parameters: str = "parameters"
+    longest: int = 64  # name, in characters
 
 
 OPENAI = ToolShape(
@@ -40,6 +41,7 @@ RESPONSES = ToolShape(
 ANTHROPIC = ToolShape(
     '{"name": ..., "description": ..., "input_schema": {...}}',
     '{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}', parameters="input_schema",
+    longest=128,
 )  # fmt: skip
 _OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
 _ELSEWHERE = {"$ref", "anyOf", "oneOf", "allOf"}  # where a schema may name properties instead of in `properties`
@@ -141,9 +143,9 @@ def _function(i: int, tool: Mapping[str, object], shape: ToolShape) -> Mapping[s
             path = f"{where}.{shape.parameters if key == 'parameters' else key}"
             raise _wrong(f"{path} is of type {type(value).__name__}", shape.tool)
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) > shape.longest or not _NAME.fullmatch(name):
         what = f"tools[{i}] has no name" if not name else f"{where}.name is {name!r:.80}"
-        raise _wrong(what, "1 to 64 letters, digits and _ . : / -")
+        raise _wrong(what, f"1 to {shape.longest} letters, digits and _ . : / -")
     parameters = function.get("parameters")
     kind = parameters.get("type", "object") if isinstance(parameters, Mapping) else "object"
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
