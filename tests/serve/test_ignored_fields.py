@@ -225,7 +225,7 @@ def test_values_of_other_clients_that_change_nothing(server: Running) -> None:
     assert replies[0].json()["millrace"]["seed"] != replies[1].json()["millrace"]["seed"], "-1 is any seed"
     assert ask(server, CHAT, logit_bias=[[5, 1]]).status_code == 400
     long = {"name": "a" * 128, "input_schema": {"type": "object"}}
-    assert ask(server, MESSAGES, tools=[long]).status_code == 200, "as Anthropic"
+    assert ask(server, "/v1/messages/count_tokens", tools=[long]).status_code == 200, "as Anthropic"
     assert "1 to 128 letters" in ask(server, MESSAGES, tools=[{**long, "name": "a" * 129}]).text
 
 
