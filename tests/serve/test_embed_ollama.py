@@ -13,7 +13,7 @@ from millrace.engine.engine import Engine
 from millrace.errors import RequestError
 from millrace.runtime.open import OpenedEncoder, RunSettings, open_encoder
 from millrace.serve.embeddings import EncoderModel
-from millrace.serve.matryoshka import Matryoshka, check_dimensions, shortened
+from millrace.serve.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post
 from tests.support.checkpoints import random_encoder
@@ -122,4 +122,4 @@ def test_lengths_that_a_model_may_have() -> None:
         with pytest.raises(RequestError, match="dimensions is"):
             check_dimensions(asked, 96, trained)
     zeros = np.zeros((2, 4), np.float32)
-    assert np.array_equal(shortened(zeros, 2), zeros[:, :2])
+    assert np.array_equal(shorten(zeros, 2), zeros[:, :2])

@@ -98,7 +98,7 @@ class Shapes:
         each = [self._contexts(calling, content, True) for content in (_FIRST, "", None)]
         return any(all(_shows(text, _ARGUMENT, _RESULT) for text in texts) for texts in each)
 
-    def fitting(self, message: Message, has_tools: bool) -> Message:
+    def fit(self, message: Message, has_tools: bool) -> Message:
         """Return the message with its content as the template renders it."""
         content = message.get("content")
         if isinstance(content, list) and content:

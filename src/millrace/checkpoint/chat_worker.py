@@ -147,9 +147,9 @@ class Renderer:
                 continue
             before = messages
             try:
-                fitting = [self.shapes.fitting(message, has_tools) for message in messages]
+                fit = [self.shapes.fit(message, has_tools) for message in messages]
                 return self._template.render(
-                    fitting, request["add_generation_prompt"], request["extra"], request["max_characters"]
+                    fit, request["add_generation_prompt"], request["extra"], request["max_characters"]
                 )
             except _TooLarge:
                 raise

@@ -18,7 +18,7 @@ from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.sentences import sentence_files, with_sentences
-from millrace.checkpoint.templates import additional_templates, flattened, read_templates
+from millrace.checkpoint.templates import additional_templates, flatten, read_templates
 from millrace.checkpoint.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
@@ -89,7 +89,7 @@ class Checkpoint:
     def files(self) -> Files:
         """What an engine carries of its checkpoint, so that it serves alone."""
         files = read_files(self.folder, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
-        return flattened(files | additional_templates(self.folder), self.folder)
+        return flatten(files | additional_templates(self.folder), self.folder)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -46,7 +46,7 @@ def read_templates(files: Files, folder: Path) -> dict[str, str]:
     return found
 
 
-def flattened(files: Files, folder: Path) -> dict[str, bytes]:
+def flatten(files: Files, folder: Path) -> dict[str, bytes]:
     """Return the files without a subfolder: additional templates become a list in tokenizer_config.json."""
     flat = {name: data for name, data in files.items() if not name.startswith(f"{TEMPLATE_FOLDER}/")}
     if len(flat) == len(files):

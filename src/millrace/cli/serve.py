@@ -359,7 +359,7 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     pairs(
         [
             ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
-            *([("sampling", _sampling_told(model))] if isinstance(model, Opened) else []),
+            *([("sampling", _sampling_text(model))] if isinstance(model, Opened) else []),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),
@@ -368,7 +368,7 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     )  # fmt: skip
 
 
-def _sampling_told(model: Opened) -> str:
+def _sampling_text(model: Opened) -> str:
     """How tokens are drawn if a request does not say it."""
     values = model.defaults.sampling
     told = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"

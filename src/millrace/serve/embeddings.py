@@ -20,7 +20,7 @@ from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, check
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.fields import TextsOrIds, let_go, texts_or_ids
-from millrace.serve.matryoshka import Matryoshka, check_dimensions, shortened
+from millrace.serve.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.metrics import counter, gauge
 from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
@@ -140,7 +140,7 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
     held = backend.unsent.share()
     try:
         held.add(len(texts) * backend.limits.width * FLOAT_BYTES)
-        vectors = shortened(await backend.vectors(texts), asked.dimensions)
+        vectors = shorten(await backend.vectors(texts), asked.dimensions)
         reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
 
         def written() -> bytes:

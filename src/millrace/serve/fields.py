@@ -33,7 +33,7 @@ from millrace.serve.protocol import (
     wire,
 )
 from millrace.serve.structured import FIELDS, structured_outputs
-from millrace.serve.unknown_fields import MAX_NAMES, Unknown, check_neutral, roles_of, unknown_field
+from millrace.serve.unknown_fields import MAX_NAMES, UnknownFields, check_neutral, roles_of, unknown_field
 
 T = TypeVar("T", bound=Body)
 TextsOrIds = str | list[str | int | list[int]]
@@ -93,7 +93,7 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
 def _without_unknown(body: bytes, kind: type[Body]) -> tuple[Struct, list[str]]:
     """Decode a request that has fields of unknown names, and return these. raises RequestError if they matter"""
     request = msgspec.json.decode(body)
-    unknown = Unknown(wire(kind), kind.__struct_fields__, kind.NAMES, kind.ANSWERS).taken_from(request)
+    unknown = UnknownFields(wire(kind), kind.__struct_fields__, kind.NAMES, kind.ANSWERS).taken_from(request)
     return msgspec.convert(request, wire(kind), str_keys=True), unknown
 
 

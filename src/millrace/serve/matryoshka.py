@@ -32,31 +32,31 @@ class Matryoshka:
         return cls() if config.get("is_matryoshka") is True else None
 
 
-def check_dimensions(asked: int | None, width: int, trained: Matryoshka | None) -> None:
+def check_dimensions(dimensions: int | None, width: int, trained: Matryoshka | None) -> None:
     """raises RequestError if the model has no vectors of that length"""
-    if asked in (None, width):
+    if dimensions in (None, width):
         return
     if trained is None:
         raise RequestError(
-            f"dimensions is {asked}", f"{width}, the length of this model's vectors",
+            f"dimensions is {dimensions}", f"{width}, the length of this model's vectors",
             "leave dimensions out: the model is not trained for shorter vectors, or its config.json does not say so "
             "(is_matryoshka, matryoshka_dimensions)", "dimensions",
         )  # fmt: skip
-    if trained.dimensions and asked not in trained.dimensions:
+    if trained.dimensions and dimensions not in trained.dimensions:
         lengths = ", ".join(map(str, sorted({*trained.dimensions, width})))
-        raise RequestError(f"dimensions is {asked}", f"one of {lengths}", "choose one of them", "dimensions")
-    if asked is not None and not 1 <= asked <= width:
-        raise RequestError(f"dimensions is {asked}", f"from 1 to {width}", "choose another length", "dimensions")
+        raise RequestError(f"dimensions is {dimensions}", f"one of {lengths}", "choose one of them", "dimensions")
+    if dimensions is not None and not 1 <= dimensions <= width:
+        raise RequestError(f"dimensions is {dimensions}", f"from 1 to {width}", "choose another length", "dimensions")
 
 
-def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
+def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:
     """Return the first `dimensions` numbers of each vector, scaled to a length of 1; all of them as they are."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
-    return normalised(vectors[:, :dimensions])
+    return normalise(vectors[:, :dimensions])
 
 
-def normalised(vectors: Vectors) -> Vectors:
+def normalise(vectors: Vectors) -> Vectors:
     """Return vectors of length 1, or 0 where all numbers are 0."""
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     scaled: Vectors = (vectors / np.where(lengths, lengths, 1.0)).astype(np.float32)

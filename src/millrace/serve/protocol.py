@@ -32,7 +32,7 @@ from millrace.serve.other_fields import (
     NEARNESS_NOT_YET,
     VLLM_NOT_YET,
 )
-from millrace.serve.usable_tools import FUNCTION, usable
+from millrace.serve.usable_tools import FUNCTION, usable_tools
 
 OPENAI_TOOLS = ("function", None)
 
@@ -165,7 +165,7 @@ class SamplingFields(TermsFields, kw_only=True):
     ] = None
     seed: Annotated[
         int | None,
-        described("the same seed, the same answer; else one is drawn and told", low=-(2**63), high=2**64 - 1),
+        described("the same seed, the same answer; else one is drawn and ignored", low=-(2**63), high=2**64 - 1),
     ] = None
     stop: Annotated[
         str | list[str] | None,
@@ -239,8 +239,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
 
     def ignored_within(self) -> list[str]:
-        self.tools, told = usable(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return told
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -328,8 +328,8 @@ class TokenizeRequest(Body, kw_only=True):
     return_token_strs: Annotated[bool | None, described("the text of each token, too", False)] = None
 
     def ignored_within(self) -> list[str]:
-        self.tools, told = usable(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return told
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored
 
 
 class DetokenizeRequest(Body, kw_only=True):

@@ -20,40 +20,43 @@ from millrace.serve.other_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAME
 MAX_NAME = 64  # characters of a name that is given back
 MAX_NAMES = 64  # that the header has at most
 MAX_UNKNOWN = 128  # fields of one object: comparing names takes time
-MAX_JUDGED = 1024  # different ones of one request
+MAX_DIFFERENT = 1024  # different ones of one request
 _MOST_LETTERS = 2
 _MEDIA = frozenset(["image", "images", "image_url", "audio", "input_audio", "video", "video_url", "file", "files"])
 
 
 def ignored_names(
-    given: Mapping[str, object], known: Collection[str], where: str, param: str = "", judged: set[str] | None = None
+    given: Mapping[str, object], known: Collection[str], where: str, param: str = "", harmless: set[str] | None = None
 ) -> list[str]:
-    """Remove from `given` the names that are not known, and return them as they are told to the client.
+    """Remove from `given` the names that are not known, and return them as they are ignored to the client.
 
-    where: the path of `given`, "" for the request itself; param: the field that an error is about; judged: names that
+    where: the path of `given`, "" for the request itself; param: the field that an error is about; harmless: names that
     are like none of `known`, which grows
     raises RequestError for a name that was probably meant to be a known one, or for too many of them
     """
-    judged = set() if judged is None else judged
+    harmless = set() if harmless is None else harmless
     unknown = [name for name in given if name not in known]
     if len(unknown) > MAX_UNKNOWN:
         what = f"{where or 'the request'} has {len(unknown)} unknown fields"
         raise RequestError(what, f"at most {MAX_UNKNOWN}", "leave them out", (param or where)[:100] or None)
-    told = [name for name in unknown if given[name] is not None]
+    ignored = [name for name in unknown if given[name] is not None]
     for name in unknown:
-        if name in judged:
+        if name in harmless:
             del given[name]  # type: ignore[attr-defined]
             continue
-        if (meant := misspelt(name, known)) is not None:
+        if (meant := closest_name(name, known)) is not None:
             path = f"{where}.{name}" if where else name
             raise unknown_field(path, f'did you mean "{meant}"?', param=param)
-        judged.add(name)
+        harmless.add(name)
         del given[name]  # type: ignore[attr-defined]
-    if len(judged) > MAX_JUDGED:
-        what, expected = f"the request has more than {MAX_JUDGED} different unknown fields", f"at most {MAX_JUDGED}"
+    if len(harmless) > MAX_DIFFERENT:
+        what, expected = (
+            f"the request has more than {MAX_DIFFERENT} different unknown fields",
+            f"at most {MAX_DIFFERENT}",
+        )
         raise RequestError(what, expected, "leave them out", (param or where)[:100] or None)
     field = re.sub(r"\[\d+\]", "", where)
-    return [shown(f"{field}.{name}" if field else name) for name in told]
+    return [header_name(f"{field}.{name}" if field else name) for name in ignored]
 
 
 def unknown_field(
@@ -62,7 +65,7 @@ def unknown_field(
     return RequestError(f'unknown field "{path[:500]}"', expected, mend, (param or path)[:100])
 
 
-def shown(name: str) -> str:
+def header_name(name: str) -> str:
     """Return a name of a client's as it may stand in a header."""
     cut = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
     return "".join(
@@ -70,7 +73,7 @@ def shown(name: str) -> str:
     )
 
 
-def misspelt(name: str, known: Collection[str]) -> str | None:
+def closest_name(name: str, known: Collection[str]) -> str | None:
     """Return the known name that `name` differs from by two letters at most, and by less than half of either."""
     if len(name) > MAX_NAME:
         return None
@@ -99,7 +102,7 @@ def _letters(a: str, b: str) -> int:
     return row[-1]
 
 
-class Unknown:
+class UnknownFields:
     """Takes the unknown fields out of one decoded request."""
 
     def __init__(
@@ -118,17 +121,17 @@ class Unknown:
         known = self._kind.__struct_fields__
         for name in [name for name in request if name not in known]:
             self._check(name, request)
-        told = ignored_names(request, known, "")
-        judged: dict[type[msgspec.Struct], set[str]] = {}
+        ignored = ignored_names(request, known, "")
+        harmless: dict[type[msgspec.Struct], set[str]] = {}
         for name, value in request.items():
             for where, part, struct in _structs(_field_types(self._kind).get(name), value, name):
                 if media := [
                     one for one in part if one in _MEDIA and part[one] and one not in struct.__struct_fields__
                 ]:
                     raise not_yet(f"{where}.{media[0]}", "send text only")
-                of_struct = judged.setdefault(struct, set())
-                told += ignored_names(part, struct.__struct_fields__, where, judged=of_struct)
-        return told
+                of_struct = harmless.setdefault(struct, set())
+                ignored += ignored_names(part, struct.__struct_fields__, where, harmless=of_struct)
+        return ignored
 
     def _check(self, name: str, request: Mapping[str, object]) -> None:
         """raises RequestError for a name that would change the answer"""

@@ -4,13 +4,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from millrace.errors import RequestError
-from millrace.serve.unknown_fields import ignored_names, misspelt, shown
+from millrace.serve.unknown_fields import closest_name, header_name, ignored_names
 
 MAX_TOOLS = 128  # as OpenAI
 FUNCTION = ("name", "description", "parameters", "strict")
 
 
-def usable(
+def usable_tools(
     tools: list[dict[str, Any]] | None, kinds: Collection[object], known: Collection[str], within: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Return the tools of these types, without fields that change nothing; and what was left out, by its path.
@@ -20,21 +20,21 @@ def usable(
     """
     if not tools or len(tools) > MAX_TOOLS:  # which is refused elsewhere
         return tools, []
-    kept, told = list[dict[str, Any]](), list[str]()
+    kept, ignored = list[dict[str, Any]](), list[str]()
     names = [kind for kind in kinds if isinstance(kind, str)]
     for i, tool in enumerate(tools):
         kind = tool.get("type")
         if isinstance(kind, str) and kind not in kinds:
-            if (meant := misspelt(kind, names)) is not None:
+            if (meant := closest_name(kind, names)) is not None:
                 what, expected = f'tools[{i}].type is "{kind}"', f'did you mean "{meant}"?'
                 raise RequestError(what, expected, "correct tools", "tools")
-            told.append(shown(f"tools.{kind}"))
+            ignored.append(header_name(f"tools.{kind}"))
             continue
-        told += ignored_names(tool, known, f"tools[{i}]", "tools")
+        ignored += ignored_names(tool, known, f"tools[{i}]", "tools")
         if within and isinstance(function := tool.get("function"), dict):
-            told += ignored_names(function, within, f"tools[{i}].function", "tools")
+            ignored += ignored_names(function, within, f"tools[{i}].function", "tools")
         kept.append(tool)
-    return kept, told
+    return kept, ignored
 
 
 def ignored_in(value: Mapping[str, Any] | None, known: Collection[str], where: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.protocol import TermsFields, described
-from millrace.serve.usable_tools import ignored_in, usable
+from millrace.serve.usable_tools import ignored_in, usable_tools
 
 TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
 # Our fields, as Anthropic's clients know them.
@@ -62,11 +62,11 @@ class CountRequest(TermsFields, kw_only=True):
     output_format: Annotated[dict[str, Any] | None, described("older name of output_config.format")] = None
 
     def ignored_within(self) -> list[str]:
-        self.tools, told = usable(self.tools, ("custom", None), TOOL)
-        told += ignored_in(self.thinking, ("type",), "thinking")
-        told += ignored_in(self.output_config, ("format",), "output_config")
-        told += ignored_in(self.tool_choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
-        return told
+        self.tools, ignored = usable_tools(self.tools, ("custom", None), TOOL)
+        ignored += ignored_in(self.thinking, ("type",), "thinking")
+        ignored += ignored_in(self.output_config, ("format",), "output_config")
+        ignored += ignored_in(self.tool_choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
+        return ignored
 
 
 class MessagesRequest(CountRequest, kw_only=True):

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from millrace.runtime.embedding import ALL
 from millrace.serve.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
 from millrace.serve.fields import let_go
-from millrace.serve.matryoshka import check_dimensions, normalised, shortened
+from millrace.serve.matryoshka import check_dimensions, normalise, shorten
 from millrace.serve.ollama.protocol import without_latest
 from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
 from millrace.serve.protocol import Body, described
@@ -78,7 +78,7 @@ async def embed(backend: EncoderBackend, call: Call, asked: EmbedRequest) -> ASG
         vectors = await backend.vectors(ids)
 
         def written() -> bytes:
-            own = normalised(shortened(vectors, asked.dimensions)).tolist()
+            own = normalise(shorten(vectors, asked.dimensions)).tolist()
             took_ns = int((time.perf_counter() - call.arrived_s) * 1e9)
             return msgspec.json.encode(EmbedReply(call.model, own, took_ns, 0, n_tokens))
 

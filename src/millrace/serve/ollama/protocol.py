@@ -8,7 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET, OTHER_NAMES, PENALTIES, PENALTY_WINDOW
 from millrace.serve.protocol import OPENAI_TOOLS, Body, TermsFields, described
 from millrace.serve.unknown_fields import check_changing, check_neutral, ignored_names, unknown_field
-from millrace.serve.usable_tools import FUNCTION, usable
+from millrace.serve.usable_tools import FUNCTION, usable_tools
 
 # Ollama's name of a sampling parameter -> ours
 OPTIONS: Mapping[str, str] = {
@@ -33,7 +33,7 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
     """Leave only what samples in `options`, and return what changes nothing. raises RequestError for what would"""
     if not options:
         return []
-    told = list[str]()
+    ignored = list[str]()
     penalises = any(
         options.get(name) not in (None, PENALTIES[ours]) for name, ours in OPTIONS.items() if ours in PENALTIES
     )
@@ -41,7 +41,7 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
         if name in OPTIONS:
             continue
         if name in IGNORED_OPTIONS or (name in PENALTY_WINDOW and not penalises):
-            told += [f"options.{name}"] * (value is not None)
+            ignored += [f"options.{name}"] * (value is not None)
         elif name in LLAMA_NOT_YET:
             check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])
         else:
@@ -52,7 +52,7 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
             if ours in NAMES and options[name] is not None:
                 raise unknown_field(f"options.{name}", f'did you mean "{NAMES[ours]}"?', param="options")
         check_changing(name, options[name], f"options.{name}")
-    return told + ignored_names(options, {*OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS}, "options", "options")
+    return ignored + ignored_names(options, {*OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS}, "options", "options")
 
 
 class OllamaRequest(TermsFields, kw_only=True):
@@ -109,8 +109,8 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
     tools: Annotated[list[dict[str, Any]] | None, described("functions that may be called")] = None
 
     def ignored_within(self) -> list[str]:
-        self.tools, told = usable(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return told + ignored_options(self.options)
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored + ignored_options(self.options)
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):

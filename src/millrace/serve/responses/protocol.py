@@ -10,8 +10,8 @@ from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
 from millrace.serve.protocol import TermsFields, described
 from millrace.serve.replies import TokenLogprob
-from millrace.serve.unknown_fields import misspelt, shown
-from millrace.serve.usable_tools import FUNCTION, ignored_in, usable
+from millrace.serve.unknown_fields import closest_name, header_name
+from millrace.serve.usable_tools import FUNCTION, ignored_in, usable_tools
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 # Others of it, which say of what tools of OpenAI's own and images are to be given back: there are none here.
@@ -75,17 +75,17 @@ class ResponsesRequest(TermsFields, kw_only=True):
     user: Annotated[str | None, described("given back")] = None
 
     def ignored_within(self) -> list[str]:
-        self.tools, told = usable(self.tools, ("function",), ("type", *FUNCTION))
-        told += ignored_in(self.text, ("format",), "text")
-        told += ignored_in((self.text or {}).get("format"), FORMAT, "text.format")
+        self.tools, ignored = usable_tools(self.tools, ("function",), ("type", *FUNCTION))
+        ignored += ignored_in(self.text, ("format",), "text")
+        ignored += ignored_in((self.text or {}).get("format"), FORMAT, "text.format")
         known = [name for name in self.include or () if name == LOGPROBS]
         for name in set(self.include or ()) - {LOGPROBS}:
-            if name not in UNUSED_INCLUDES and (meant := misspelt(name, {LOGPROBS, *UNUSED_INCLUDES})) is not None:
+            if name not in UNUSED_INCLUDES and (meant := closest_name(name, {LOGPROBS, *UNUSED_INCLUDES})) is not None:
                 what, expected = f"include has no {name!r:.80}", f'did you mean "{meant}"?'
                 raise RequestError(what, expected, "correct include", "include")
-            told.append(shown(f"include.{name}"))
+            ignored.append(header_name(f"include.{name}"))
         self.include = known if self.include is not None else None
-        return told
+        return ignored
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
