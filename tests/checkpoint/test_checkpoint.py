@@ -180,6 +180,14 @@ def test_a_template_for_tools_alone_is_taken_for_all(folder: Path) -> None:
     assert opened is not None and opened.source == opened.source_for(True) == "t"
 
 
+def test_the_default_of_the_configuration_stands_beside_a_folder_without_one(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template="d")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    opened = Checkpoint.open(folder).chat_template
+    assert opened is not None and opened.sources == {"default": "d", "tool_use": "t"}
+
+
 def test_too_many_templates(folder: Path) -> None:
     entries = [{"name": f"{i}", "template": ""} for i in range(65)]
     edit(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": ""}, *entries])

@@ -35,7 +35,8 @@ def read_templates(files: Files, folder: Path) -> dict[str, str]:
         for name, data in files.items()
         if name == TEMPLATE_FILE or name.startswith(f"{TEMPLATE_FOLDER}/")
     }
-    found = found or _of_config(files, folder)
+    if DEFAULT not in found:
+        found = {**_of_config(files, folder), **found}
     if found and DEFAULT not in found:
         if TOOL_USE not in found:
             raise CheckpointError(

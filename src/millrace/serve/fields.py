@@ -81,8 +81,9 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
-        value = getattr(asked, name)
-        if name in PENALTY_WINDOW and value not in (UNSET, None, *neutral) and not _penalises(asked):
+        if (value := getattr(asked, name)) is UNSET:
+            continue
+        if name in PENALTY_WINDOW and value not in (None, *neutral) and not _penalises(asked):
             unknown.append(name)
         else:
             check_neutral(name, value, neutral)
@@ -123,7 +124,8 @@ def take_ignored(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> 
     raises RequestError for a name within a field that was probably meant to be a known one
     """
     told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
-    others = sorted({*unknown, *asked.ignored_within()} - told)  # a client may write any number of names
+    within = asked.ignored_within() if any(getattr(asked, name) for name in kind.WITHIN) else ()
+    others = sorted({*unknown, *within} - told)  # a client may write any number of names
     told |= {*others[:MAX_NAMES], *([f"{len(others) - MAX_NAMES} more"] if len(others) > MAX_NAMES else [])}
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
         if asked.max_tokens not in (None, asked.max_completion_tokens):

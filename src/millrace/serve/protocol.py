@@ -45,6 +45,7 @@ class Body(Struct):
     UNUSED: such ones among the struct's own
     NAMES: names of fields in `SamplingParams` and the chat's requests, and what this protocol calls them
     ANSWERS: the request is for an answer, which fields of other protocols could change
+    WITHIN: fields that hold what `ignored_within` looks at
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -52,6 +53,7 @@ class Body(Struct):
     UNUSED: ClassVar[frozenset[str]] = frozenset()
     NAMES: ClassVar[Mapping[str, str]] = {}
     ANSWERS: ClassVar[bool] = False
+    WITHIN: ClassVar[tuple[str, ...]] = ()
 
     def ignored_within(self) -> list[str]:
         """Remove from objects and lists that are fields what changes nothing; return it, named by its path.
@@ -208,6 +210,7 @@ class SamplingFields(TermsFields, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    WITHIN: ClassVar = ("tools",)
     NOT_YET: ClassVar = {**CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
 
     messages: Annotated[list[Message], described("the conversation so far")]
@@ -316,6 +319,7 @@ class TokenizeRequest(Body, kw_only=True):
     """Either `prompt` or `messages`."""
 
     NOT_YET: ClassVar = {"chat_template": ()}
+    WITHIN: ClassVar = ("tools",)
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     prompt: Annotated[str | None, described("a text, of any length")] = None

@@ -43,6 +43,7 @@ class CountRequest(TermsFields, kw_only=True):
     }  # fmt: skip
 
     NAMES: ClassVar = NAMES
+    WITHIN: ClassVar = ("tools", "thinking", "output_config", "tool_choice")
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     messages: Annotated[list[InMessage], described("turns of user and assistant")]

@@ -24,6 +24,7 @@ _OPTIONS = frozenset([*IGNORED_OPTIONS, *LLAMA_NOT_YET, "temperature", "top_k", 
 
 class _Request(Body, kw_only=True):
     UNUSED: ClassVar = frozenset(["keep_alive"])
+    WITHIN: ClassVar = ("options",)
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
     options: Annotated[dict[str, Any] | None, described("of no effect on vectors")] = None

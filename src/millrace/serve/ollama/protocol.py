@@ -64,6 +64,7 @@ class OllamaRequest(TermsFields, kw_only=True):
     UNUSED: ClassVar = frozenset(["keep_alive"])
     NAMES: ClassVar[Mapping[str, str]] = NAMES
     ANSWERS: ClassVar = True
+    WITHIN: ClassVar[tuple[str, ...]] = ("options",)
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
     options: Annotated[dict[str, Any] | None, described("num_predict, temperature, top_k, top_p, seed, stop, ...")] = (
@@ -105,6 +106,8 @@ class OllamaMessage(Struct, forbid_unknown_fields=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
+    WITHIN: ClassVar = ("tools", "options")
+
     messages: Annotated[list[OllamaMessage], described("the conversation so far")]
     tools: Annotated[list[dict[str, Any]] | None, described("functions that may be called")] = None
 

@@ -37,6 +37,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
     UNUSED: ClassVar = frozenset(["reasoning"])
     NAMES: ClassVar = NAMES
     ANSWERS: ClassVar = True
+    WITHIN: ClassVar = ("tools", "text", "include")
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "truncation": ("disabled", "auto"), "conversation": (), "prompt": (), "max_tool_calls": (),
     }  # fmt: skip
