@@ -1,11 +1,14 @@
 """Messages that a chat template cannot render as they are, over every protocol: answered, with the right prompt."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from millrace.serve.ollama.endpoints import with_call_ids
+from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from tests.serve.support import ROOMY, Fake, Running, post, serving_with
 
 TURNS = """{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>
@@ -138,6 +141,42 @@ def test_the_signatures_join_the_first_message_of_the_user(alternates: Running) 
     assert prompt(alternates, messages=again, tools=[TOOL]).startswith(text)
     refused = post(alternates.url, "/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}]})
     assert refused.status_code == 400 and "System role not supported" in refused.text
+
+
+MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls %}[TOOL_CALLS][
+{%- for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('IDs have length 9') }}{% endif %}
+{{- c.id }} {{ c.function.name }};{% endfor %}]{% elif m.role == 'tool' %}[TOOL_RESULTS]
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('IDs have length 9') }}{% endif %}
+{{- m.tool_call_id }} {{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}{{ tools }}"""
+
+
+def test_calls_have_ids_that_the_template_takes() -> None:
+    """Ollama's clients send none, and others' are too long for Mistral's templates."""
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "fg"]
+    body = {
+        "messages": [
+            {"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "content": "of g", "tool_name": "g"}, {"role": "tool", "content": "of f"},
+        ],
+        "tools": [TOOL], "stream": False, "options": {"num_predict": 2},
+    }  # fmt: skip
+    with serving_with(Fake(template=MISTRAL, limits=LONG)) as server:
+        assert post(server.url, "/api/chat", body).status_code == 200
+        messages = chat(None, "12")
+        for call_id in ("c1", "call_0123456789abcdef01234567", "abcdefgh0"):
+            messages[1]["tool_calls"][0]["id"] = messages[2]["tool_call_id"] = call_id
+            text = prompt(server, messages=messages, tools=[TOOL])
+            (id_of_call, id_of_result) = re.findall(r"(\w{9}) (?:f;|12)", text)
+            assert id_of_call == id_of_result and (call_id != "abcdefgh0" or id_of_call == call_id)
+
+
+def test_results_find_their_calls() -> None:
+    calls = [ToolCall(CalledFunction(name)) for name in ("f", "g", "g")]
+    results = [Message("tool", "1", name="g"), Message("tool", "2"), Message("tool", "3", name="x")]
+    found = with_call_ids([Message("assistant", None, tool_calls=calls), *results, Message("tool", "4")])
+    assert [call.id for call in calls] == ["call00001", "call00002", "call00003"]
+    assert [message.tool_call_id for message in found[1:]] == ["call00002", "call00001", "call00003", None]
 
 
 SYSTEM_AND_TURNS: list[tuple[str, dict[str, Any]]] = [

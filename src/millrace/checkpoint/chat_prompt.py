@@ -1,6 +1,8 @@
 """Conversations with tools as prompts: native calls if the chat template writes them, else in words."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ from millrace.checkpoint.tool_calls.formats import ToolFormat, tool_format
 from millrace.checkpoint.tool_calls.prompt import with_tools
 
 Message = Mapping[str, object]
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class PromptRenderer:
@@ -37,6 +40,8 @@ class PromptRenderer:
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
             messages = [_with_text_arguments(message) for message in messages]
             form, shows_tools, shows_calls = self._form(bool(tools))
+            if form.short_ids:
+                messages = [_with_short_ids(message) for message in messages]
             said = with_tools(messages, (), replace(form, native=shows_calls))
             if tools and shows_tools:
                 variables["tools"] = list(tools)
@@ -81,6 +86,24 @@ def _with_text_arguments(message: Message) -> Message:
     if not isinstance(calls, list):
         return message
     return {**message, "tool_calls": [{**call, "function": _as_text(call["function"])} for call in calls]}
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Return the message with ids of calls as Mistral's templates take them: nine letters and digits."""
+    changed = dict(message)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in calls]
+    if isinstance(answered := message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short_id(answered)
+    return changed
+
+
+def _short_id(call_id: object) -> str:
+    text = str(call_id)
+    if _SHORT_ID.fullmatch(text):
+        return text
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]
 
 
 def _as_text(function: Mapping[str, object]) -> Mapping[str, object]:

@@ -106,7 +106,7 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
 
 
 def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversation:
-    said = [_message(i, message) for i, message in enumerate(asked.messages)]
+    said = with_call_ids([_message(i, message) for i, message in enumerate(asked.messages)])
     return Conversation(
         messages=said, params=_params(asked, backend),
         tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
@@ -256,6 +256,27 @@ def _message(i: int, message: OllamaMessage) -> Message:
         message.role, content, name=message.tool_name or message.name, tool_calls=calls or None,
         tool_call_id=message.tool_call_id, reasoning_content=message.thinking,
     )  # fmt: skip
+
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Give each call an id, and each result that of its call: by its name, else in their order.
+
+    Ollama's clients send none, and some chat templates require them.
+    """
+    pending: list[ToolCall] = []
+    n_calls = 0
+    for message in messages:
+        if message.tool_calls:
+            pending = list(message.tool_calls)
+        for call in message.tool_calls or ():
+            n_calls += 1
+            call.id = call.id or f"call{n_calls:05d}"
+        if message.role == "tool" and pending:
+            named = [call for call in pending if message.tool_call_id in (None, call.id)]
+            call = next((call for call in named if call.function.name == message.name), (named or pending)[0])
+            message.tool_call_id = message.tool_call_id or call.id
+            pending.remove(call)
+    return messages
 
 
 def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
