@@ -1,15 +1,16 @@
 """Contents and turns that a template cannot render reach it in a form that it can; the truth is transformers."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import jinja2
 import pytest
 
 from millrace.checkpoint.chat import ChatTemplate, normalised
 from millrace.checkpoint.chat_prompt import PromptRenderer
+from millrace.checkpoint.chat_worker import Renderer
+from millrace.checkpoint.chat_worker import _answer as answer
 from millrace.errors import RequestError
 from tests.checkpoint.tool_calls.test_published_templates import FAMILIES
 from tests.support.vocabularies import CHATML, save_byte_fallback
@@ -53,18 +54,20 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     return render
 
 
-@contextmanager
-def opened(source: str | dict[str, str]) -> Iterator[PromptRenderer]:
-    template = ChatTemplate(source, SPECIALS)
-    try:
-        yield PromptRenderer(template)
-    finally:
-        template.close()
+class InThisProcess(ChatTemplate):
+    """Renders as the worker does, without starting one."""
+
+    def _exchange(self, request: dict[str, object]) -> dict[str, object]:
+        asked = json.loads(json.dumps(request))
+        try:
+            renderer = Renderer(self.sources[asked["template"]], dict(self._variables))
+        except jinja2.TemplateError as error:
+            return {"error": "template", "what": str(error)}
+        return answer(renderer, asked)
 
 
 def ours(source: str | dict[str, str], messages: Messages, tools: Any = (), **options: Any) -> str:
-    with opened(source) as prompts:
-        return prompts.render(normalised(messages), tools, **options)
+    return PromptRenderer(InThisProcess(source, SPECIALS)).render(normalised(messages), tools, **options)
 
 
 def turn(content: str) -> str:
@@ -269,18 +272,25 @@ def test_arguments_may_be_objects_in_python() -> None:
     assert ours(source, agent(None, arguments={"a": "é"})) == ours(source, agent(None, arguments='{"a": "é"}'))
 
 
-def test_probes_are_few_and_bounded(tmp_path: Path) -> None:
-    """One that loops at a probe is stopped like any other, and one that prints much is no trouble."""
+def test_probes_are_few_and_bounded() -> None:
+    """In a process of its own. A template that prints much at a probe is no trouble; what is known is kept."""
     much = "{% for i in range(99999) %}" + "x" * 99 + "{% endfor %}"
     source = "{% if messages[0].content == 'hi' %}{{ messages[0].content }}{% else %}" + much + "{% endif %}"
-    assert ours(source, [{"role": "user", "content": "hi"}]) == "hi"
-    assert json.loads(ours("{{ messages | tojson }}", [{"role": "user", "content": "hi"}]))[0]["content"] == "hi"
+    template = ChatTemplate({"default": source, "tool_use": PER_ROLE}, SPECIALS)
+    try:
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+        prompts = PromptRenderer(template)
+        texts = {prompts.render(normalised(agent(content, result=PARTS)), TOOLS) for content in (None, "", None)}
+        assert len(texts) == 1 and "[R]12 C\nrain[/R]" in texts.pop()
+        assert template.renders_tools() == (True, True)
+    finally:
+        template.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_families_templates_render_every_form_of_an_agents_turns_alike(family: str) -> None:
     """Null, absent and empty contents of a call; results as a text or in parts; calls alone and with what follows."""
-    template = ChatTemplate(FAMILIES[family].template, {"bos_token": "<s>", "eos_token": "</s>"})
+    template = InThisProcess(FAMILIES[family].template, SPECIALS)
     prompts, rendered = PromptRenderer(template), set[str]()
     contents: list[Any] = [None, "absent", "", []]
     for content in contents:
@@ -291,6 +301,5 @@ def test_the_families_templates_render_every_form_of_an_agents_turns_alike(famil
                 del messages[1]["content"]
             whole = [*messages, {"role": "assistant", "content": "Done."}, {"role": "user", "content": PARTS}]
             rendered.add(prompts.render(normalised(messages), TOOLS) + "|" + prompts.render(normalised(whole), TOOLS))
-    template.close()
     (text,) = rendered
     assert "None" not in text and "'text'" not in text and text.count("rain") == 3

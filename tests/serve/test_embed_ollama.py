@@ -9,15 +9,12 @@ import numpy as np
 import ollama
 import pytest
 
-from millrace.engine.engine import Engine
 from millrace.errors import RequestError
-from millrace.runtime.open import OpenedEncoder, RunSettings, open_encoder
+from millrace.runtime.open import OpenedEncoder
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post
-from tests.support.checkpoints import random_encoder
-from tests.support.engines import build
 from tests.support.server import Threaded, in_thread
 
 TEXTS = ["The river runs past a mill.", "The wheel turns.", "a"]
@@ -25,23 +22,11 @@ WIDTH = 96
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenedEncoder]:
-    folder = tmp_path_factory.mktemp("encoder")
-    checkpoint = random_encoder(folder / "checkpoint")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [32, 64]}))
-    build(checkpoint, folder / "engine", "fp32").close()
-    made = open_encoder("encoder", Engine.open(folder / "engine"), RunSettings())
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def server(opened: OpenedEncoder) -> Iterator[Threaded]:
-    loop = opened.loop()
+def server(encoder: OpenedEncoder) -> Iterator[Threaded]:
+    loop = encoder.loop()
     model = EncoderModel(
-        name="encoder", created=1, max_context=loop.limits.max_context, loop=loop, tokenizer=opened.tokenizer,
-        matryoshka=Matryoshka.of(opened.engine.folder),
+        name="encoder", created=1, max_context=loop.limits.max_context, loop=loop, tokenizer=encoder.tokenizer,
+        matryoshka=Matryoshka.of(encoder.engine.folder),
     )  # fmt: skip
     with in_thread(model, ServerSettings(port=0), start_s=20, stop_s=20) as started:
         yield started
