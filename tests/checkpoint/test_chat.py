@@ -122,7 +122,13 @@ def test_messages_of_openai_s_clients_become_those_that_templates_know() -> None
     as_sent = json.dumps(asked)
     assert normalised(asked) == [{"role": "system", "content": "a"}, {"role": "user", "content": parts, "name": "b"}]
     assert json.dumps(asked) == as_sent, "the caller's own are left as they are"
-    for wrong in ({"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 1}, {"content": ""}):
+    nothing: Messages = [{"role": "user", "content": None}, {"role": "assistant"}, {"role": "tool", "content": None}]
+    assert [message.get("content") for message in normalised(nothing)] == [None] * 3
+    calls = [{"function": {"arguments": "{}"}}]
+    for wrong in (
+        {"role": "user"}, {"role": "system"}, {"role": "user", "content": 1}, {"content": ""},
+        {"role": "assistant", "tool_calls": calls}, {"role": "assistant", "tool_calls": 5},
+    ):  # fmt: skip
         with pytest.raises(RequestError, match=r"messages\[1\]") as caught:
             normalised([asked[0], wrong])
         assert caught.value.param == "messages"
@@ -135,9 +141,10 @@ def test_a_template_can_refuse() -> None:
 
 
 def test_messages_that_only_this_template_cannot_render() -> None:
-    """A template that renders a greeting is not broken: what fails is the message without content."""
+    """A template that renders a greeting is not broken: the messages are what it refuses."""
+    message: dict[str, object] = {"role": "user", "content": "", "name": 5}
     with pytest.raises(RequestError, match="refuses"):
-        render("{% for m in messages %}{{ m['content'] + 'x' }}{% endfor %}", [{"role": "assistant", "content": None}])
+        render("{% for m in messages %}{{ m['content'] + (m.name or '') }}{% endfor %}", [message])
 
 
 @pytest.mark.parametrize(
@@ -270,8 +277,12 @@ def test_what_ends_a_new_process_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:
     """Nobody is left to kill it when the server itself was killed in the middle of a template that loops."""
-    request = {"messages": TALK, "add_generation_prompt": True, "extra": {}, "timeout_s": 0.1, "max_characters": 9}
-    frames: list[dict[str, object]] = [{"memory_bytes": 2**29}, {"template": LOOP, "variables": {}}, request]
+    request: dict[str, object] = {
+        "template": "default", "messages": TALK, "add_generation_prompt": True, "extra": {}, "timeout_s": 0.1,
+        "max_characters": 9, "preamble": "", "merges": False,
+    }  # fmt: skip
+    load: dict[str, object] = {"templates": {"default": LOOP}, "first": "default", "variables": {}}
+    frames: list[dict[str, object]] = [{"memory_bytes": 2**29}, load, request]
     ours, theirs = socket.socketpair()
     with subprocess.Popen([sys.executable, "-P", str(WORKER)], stdin=theirs.fileno()) as process:
         theirs.close()

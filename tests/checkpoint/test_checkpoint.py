@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.checkpoint import Checkpoint, open_chat_template
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.shared import shared
@@ -117,7 +118,7 @@ def test_templates_in_every_place(folder: Path) -> None:
     opened = Checkpoint.open(folder).chat_template
     assert opened is not None and opened.source == "file é"
     (folder / "chat_template.jinja").unlink()
-    for value, word in (([{"name": "rag", "template": "t"}], "rag"), (3, "3")):
+    for value, word in (([{"name": "rag", "template": "t"}], "rag"), (3, "3"), ([{"name": "default"}], "default")):
         edit(config, chat_template=value)
         with pytest.raises(CheckpointError, match=word):
             assert Checkpoint.open(folder).chat_template
@@ -125,6 +126,72 @@ def test_templates_in_every_place(folder: Path) -> None:
     assert Checkpoint.open(folder).chat_template is None
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="UTF-8"):
+        assert Checkpoint.open(folder).chat_template
+
+
+NAMED = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | length }}", "rag": "R"}
+
+
+@pytest.mark.parametrize("place", ["list", "folder", "list behind files"])
+def test_several_templates_are_those_of_transformers(folder: Path, tmp_path: Path, place: str) -> None:
+    """In the checkpoint, and in the files that an engine carries."""
+    import transformers
+
+    entries = [{"name": name, "template": source} for name, source in NAMED.items()]
+    edit(folder / "tokenizer_config.json", chat_template=entries if place == "list" else None)
+    if place != "list":
+        more = folder / "additional_chat_templates"
+        more.mkdir()
+        for name, source in NAMED.items():
+            (folder / "chat_template.jinja" if name == "default" else more / f"{name}.jinja").write_text(source)
+        (more / "README.md").write_text("{{ not a template }}")
+    if place == "list behind files":
+        edit(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": "never"}])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs.chat_template == NAMED
+    checkpoint = Checkpoint.open(folder)
+    opened = checkpoint.chat_template
+    assert opened is not None and opened.sources == NAMED
+    carried = tmp_path / "engine"
+    carried.mkdir()
+    for name, content in checkpoint.files.items():
+        (carried / name).write_bytes(content)
+    again = open_chat_template(carried, checkpoint.tokenizer)
+    assert again is not None and again.sources == NAMED
+    assert transformers.AutoTokenizer.from_pretrained(carried).chat_template == NAMED
+    messages, tools = [{"role": "user", "content": "x"}], [{"type": "function", "function": {"name": "f"}}]
+    options: list[dict[str, Any]] = [{}, {"tools": tools}, {"tools": []}]
+    for extra in options:
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
+        assert again.render(messages, extra=extra) == expected
+    again.close()
+
+
+def test_a_template_in_the_folder_changes_the_identity(folder: Path) -> None:
+    before = Checkpoint.open(folder).identity()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    assert Checkpoint.open(folder).identity() != before
+
+
+def test_a_template_for_tools_alone_is_taken_for_all(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "t"}])
+    opened = Checkpoint.open(folder).chat_template
+    assert opened is not None and opened.source == opened.source_for(True) == "t"
+
+
+def test_the_default_of_the_configuration_stands_beside_a_folder_without_one(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template="d")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    opened = Checkpoint.open(folder).chat_template
+    assert opened is not None and opened.sources == {"default": "d", "tool_use": "t"}
+
+
+def test_too_many_templates(folder: Path) -> None:
+    entries = [{"name": f"{i}", "template": ""} for i in range(65)]
+    edit(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": ""}, *entries])
+    with pytest.raises(CheckpointError, match="66 templates"):
         assert Checkpoint.open(folder).chat_template
 
 

@@ -16,7 +16,7 @@ def identity(checkpoint: Path, folder: Path) -> str:
         "tiny", build_engine("tiny", checkpoint, folder, BuildSettings(max_context=64, tune=0)), RunSettings()
     )
     try:
-        return str(_served(opened, cast(Any, None), None).metadata["engine"])
+        return str(_served(opened, cast(Any, None), ()).metadata["engine"])
     finally:
         opened.close()
 

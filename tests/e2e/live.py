@@ -66,7 +66,7 @@ def serving(
 ) -> Iterator[Live]:  # fmt: skip
     """As `live`, of a model that was opened; closed at the end."""
     async_engine = AsyncEngine(opened.loop(), options)
-    model = _served(opened, async_engine, MODEL)
+    model = _served(opened, async_engine, (MODEL,))
     try:
         with in_thread(model, settings, start_s=60, stop_s=30) as served:
             yield Live(served.url, opened, async_engine)

@@ -216,13 +216,26 @@ def test_a_response_in_the_background_is_asked_for_and_cancelled(tiny: Live, tin
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": []}, "input has no messages"),
     ("/v1/responses", {"input": [{"type": "input_image"}]}, "input[0] is"),
-    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+    (
+        "/v1/responses",
+        {"input": "x", "tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]},
+        "tools",
+    ),
     ("/v1/responses", {"input": "x", "conversation": "c"}, "conversation is not supported yet"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "xml"}}}, "xml"),
     ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ("/v1/messages", {"messages": ASK}, "max_tokens"),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 2}, "image"),
-    ("/v1/messages", {"messages": ASK, "max_tokens": 2, "tools": [{"type": "computer_20250124"}]}, "computer"),
+    (
+        "/v1/messages",
+        {
+            "messages": ASK,
+            "max_tokens": 2,
+            "tool_choice": {"type": "any"},
+            "tools": [{"type": "computer_20250124", "name": "computer"}],
+        },
+        "tool_choice",
+    ),
     ("/v1/messages", {"messages": ASK, "max_tokens": 2, "tool_choice": {"type": "some"}}, "tool_choice is"),
     ("/api/chat", {"messages": ASK, "options": {"temprature": 1}}, "temprature"),
     ("/api/chat", {"messages": ASK, "options": {"temperature": -1}}, "temperature"),

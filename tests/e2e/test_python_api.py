@@ -190,10 +190,25 @@ def test_none_means_none_of_these(llm: LLM) -> None:
         llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("messages", [[{"role": "user"}], [{"role": "user", "content": None}], [["user"]]], ids=str)
+@pytest.mark.parametrize("messages", [[{"role": "user"}], [["user"]]], ids=str)
 def test_a_message_without_a_text(llm: LLM, messages: list[dict[str, object]]) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]"):
         llm.chat([messages] if isinstance(messages[0], list) else messages)
+
+
+def test_a_conversation_with_calls_and_results(llm: LLM) -> None:
+    """The bundled model's template knows no tools: calls and results are in words, null is an empty text."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    parts = [{"type": "text", "text": "12 C"}, {"type": "text", "text": "rain"}]
+    result: dict[str, object] = {"role": "tool", "tool_call_id": "c1", "content": parts}
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        result,
+    ]
+    (answer,) = llm.chat(messages, SamplingParams(max_tokens=1))
+    prompt = llm.tokenizer.decode(answer.prompt_token_ids)
+    assert '"name": "f", "arguments": {"a": 1}' in prompt and "12 C\nrain" in prompt and "None" not in prompt
 
 
 def test_developer_is_system(llm: LLM) -> None:

@@ -1,21 +1,39 @@
 """One server for all tests that only ask it things, and a quick broom for those that wait for it."""
 
 import gc
+import json
 from collections.abc import Iterator
 
 import pytest
 
+from millrace.engine.engine import Engine
+from millrace.runtime.open import OpenedEncoder, RunSettings, open_encoder
 from millrace.serve import connections
 from millrace.serve import web as web_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
 from tests.serve.thinkers import ALL, DAY, KINDS, SPELLED, Ask, Thinker, streamed, thinker_of, whole
+from tests.support.checkpoints import random_encoder
+from tests.support.engines import build
 
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Running]:
     with running(Fake(aliases=("org/alias",)), ServerSettings(port=0, max_body_bytes=2**20)) as started:
         yield started
+
+
+@pytest.fixture(scope="package")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenedEncoder]:
+    """Of random weights, with vectors of 96 numbers; its config.json has shorter ones."""
+    folder = tmp_path_factory.mktemp("encoder")
+    checkpoint = random_encoder(folder / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [32, 64]}))
+    build(checkpoint, folder / "engine", "fp32").close()
+    opened = open_encoder("encoder", Engine.open(folder / "engine"), RunSettings())
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.generation import read_generation
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
@@ -52,7 +52,7 @@ class Fake:
     limits: ExecutorLimits = ROOMY
     options: ServiceOptions = field(default_factory=ServiceOptions)
     before_run: Callable[[StepInputs], None] | None = None
-    template: str | None = CHATML
+    template: str | Mapping[str, str] | None = CHATML
     template_timeout_s: float = 2.0
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
@@ -62,6 +62,7 @@ class Fake:
     executor: Callable[[ExecutorLimits, Callable[[StepInputs], None] | None], FakeExecutor] = FakeExecutor
     prefix_cache: bool = True
     clock: Callable[[], float] = time.perf_counter  # of the engine
+    sampling: Mapping[str, object] = field(default_factory=dict)  # generation_config.json
 
     def model(self) -> TextModel:
         size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
@@ -69,7 +70,7 @@ class Fake:
         executor, words = self.executor(self.limits, self.before_run), self.words or tokenizer()
         tier = None if self.tier is None else fake_tier(executor, self.tier)
         ends = [words.eos_token_id] if self.ends else []
-        defaults = GenerationDefaults(eos_token_ids=tuple(end for end in ends if end is not None))
+        defaults = replace(read_generation(self.sampling), eos_token_ids=tuple(end for end in ends if end is not None))
         loop = EngineLoop(executor, words, defaults, self.clock, budget, self.prefix_cache, tier=tier)
         return TextModel(
             name=MODEL,

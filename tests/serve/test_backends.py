@@ -157,7 +157,7 @@ def test_nobody_can_do_it() -> None:
 
 def test_a_protocol_writes_its_errors_in_its_own_way(both: Site) -> None:
     for method, body, status in (("POST", {"model": "x", "tokens": []}, 404), ("POST", {"tokens": 1}, 400),
-                                 ("POST", {"tokens": [], "bias": 1}, 400), ("GET", None, 405)):  # fmt: skip
+                                 ("POST", {"tokens": [], "tokenz": 1}, 400), ("GET", None, 405)):  # fmt: skip
         reply = both.ask(method, "/v9/sums", body)
         assert reply.status_code == status and set(reply.json()) == {"oops", "n"} and reply.json()["n"] == status
     assert set(both.ask("GET", "/v9/nothing").json()) == {"error"}, "nobody's: as the first protocol does"

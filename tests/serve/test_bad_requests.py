@@ -71,7 +71,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (CHAT, chat(reasoning_efort="low"), "reasoning_efort", 'did you mean "reasoning_effort"?'),
     (CHAT, chat(num_predict=3), "num_predict", 'did you mean "max_tokens"?'),
     (CHAT, chat(options={"num_predict": 3}), "options", "options is not supported yet"),
-    (CHAT, chat(do_sample=False), "do_sample", 'unknown field "do_sample"'),
+    (CHAT, chat(do_sample=False), "do_sample", "do_sample is not supported yet"),
     (CHAT, chat(tool_choice="required"), "tool_choice", "there are no tools"),
     (CHAT, chat(continue_final_message=True, add_generation_prompt=True), "continue_final_message", "both true"),
     (CHAT, chat(functions=[{}]), "functions", "not supported yet"),
@@ -169,7 +169,6 @@ BODIES: list[tuple[bytes, str]] = [
     (b'{"prompt": "a"} x', "trailing"),
     (b'{"prompt": "a\x00"}', "invalid character"),
     (b'{"prompt": "\\ud800\\ud800"}', ""),
-    (b'{"prompt": "' + b"\\u0000" * 100 + b'", "' + b"k" * 100_000 + b'": 1}', "unknown field"),
 ]
 
 
@@ -372,7 +371,7 @@ def test_variables_for_the_template_are_bounded(server: Running) -> None:
 def test_long_names_are_shown_once_and_short(server: Running) -> None:
     """The error itself cleans and bounds what it shows."""
     long = "\x1b" + "k" * 5000 + "z"
-    for body in (text(**{long: 1}), text(model=long), message(role=long)):
+    for body in (text(model=long), message(role=long)):
         reply = post(server.url, CHAT if "messages" in body else TEXT, body)
         shown = reply.json()["error"]["message"]
         assert reply.status_code in (400, 404) and "\\x1bkkk" in shown and " ... " in shown and "kkz" in shown

@@ -15,18 +15,15 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.engine.engine import Engine
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError
 from millrace.runtime.embed import embed
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
-from millrace.runtime.open import OpenedEncoder, RunSettings, open_encoder
+from millrace.runtime.open import OpenedEncoder
 from millrace.serve import embeddings as serve_embeddings
 from millrace.serve.embeddings import MAX_INPUTS, EncoderModel
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post, until
-from tests.support.checkpoints import random_encoder
-from tests.support.engines import build
 from tests.support.server import Threaded, in_thread
 from tests.support.vocabularies import corpus, save_word_pieces
 
@@ -34,12 +31,8 @@ TEXTS = corpus(7, 20)
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenedEncoder]:
-    folder = tmp_path_factory.mktemp("encoder")
-    build(random_encoder(folder / "checkpoint"), folder / "engine", "fp32").close()
-    made = open_encoder("encoder", Engine.open(folder / "engine"), RunSettings())
-    yield made
-    made.close()
+def opened(encoder: OpenedEncoder) -> OpenedEncoder:
+    return encoder
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def test_a_path_that_is_not_there_says_where_to_go(server: Running, path: str) -
     check(httpx.get(server.url + path), 404, HINTS[path])
 
 
-@pytest.mark.parametrize("path", ["/api/pull", "/api/embed", "/api", "/api/chat/x"])
+@pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api", "/api/chat/x"])
 def test_below_api_it_is_said_as_ollama_says_it(server: Running, path: str) -> None:
     for reply in (httpx.get(server.url + path), post(server.url, path, {})):
         assert reply.status_code == 404 and list(reply.json()) == ["error"]
@@ -66,8 +66,16 @@ def test_samplers_that_are_off_change_nothing(server: Running, path: str) -> Non
     body = body_of(path)
     plain, off = post(server.url, path, body | {"seed": 1}), post(server.url, path, body | {"seed": 1} | OFF)
     assert off.status_code == 200 and off.json()["choices"] == plain.json()["choices"]
-    assert off.headers["x-millrace-ignored"] == "dry_base, mirostat_eta, mirostat_tau, xtc_threshold"
-    for name, value in (("mirostat", 2), ("xtc_probability", 0.5), ("typical_p", 0.9), ("n_keep", 7), ("grammar", "x")):
+    assert (
+        off.headers["x-millrace-ignored"] == "dry_base, mirostat_eta, mirostat_tau, n_keep, penalize_nl, xtc_threshold"
+    )
+    for name, value in (
+        ("mirostat", 2),
+        ("xtc_probability", 0.5),
+        ("typical_p", 0.9),
+        ("min_keep", 7),
+        ("grammar", "x"),
+    ):
         check(post(server.url, path, body | {name: value}), 400, f"{name} is not supported yet", name)
 
 

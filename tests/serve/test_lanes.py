@@ -103,6 +103,9 @@ class Template:
         self.released.set()
         self.others: list[Template] = []
 
+    def name_for(self, has_tools: bool) -> str:
+        return "default"
+
     def another(self) -> "Template":
         self.others.append(Template())
         return self.others[-1]
@@ -200,7 +203,7 @@ def bodies(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     """What is done for a request, and a request for which that is much; each a little above or below its bound."""
     text, characters, stop = "/v1/completions", LARGE_BODY + 1 if large else LARGE_BODY - 200, LARGE // 9 - 1
     return {
-        "decode": (text, {"prompt": "a", "max_tokens": 1, "user": "x" * characters}),
+        "read_request": (text, {"prompt": "a", "max_tokens": 1, "user": "x" * characters}),
         "token_text": ("/tokenize", {"prompt": "1" * (LARGE + (1 if large else -1)), "return_token_strs": True}),
         "StopTables": (
             text,
@@ -209,7 +212,9 @@ def bodies(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("what, where", [("decode", routes), ("token_text", Tokenizer), ("StopTables", generation)])
+@pytest.mark.parametrize(
+    "what, where", [("read_request", routes), ("token_text", Tokenizer), ("StopTables", generation)]
+)
 @pytest.mark.parametrize("large", [True, False])
 def test_only_what_is_small_is_done_on_the_event_loop(
     server: Running, what: str, where: object, large: bool, monkeypatch: pytest.MonkeyPatch

@@ -91,7 +91,7 @@ def test_the_nearest_come_first(server: Threaded, truth: np.ndarray[Any, Any], p
         ("/v1/score", {"text_1": "a"}, "text_2"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents is an empty list"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * (MAX_INPUTS + 1)}, f"documents has {MAX_INPUTS + 1} texts"),
-        ("/v1/rerank", {"query": "a", "documents": [{"text": "a", "image": ""}]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [{"text": "a", "image": "x"}]}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 3}, "max_tokens_per_doc"),
     ],

@@ -275,9 +275,9 @@ def test_large_tools_are_read_beside_the_event_loop(
 ) -> None:
     threads, checked = list[str](), tools_module._function
 
-    def watched(i: int, tool: Any) -> Any:
+    def watched(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return checked(i, tool)
+        return checked(*given)
 
     monkeypatch.setattr(tools_module, "_function", watched)
     assert ask(server, way, tools=[tool], tool_choice=choice).status_code == 200

@@ -265,9 +265,9 @@ def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: py
     held: list[list[object]] = []
     answering, seen = threading.Event(), threading.Event()
 
-    def see(asked: Any, kind: type[Body]) -> tuple[str, ...]:
+    def see(asked: Any, kind: type[Body], unknown: Sequence[str]) -> tuple[str, ...]:
         held.append(asked.messages if path.endswith("chat/completions") else asked.prompt)
-        return take_ignored(asked, kind)
+        return take_ignored(asked, kind, unknown)
 
     def wait(step: StepInputs) -> None:
         if held:

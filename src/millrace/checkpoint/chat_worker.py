@@ -4,19 +4,23 @@ It is started as a script, imports the standard library and Jinja2 only, and its
 `frames.py`). The messages are JSON; until the connection ends:
 
     {"memory_bytes"}  ->  {"ready": true}
-    {"template", "variables"}  ->  {"ready": true} or an error; then, any number of times,
-    {"messages", "add_generation_prompt", "extra", "timeout_s", "max_characters"}  ->  {"text"} or {"error", "what"}
+    {"templates", "first", "variables"}  ->  {"ready": true} or an error; then, any number of times,
+    {"template", "messages", "add_generation_prompt", "extra", "timeout_s", "max_characters", "preamble", "merges"}
+        ->  {"text"} or {"error", "what"}
+    {"template", "probe", "timeout_s"}  ->  {"tools", "calls"}: whether the template renders tools and their calls
 
 `error` is "template" (it is broken), "messages" (raise_exception, or it cannot render these), "memory" or "size".
 """
 
 import datetime
+import importlib.util
 import json
 import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 import jinja2.ext
@@ -24,8 +28,22 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+if TYPE_CHECKING:
+    from millrace.checkpoint import chat_shapes as shapes
+else:
+
+    def _beside(name):
+        """Load a module of this folder, which is not on the import path of this process."""
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    shapes = _beside("chat_shapes")
+
 Reply = dict[str, object]
-Messages = list[dict[str, object]]
+Message = dict[str, object]
+Messages = list[Message]
 # What a template can raise while it runs, beside Jinja2's own errors.
 _RUNTIME_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -78,21 +96,19 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class Renderer:
-    """One template, compiled. raises jinja2.TemplateError where it cannot be"""
+_PROBE_CHARACTERS = 10**6
+
+
+class Template:
+    """One compiled template. raises jinja2.TemplateError if it cannot be compiled"""
 
     def __init__(self, source: str, variables: dict[str, object]) -> None:
-        environment = _environment()
-        self._template = environment.from_string(source)
-        self._variables = variables
-        self._reads_parts = any(
-            _iterates_content(node) for node in environment.parse(source).find_all(jinja2.nodes.For)
-        )
+        self._template, self._variables = _environment().from_string(source), variables
 
     def render(self, messages: Messages, add_generation_prompt: bool, extra: dict[str, object], limit: int) -> str:
-        """At most `limit` characters. A list of text parts stays one for a template that loops over content."""
+        """Return at most `limit` characters, or raise _TooLarge."""
         given = {"tools": None, "documents": None, **self._variables, **extra}
-        given |= {"messages": [self._plain(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         parts: list[str] = []
         left = limit
         for part in self._template.generate(given):
@@ -102,44 +118,62 @@ class Renderer:
             parts.append(part)
         return "".join(parts)
 
-    def is_broken(self) -> bool:
-        """It cannot even render a plain greeting, so the caller's messages are not what is wrong."""
+    def probe(self, messages: Messages, has_tools: bool) -> str | None:
+        """Return the text of a short conversation, or None if the template cannot render it."""
+        extra: dict[str, object] = {"tools": [shapes.TOOL]} if has_tools else {}
         try:
-            self.render([{"role": "user", "content": "Hi"}], True, {}, 10**6)
+            return self.render(messages, True, extra, _PROBE_CHARACTERS)
+        except (jinja2.TemplateError, MemoryError, *_RUNTIME_ERRORS):
+            return None
+
+
+class Renderer:
+    """Renders conversations as far as the template can. raises jinja2.TemplateError if it cannot be compiled"""
+
+    def __init__(self, source: str, variables: dict[str, object]) -> None:
+        self._template = Template(source, variables)
+        self.shapes = shapes.Shapes(self._template.probe)
+
+    def render(self, request: dict[str, Any]) -> str:
+        """Render the first form of the conversation that the template accepts.
+
+        raises what the first attempt raised if it accepts none
+        """
+        tries, error = self.shapes.attempts(request["messages"], request["preamble"], request["merges"]), None
+        has_tools = bool(request["extra"].get("tools"))
+        before: Messages | None = None
+        for messages in tries:
+            if messages == before:
+                continue
+            before = messages
+            try:
+                fit = [self.shapes.fit(message, has_tools) for message in messages]
+                return self._template.render(
+                    fit, request["add_generation_prompt"], request["extra"], request["max_characters"]
+                )
+            except _TooLarge:
+                raise
+            except (jinja2.TemplateError, *_RUNTIME_ERRORS) as problem:
+                error = error or problem
+        assert error is not None, "there is at least one attempt"
+        raise error
+
+    def is_broken(self) -> bool:
+        """Whether it cannot even render a plain greeting, so that the client's messages are not what is wrong."""
+        try:
+            self._template.render([{"role": "user", "content": "Hi"}], True, {}, 10**6)
         except _Refused:
             return False
         except (jinja2.TemplateError, *_RUNTIME_ERRORS):
             return True
         return False
 
-    def _plain(self, message: dict[str, object]) -> dict[str, object]:
-        content = message.get("content")
-        if not isinstance(content, list) or self._reads_parts:
-            return message
-        texts = [part["text"] for part in cast(list[dict[str, str]], content)]
-        return {**message, "content": "\n".join(texts)}
-
-
-def _iterates_content(loop: jinja2.nodes.For) -> bool:
-    """`for part in message.content`, `message['content']`, or a variable called content."""
-    source = loop.iter
-    while isinstance(source, jinja2.nodes.Filter) and source.node is not None:
-        source = source.node
-    match source:
-        case jinja2.nodes.Getattr():
-            return source.attr == "content"
-        case jinja2.nodes.Getitem():
-            return isinstance(source.arg, jinja2.nodes.Const) and source.arg.value == "content"
-        case jinja2.nodes.Name():
-            return source.name == "content"
-    return False
-
 
 def _answer(renderer: Renderer, request: dict[str, Any]) -> Reply:
+    if request.get("probe"):
+        return {"tools": renderer.shapes.tools_render(), "calls": renderer.shapes.calls_render()}
     try:
-        text = renderer.render(
-            request["messages"], request["add_generation_prompt"], request["extra"], request["max_characters"]
-        )
+        text = renderer.render(request)
     except _Refused as error:
         return {"error": "messages", "what": str(error)}
     except _TooLarge as error:
@@ -159,19 +193,30 @@ def _serve(read: Callable[[], dict[str, Any] | None], write: Callable[[Reply], N
         load = read()  # now the parent's short clock runs: compiling folds constants, which can take for ever
     if load is None:
         return
-    try:
-        renderer = Renderer(load["template"], load["variables"])
-    except (jinja2.TemplateError, MemoryError, *_RUNTIME_ERRORS) as error:
-        line = getattr(error, "lineno", None)
-        write({"error": "template", "what": (str(error) or "out of memory") + (f" (line {line})" if line else "")})
+    renderers: dict[str, Renderer] = {}
+    if problem := _compiled(renderers, load, load["first"]):
+        write(problem)
         return
     write({"ready": True})
     while (request := read()) is not None:
-        # the parent kills this process when its time is over; this alarm does it where the parent is dead
+        # the parent kills this process when its time is over; this alarm does it if the parent is dead
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + 1.0)
-        reply = _answer(renderer, request)
+        name = request["template"]
+        reply = _compiled(renderers, load, name) or _answer(renderers[name], request)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         write(reply)
+
+
+def _compiled(renderers: dict[str, Renderer], load: dict[str, Any], name: str) -> Reply | None:
+    """Compile the template `name` into `renderers` if it is not there. Return the error if it is broken."""
+    if name in renderers:
+        return None
+    try:
+        renderers[name] = Renderer(load["templates"][name], load["variables"])
+    except (jinja2.TemplateError, MemoryError, *_RUNTIME_ERRORS) as error:
+        line = getattr(error, "lineno", None)
+        return {"error": "template", "what": (str(error) or "out of memory") + (f" (line {line})" if line else "")}
+    return None
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.sentences import sentence_files, with_sentences
+from millrace.checkpoint.templates import additional_templates, flatten, read_templates
 from millrace.checkpoint.tied_head import resolve_tied_head
 from millrace.checkpoint.tokenizer import (
     TEMPLATE_FILE,
@@ -27,7 +28,6 @@ from millrace.checkpoint.tokenizer import (
     TOKENIZER_MODEL,
     Files,
     Tokenizer,
-    json_object,
     read_files,
     read_json_object,
 )
@@ -89,7 +89,8 @@ class Checkpoint:
     @cached_property
     def files(self) -> Files:
         """What an engine carries of its checkpoint, so that it serves alone."""
-        return read_files(self.folder, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
+        files = read_files(self.folder, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
+        return flatten(files | additional_templates(self.folder), self.folder)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -134,6 +135,7 @@ class Checkpoint:
         small = read_files(self.folder, SMALL_FILES)  # a GGUF file has everything inside
         if isinstance(self.config, EncoderConfig):
             small |= sentence_files(self.folder)
+        small |= additional_templates(self.folder)
         for name, content in small.items():
             digest.update(f"{name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
@@ -251,37 +253,10 @@ def _stored_dtype(tensors: Tensors) -> str:
 
 def open_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a checkpoint or engine folder, None where it has none. raises CheckpointError"""
-    return _make_template(read_files(folder, (TEMPLATE_FILE, TOKENIZER_CONFIG)), folder, tokenizer)
+    files = read_files(folder, (TEMPLATE_FILE, TOKENIZER_CONFIG)) | additional_templates(folder)
+    return _make_template(files, folder, tokenizer)
 
 
 def _make_template(files: Files, where: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    source = read_template(files, where)
-    return None if source is None else ChatTemplate(source, tokenizer.special_token_strings)
-
-
-def read_template(files: Files, folder: Path) -> str | None:
-    """chat_template.jinja, or chat_template of tokenizer_config.json: a string, or a list of {name, template} whose
-    "default" is taken. raises CheckpointError"""
-    path = folder / TEMPLATE_FILE
-    if TEMPLATE_FILE in files:
-        try:
-            return files[TEMPLATE_FILE].decode()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8: {error}", "a text file", "copy the file again") from error
-    value = json_object(files, TOKENIZER_CONFIG, folder).get("chat_template")
-    if isinstance(value, list):
-        entries = [entry for entry in value if isinstance(entry, dict)]
-        value = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
-        if value is None:
-            raise CheckpointError(
-                f"{folder / TOKENIZER_CONFIG}: chat_template has {[entry.get('name') for entry in entries]}",
-                'a template named "default"',
-                "name one of them default",
-            )
-    if value is None or isinstance(value, str):
-        return value
-    raise CheckpointError(
-        f"{folder / TOKENIZER_CONFIG}: chat_template is {value}",
-        "a string, or a list of {name, template}",
-        "correct chat_template",
-    )
+    sources = read_templates(files, where)
+    return ChatTemplate(sources, tokenizer.special_token_strings) if sources else None

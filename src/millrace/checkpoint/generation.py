@@ -7,7 +7,13 @@ from millrace.checkpoint.config_reader import token_ids
 from millrace.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"
-_USED = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id")
+ORIGIN = "millrace_sampling_of"  # whose defaults the values are, where the model's authors say none
+_USED = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id", ORIGIN)
+# What llama.cpp samples with by default. A GGUF file is made to be run so; over the whole vocabulary at temperature 1,
+# a small quantised model drifts into nonsense. source: common/common.h, 2026
+LLAMA_CPP: Mapping[str, object] = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, ORIGIN: "llama.cpp",
+}  # fmt: skip
 # They say nothing about which token is chosen, or belong to the request (lengths), or to another kind of model.
 _HARMLESS_TEXT = """
     _from_model_config transformers_version bos_token_id pad_token_id decoder_start_token_id use_cache
@@ -43,7 +49,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """None means that the model does not say. temperature 0 is greedy; top_k 0 is off."""
+    """None means that the model does not say. temperature 0 is greedy; top_k 0 is off.
+
+    origin: "" if the values are the model's own, else whose defaults they are
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -52,6 +61,13 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # to be said aloud to the user
+    origin: str = ""
+
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """The values that are set, by their names in a request."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def read_generation(raw: Mapping[str, object]) -> GenerationDefaults:
@@ -71,6 +87,7 @@ def read_generation(raw: Mapping[str, object]) -> GenerationDefaults:
         min_p=_number(raw, "min_p", 0.0, 1.0),
         repetition_penalty=_number(raw, "repetition_penalty", 1e-9, 100.0),
         eos_token_ids=token_ids("generation_config.json", "eos_token_id", raw.get("eos_token_id")),
+        origin=str(raw.get(ORIGIN) or "")[:64],
         notes=tuple(
             f"generation_config.json: {key} = {value} is not supported and not used"
             for key, value in raw.items()

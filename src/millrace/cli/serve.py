@@ -40,6 +40,7 @@ from millrace.serve.key_file import KeyFile
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.listening import bind, check_tls, unix_socket
+from millrace.serve.matryoshka import Matryoshka
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.server import Announce, serve
 from millrace.serve.settings import ServerSettings
@@ -83,11 +84,16 @@ class ServeFlags(Settings):
 
     title: ClassVar = "Server"
 
-    served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
+    served_model_name: tuple[str, ...] = setting(
+        (), "model name that clients use; repeat it for several; * stands for any characters (default: the model's own)"
+    )
     api_key_file: str | None = setting(
         None,
         "file with API keys, one a line, and limits; read again when it changes; default: everybody may ask",
         metavar="FILE",
+    )
+    share_prefix_cache: bool = setting(
+        ServerSettings.share_prefix_cache, "let API keys find prompts of one another in the prefix cache"
     )
     cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
     max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
@@ -115,7 +121,7 @@ class ServeFlags(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.served_model_name == "":
+        if "" in self.served_model_name:
             raise ConfigError("--served-model-name is empty", "a name for clients", "write one, or leave it out")
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
@@ -134,6 +140,7 @@ class ServeFlags(Settings):
             ssl_keyfile=listen.ssl_keyfile,
             metrics_port=listen.metrics_port,
             key_file=KeyFile.read(Path(self.api_key_file)) if self.api_key_file else None,
+            share_prefix_cache=self.share_prefix_cache,
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
             trace_config=self.trace_config,
@@ -263,7 +270,7 @@ def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
     """raises ConfigError for what only a model of MODEL can mean"""
     about = {"--record": flags.record, "--warm-prompts": flags.warm_prompts, "--profile": given["profile"],
              "--served-model-name": flags.served_model_name}  # fmt: skip
-    if unmeant := [name for name, value in about.items() if value is not None]:
+    if unmeant := [name for name, value in about.items() if value not in (None, ())]:
         raise ConfigError(f"{unmeant[0]} is given, and MODEL is not", "a model that it is about", "leave it out")
 
 
@@ -282,7 +289,9 @@ def _to_serve(
                 "leave it out: an encoder keeps nothing of a text",
             )  # fmt: skip
         known, loop = _known(opened, flags.served_model_name), opened.loop()
-        return EncoderModel(**known, loop=loop, max_queued=turns.max_queued)
+        return EncoderModel(
+            **known, loop=loop, max_queued=turns.max_queued, matryoshka=Matryoshka.of(opened.engine.folder)
+        )
     if profile is not None:
         profile.check(opened.engine.manifest.identity, machine_name())
     budget = TokenBudget(opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
@@ -332,15 +341,17 @@ def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock |
     return None if roofline is None else DecodeClock(DecodeWork.of(model.engine), roofline, budget)
 
 
-def _served(model: Opened, engine: AsyncEngine, name: str | None, clock: DecodeClock | None = None) -> TextModel:
-    return TextModel(**_known(model, name), engine=engine, chat_template=model.chat_template, decode_clock=clock)
+def _served(model: Opened, engine: AsyncEngine, names: tuple[str, ...], clock: DecodeClock | None = None) -> TextModel:
+    return TextModel(**_known(model, names), engine=engine, chat_template=model.chat_template, decode_clock=clock)
 
 
-def _known(model: Opened | OpenedEncoder, name: str | None) -> dict[str, Any]:
+def _known(model: Opened | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
     """What a server is told of a model of whatever kind."""
     m = model.engine.manifest
+    own = next((name for name in names if "*" not in name), model.name)
     return {
-        "name": name or model.name, "tokenizer": model.tokenizer, "tokenizer_folder": model.engine.folder,
+        "name": own, "aliases": tuple(name for name in dict.fromkeys(names) if name != own),
+        "tokenizer": model.tokenizer, "tokenizer_folder": model.engine.folder,
         "created": int(time.time()), "max_context": m.max_context,
         "metadata": {
             "source": m.source, "engine": m.identity, "architecture": m.architecture, "precision": m.precision,
@@ -358,12 +369,21 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     pairs(
         [
             ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
+            *([("sampling", _sampling_text(model))] if isinstance(model, Opened) else []),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),
         ],
         err=True,
     )  # fmt: skip
+
+
+def _sampling_text(model: Opened) -> str:
+    """How tokens are drawn if a request does not say it."""
+    values = model.defaults.sampling
+    told = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"
+    origin = model.defaults.origin
+    return f"{told} ({origin}'s defaults: the file has none)" if origin else told
 
 
 def _memory(model: Opened | OpenedEncoder) -> dict[str, int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.checkpoint.chat import normalised
+from millrace.checkpoint.chat_prompt import PromptRenderer
 from millrace.errors import CheckpointError, MachineError
 from millrace.runtime.generate import Collector, RequestOutput, new_output
 from millrace.runtime.loop import EngineLoop
@@ -103,4 +104,6 @@ def chat_ids(model: Opened, messages: Sequence[Mapping[str, object]]) -> list[in
         raise CheckpointError(
             f"{model.name} has no chat template", "a chat model", "use `millrace generate`, or a model tuned for chat"
         )
-    return model.tokenizer.encode(model.chat_template.render(normalised(messages)), add_special_tokens=False)
+    return model.tokenizer.encode(
+        PromptRenderer(model.chat_template).render(normalised(messages)), add_special_tokens=False
+    )

@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ Example:
   millrace verify tiny request.json response.json"""
 MAX_BYTES = 64 * 2**20
 TIMEOUT_S = 600.0
+MOST_NAME = 512  # characters of a model's name
 PATHS = ("/v1/chat/completions", "/v1/completions")
 RECEIPT = ("path", "release", "engine", "seed", "prompt", "answers")
 
@@ -36,27 +38,38 @@ def command(model: str, request_file: Path, response_file: Path, as_json: bool) 
 
     MODEL is the engine that answered: its folder, or its name where it was served without flags that change the build.
     It is served for a moment and sent REQUEST_FILE, the body that was asked, with the seed of the receipt in
-    RESPONSE_FILE. Engine, prompt, every token, and what the response says of them must be the same, whatever ran
-    beside it then. The exit code is 2, with the reason, where one is not. docs/receipts.md says when that can be.
+    RESPONSE_FILE. Engine, prompt, every token, and what the response says of them (text, usage, the model's name) must
+    be the same, whatever ran beside it then. The exit code is 2, with the reason, where one is not. docs/receipts.md
+    says when that can be.
     """
     asked, response = _object(request_file), _object(response_file)
     receipt = _receipt(response)
-    with ServerProcess(model, ("--log-level", "warning"), start_s=TIMEOUT_S) as server:
+    with ServerProcess(model, ("--log-level", "warning", *_named(asked, response)), start_s=TIMEOUT_S) as server:
         again = _ask(server.url + receipt["path"], {**asked, "model": None, "seed": receipt["seed"], "receipt": True})
     now = again["millrace"]["receipt"]
-    differs = [name for name in ("engine", "prompt", "answers") if now[name] != receipt[name]]
-    if _told(again) != _told(response):  # the digests are of tokens: what was made of them counts, too
-        differs.append("choices")
+    differs = [name for name in ("engine", "prompt", "answers") if _json(now[name]) != _json(receipt[name])]
+    # the digests are of tokens: what was made of them counts, too
+    told = {
+        "choices": (_told(again), _told(response)),
+        "usage": (_usage(again), _usage(response)),
+        "model": (asked.get("model") or again["model"], response.get("model")),
+        "seed": (receipt["seed"], response["millrace"].get("seed")),
+    }
+    if not asked.get("model") and receipt["release"] == __version__:  # else it was served by a name that nobody knows
+        told["system_fingerprint"] = again.get("system_fingerprint"), response.get("system_fingerprint")
+    differs += [name for name, (computed, said) in told.items() if _json(computed) != _json(said)]
     if as_json:
         print_json({"same": not differs, "differs": differs, "receipt": receipt, "again": now})
     if differs:
-        raise ConfigError(*_why(differs, receipt, now))
+        raise ConfigError(*_why(differs, receipt, now, told))
     if not as_json:
         n = len(receipt["answers"])
         note(f"the same: {n} answer{'s' if n > 1 else ''} of the engine {receipt['engine']}, seed {receipt['seed']}")
 
 
-def _why(differs: list[str], receipt: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+def _why(
+    differs: list[str], receipt: dict[str, Any], now: dict[str, Any], told: dict[str, tuple[Any, Any]]
+) -> tuple[str, str, str]:
     if "engine" in differs:
         what = f"the receipt is of the engine {plain(str(receipt['engine']))}, and this one is {now['engine']}"
         releases = f" (release {plain(str(receipt['release']))}; this is {__version__})"
@@ -66,7 +79,35 @@ def _why(differs: list[str], receipt: dict[str, Any], now: dict[str, Any]) -> tu
     if "answers" in differs:
         mend = "name the request as it was asked; where it is that, report it: on the same engine this must not happen"
         return "the answer is another one", "the same tokens", mend
-    return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
+    if "choices" in differs:
+        return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
+    name = differs[0]
+    computed, said = told[name]
+    what = f"the response's {name} is {plain(_json(said))[:200]}, and should be {plain(_json(computed))[:200]}"
+    return what, "the response as it came", "do not trust that file"
+
+
+def _named(asked: dict[str, Any], response: dict[str, Any]) -> tuple[str, ...]:
+    """Return the flag that serves MODEL by the name that the response gives it: its fingerprint depends on it."""
+    name = response.get("model")
+    usable = isinstance(name, str) and 0 < len(name) <= MOST_NAME and "*" not in name and name.isprintable()
+    return (f"--served-model-name={name}",) if usable and not asked.get("model") else ()
+
+
+def _json(value: object) -> str:
+    """Return a text that is equal only for equal JSON: in Python 1 is 1.0 and true."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _usage(response: dict[str, Any]) -> Any:
+    """Return the counts of tokens, without those that the prefix cache had then: at most the prompt's."""
+    usage = json.loads(json.dumps(response.get("usage")))
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    if isinstance(details, dict):
+        cached, most = details.get("cached_tokens"), usage.get("prompt_tokens")
+        if type(cached) is int and type(most) is int and 0 <= cached <= most:
+            del details["cached_tokens"]
+    return usage
 
 
 def _told(response: dict[str, Any]) -> Any:
@@ -82,12 +123,25 @@ def _told(response: dict[str, Any]) -> Any:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_given(path, MAX_BYTES))
+        found = json.loads(read_given(path, MAX_BYTES), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON object", "name another file") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no JSON object", "a request, or its response", "name another file")
     return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """raises ValueError for a key that an object has twice: readers differ in which of them counts"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {plain(twice)[:100]!r} twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _receipt(response: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a loop did lately: its steps, and who was in them. For traces of requests, and for timelines."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +54,12 @@ class History:
 
     steps: deque[StepSeen] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     ended: deque[RequestSeen] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
+    live: Callable[[], Iterable[Request]] = tuple  # requests that have not ended
+
+    def requests_of(self, tenant: str) -> list[int]:
+        """Return the numbers, in `PART`, of a tenant's requests that run or ended lately."""
+        running = [request.order for request in self.live() if request.claim.tenant == tenant]
+        return [seen.order for seen in tuple(self.ended) if seen.tenant == tenant] + running
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from millrace.checkpoint.chat import normalised
+from millrace.checkpoint.chat_prompt import PromptRenderer
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import find_engine
@@ -291,7 +292,8 @@ class LLM:
             raise CheckpointError(
                 f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
             )
-        text = template.render(normalised(messages), add_generation_prompt=add_generation_prompt, extra=extra)
+        prompts = PromptRenderer(template)
+        text = prompts.render(normalised(messages), add_generation_prompt=add_generation_prompt, extra=extra)
         return self._opened.tokenizer.encode(text, add_special_tokens=False)
 
     @property

@@ -70,7 +70,7 @@ class EngineLoop:
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
         self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
-        self._counters, self.history = Counters(), History()
+        self._counters, self.history = Counters(), History(live=lambda: tuple(self._live))
         self._after_step: Callable[[], None] = _nothing
         self._computing: Callable[[bool], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own

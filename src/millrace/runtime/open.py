@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import open_chat_template
-from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
+from millrace.checkpoint.generation import GENERATION_CONFIG, LLAMA_CPP, GenerationDefaults, read_generation
 from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.cuda.engine import GpuEngine
@@ -144,7 +144,10 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
         plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.page_bytes)
     tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
     template = open_chat_template(folder, tokenizer)
-    generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
+    said = read_json_object(folder / GENERATION_CONFIG)
+    if not said and engine.manifest.source.lower().endswith(".gguf"):  # of an engine that was built before they did
+        said = dict(LLAMA_CPP)
+    generation = read_generation(said)
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     if isinstance(engine, GpuEngine):

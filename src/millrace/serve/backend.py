@@ -39,7 +39,13 @@ class ServedModel(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names that clients may ask for. One with * stands for all names that it fits, as claude-* does."""
         return (self.name, *self.aliases)
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """Names that clients are told of."""
+        return tuple(name for name in self.names if "*" not in name)
 
     @abstractmethod
     def backend(self, serving: Serving) -> "Backend":
@@ -61,6 +67,11 @@ class Backend(ABC):
     def defaults(self) -> Mapping[str, object]:
         """What happens where a request leaves a field out, by the field's name: what this model decides."""
         return {}
+
+    @property
+    def defaults_of(self) -> str:
+        """Whose defaults these are, if not the model's own."""
+        return ""
 
     @abstractmethod
     def start(self) -> None:
@@ -110,6 +121,20 @@ class Backend(ABC):
 B = TypeVar("B", bound=Backend)
 
 
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a name is the pattern, in which * stands for any characters."""
+    first, *rest = pattern.split("*")
+    *middle, last = rest
+    if len(name) < len(pattern) - len(rest) or not name.startswith(first) or not name.endswith(last):
+        return False
+    at, end = len(first), len(name) - len(last)
+    for part in middle:
+        at = name.find(part, at, end) + len(part)
+        if at < len(part):
+            return False
+    return True
+
+
 class Models:
     """The models of one server, by their names, with what they share."""
 
@@ -139,6 +164,9 @@ class Models:
             return self.first
         if name in self._by_name:
             return self._by_name[name]
+        for pattern, backend in self._by_name.items():  # in the order in which they were given
+            if "*" in pattern and _fits(name, pattern):
+                return backend
         raise HttpError(
             404,
             "model_not_found",

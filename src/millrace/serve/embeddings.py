@@ -20,6 +20,7 @@ from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, check
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.fields import TextsOrIds, let_go, texts_or_ids
+from millrace.serve.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.metrics import counter, gauge
 from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
@@ -41,6 +42,7 @@ class EncoderModel(ServedModel):
     loop: EncoderLoop
     tokenizer: Tokenizer
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
+    matryoshka: Matryoshka | None = None  # None: vectors of one length
     max_queued: int = ServiceOptions().max_queued  # requests that may wait, of MAX_INPUTS texts each
 
     def backend(self, serving: Serving) -> "EncoderBackend":
@@ -138,7 +140,7 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
     held = backend.unsent.share()
     try:
         held.add(len(texts) * backend.limits.width * FLOAT_BYTES)
-        vectors = await backend.vectors(texts)
+        vectors = shorten(await backend.vectors(texts), asked.dimensions)
         reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
 
         def written() -> bytes:
@@ -168,11 +170,7 @@ def _check(asked: EmbeddingRequest, backend: EncoderBackend) -> None:
             f"encoding_format is {asked.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
             "encoding_format",
         )  # fmt: skip
-    if asked.dimensions not in (None, backend.limits.width):
-        raise RequestError(
-            f"dimensions is {asked.dimensions}", f"{backend.limits.width}, all that this model's vectors have",
-            "leave dimensions out: shorter vectors, of Matryoshka models, are not supported yet", "dimensions",
-        )  # fmt: skip
+    check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
 
 
 async def token_ids(

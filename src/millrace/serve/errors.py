@@ -65,12 +65,16 @@ class Problem:
         )
 
     def named(self, names: Mapping[str, str]) -> "Problem":
-        """In a protocol's words. names: of fields, ours to theirs; what is about none of them stays as it is"""
-        if self.param is None or self.param not in names:
+        """In a protocol's words. names: of fields, ours to theirs
+
+        A name that is also a word of English (stop, seed) is one only in an error about that field.
+        """
+        found = [name for name in names if "_" in name or "." in name or name == self.param]
+        if not found:
             return self
-        ours = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-        message = re.sub(rf"(?<![\w.])({ours})(?!\w)", lambda found: names[found[0]], self.message)
-        return replace(self, message=message, param=names[self.param])
+        ours = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
+        message = re.sub(rf"(?<![\w.])({ours})(?!\w)", lambda name: names[name[0]], self.message)
+        return replace(self, message=message, param=names.get(self.param or "", self.param))
 
     def response(self, write: "ErrorWriter", headers: Mapping[str, str]) -> Response:
         all_headers = dict(headers)

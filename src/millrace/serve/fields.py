@@ -1,17 +1,17 @@
 """A request's body to its struct, and its fields to SamplingParams.
 
-Every field is used, known to be harmless, or an error that names the nearest one; what was left out the engine decides.
+Every field is used, named to the client as ignored, or an error; what was left out the engine decides.
 """
 
 import gc
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from millrace.checkpoint.chat import normalised
 from millrace.errors import RequestError, nearest
@@ -22,21 +22,19 @@ from millrace.runtime.request import FREELY, Terms
 from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
 from millrace.serve.json_scan import counts
-from millrace.serve.other_fields import ELSEWHERE, HARMLESS, INSTEAD, OTHER_NAMES
+from millrace.serve.other_fields import HARMLESS, PENALTIES, PENALTY_WINDOW
 from millrace.serve.protocol import (
     Body,
-    CalledFunction,
     ChatRequest,
     CompletionRequest,
     Message,
     SamplingFields,
-    StreamOptions,
     TermsFields,
-    TextPart,
     ToolCall,
     wire,
 )
 from millrace.serve.structured import FIELDS, structured_outputs
+from millrace.serve.unknown_fields import MAX_NAMES, UnknownFields, check_neutral, roles_of, unknown_field
 
 T = TypeVar("T", bound=Body)
 TextsOrIds = str | list[str | int | list[int]]
@@ -56,16 +54,33 @@ _TYPES = {
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """raises RequestError naming the field, HttpError where the body is not a JSON object"""
+    """Return the request. raises as `read_request`, and RequestError for any field that is not known"""
+    asked, unknown = read_request(body, kind)
+    if unknown:
+        raise unknown_field(unknown[0], nearest(unknown[0], wire(kind).__struct_fields__, kind.__struct_fields__))
+    return asked
+
+
+def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
+    """Return the request, and the names of its fields that are not known and change nothing.
+
+    raises RequestError naming the field, HttpError where the body is not a JSON object
+    """
     found = counts(body)
     if found.values > MOST_VALUES or found.containers > MOST_CONTAINERS:
         raise _no_json(
             f"it has {found.values} values and {found.containers} lists and objects, at most {MOST_VALUES} and "
             f"{MOST_CONTAINERS} are supported"
         )
+    unknown: list[str] = []
     try:
         with _collector_paused():
-            asked = msgspec.json.decode(body, type=wire(kind))
+            try:
+                asked = msgspec.json.decode(body, type=wire(kind))
+            except msgspec.ValidationError as error:
+                if not _UNKNOWN.fullmatch(str(error)):
+                    raise
+                asked, unknown = _without_unknown(body, kind)
     except msgspec.ValidationError as error:
         raise _wrong_value(str(error), kind) from None
     except RecursionError:
@@ -75,15 +90,25 @@ def decode(body: bytes, kind: type[T]) -> T:
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
-        check_neutral(name, getattr(asked, name), neutral)
+        if (value := getattr(asked, name)) is UNSET:
+            continue
+        if name in PENALTY_WINDOW and value not in (None, *neutral) and not _penalises(asked):
+            unknown.append(name)
+        else:
+            check_neutral(name, value, neutral)
     assert isinstance(asked, kind)
-    return asked
+    return asked, tuple(unknown)
 
 
-def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
-    """raises RequestError where it asks for what is not supported yet"""
-    if value is not UNSET and value is not None and value not in neutral:
-        raise not_yet(name, _mend(name, neutral))
+def _without_unknown(body: bytes, kind: type[Body]) -> tuple[Struct, list[str]]:
+    """Decode a request that has fields of unknown names, and return these. raises RequestError if they matter"""
+    request = msgspec.json.decode(body)
+    unknown = UnknownFields(wire(kind), kind.__struct_fields__, kind.NAMES, kind.ANSWERS).taken_from(request)
+    return msgspec.convert(request, wire(kind), str_keys=True), unknown
+
+
+def _penalises(asked: object) -> bool:
+    return any(getattr(asked, name, None) not in (None, off) for name, off in PENALTIES.items())
 
 
 @contextmanager
@@ -98,17 +123,19 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def take_ignored(asked: Body, kind: type[Body]) -> tuple[str, ...]:
-    """Those of the request that change nothing, and of which the client is told so.
+def take_ignored(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the fields of the request that change nothing, as the client is told of them.
 
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
     times the body, and an answer may take minutes.
+
+    unknown: names that were taken out of it already
+    raises RequestError for a name within a field that was probably meant to be a known one
     """
     told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
-    for name, unused in kind.UNUSED_WITHIN.items():
-        held = getattr(asked, name) or {}
-        said = held if isinstance(held, list) else [n for n, value in held.items() if value is not None]
-        told |= {f"{name}.{n}" for n in said if n in unused}
+    within = asked.ignored_within() if any(getattr(asked, name) for name in kind.WITHIN) else ()
+    others = sorted({*unknown, *within} - told)  # a client may write any number of names
+    told |= {*others[:MAX_NAMES], *([f"{len(others) - MAX_NAMES} more"] if len(others) > MAX_NAMES else [])}
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
         if asked.max_tokens not in (None, asked.max_completion_tokens):
             told.add("max_tokens")
@@ -163,7 +190,7 @@ def _plain(message: Message) -> dict[str, object]:
     content = message.content
     return {
         "role": message.role,
-        "content": msgspec.to_builtins(content) if isinstance(content, list) else content,
+        **({} if content is UNSET else {"content": msgspec.to_builtins(content)}),
         "name": message.name,
         "tool_calls": [_plain_call(call) for call in message.tool_calls] if message.tool_calls else None,
         "tool_call_id": message.tool_call_id,
@@ -198,30 +225,8 @@ def rendering_of(asked: AsksRendering) -> Rendering:
     return Rendering(extra, opens is not False and not continued, continued, bool(asked.add_special_tokens))
 
 
-def _mend(name: str, neutral: tuple[object, ...]) -> str:
-    values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
-    return "leave it out" + (f", or send {values}" if values else "") + INSTEAD.get(name, "")
-
-
-def _unknown(field: str, where: str, known: Collection[str], served: Collection[str]) -> RequestError:
-    """known: what has an answer of its own, be it a refusal; served: what does something"""
-    mend = "correct the name, or leave it out"
-    ours = OTHER_NAMES.get(field)
-    expected = f'did you mean "{ours}"?' if ours in served else nearest(field, known, served)
-    if field == where and field in ELSEWHERE:
-        expected, mend = f'"{field}" in a request to {ELSEWHERE[field]}', f"send it to {ELSEWHERE[field]}"
-    elif field == "extra_body":
-        mend = "put its fields beside the others: clients in Python do so by themselves"
-    return RequestError(f'unknown field "{where}"', expected, mend, where[:100])
-
-
 def _wrong_value(message: str, kind: type[Body]) -> RequestError | HttpError:
     """msgspec's message in our words."""
-    if unknown := _UNKNOWN.fullmatch(message):
-        path, field = unknown["path"], unknown["field"]
-        if path:
-            return _unknown(field, f"{path}.{field}", _fields_at(path), _fields_at(path))
-        return _unknown(field, field, wire(kind).__struct_fields__, kind.__struct_fields__)
     if missing := _MISSING.fullmatch(message):
         field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
         return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))
@@ -233,7 +238,7 @@ def _wrong_value(message: str, kind: type[Body]) -> RequestError | HttpError:
         expected = " or ".join(_TYPES[kind][1] if kind in _TYPES else kind for kind in got["expected"].split(" | "))
         return RequestError(f"{subject} is of type {_type_name(got['got'])}", expected, f"correct {path}", _top(path))
     if what.startswith("Invalid enum value"):
-        return _not_in_choices(subject, what.removeprefix("Invalid enum value "))
+        return _not_in_choices(subject, what.removeprefix("Invalid enum value "), kind)
     return RequestError(f"{subject}: {what}", "a value in range", f"correct {path}", _top(path))
 
 
@@ -241,21 +246,16 @@ def _type_name(kind: str) -> str:
     return _TYPES[kind][0] if kind in _TYPES else kind
 
 
-def _not_in_choices(path: str, value: str) -> RequestError:
+def _not_in_choices(path: str, value: str, kind: type[Body]) -> RequestError:
     if path.endswith(".role"):
+        *roles, last = roles_of(kind)
         mend = "tool is the role today, with a tool_call_id" if value == "'function'" else "correct the role"
-        return RequestError(f"{path} is {value}", "system, developer, user, assistant or tool", mend, "messages")
+        return RequestError(f"{path} is {value}", f"{', '.join(roles)} or {last}", mend, "messages")
     if path.endswith(".type") and "tool_calls" in path:
         return RequestError(f"{path} is {value}", '"function"', "correct the messages", "messages")
     return RequestError(
         f"{path} is {value}", '"text"', "send text parts only; images and sound are not supported yet", "messages"
     )
-
-
-def _fields_at(path: str) -> set[str]:
-    called = CalledFunction if path.endswith(".function") else ToolCall if ".tool_calls[" in path else Message
-    kind = StreamOptions if path == "stream_options" else TextPart if ".content[" in path else called
-    return set(kind.__struct_fields__)
 
 
 def _top(path: str) -> str:
@@ -285,7 +285,7 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     """raises RequestError naming the field as the client wrote it"""
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     n_top = asked.top_logprobs
-    if n_top is not None and not asked.logprobs:
+    if n_top and not asked.logprobs:
         raise RequestError(
             "top_logprobs is set, but logprobs is not", "both", "set logprobs to true", param="top_logprobs"
         )
@@ -364,6 +364,14 @@ def cache_options(asked: AsksCache) -> CacheOptions:
     return CacheOptions(salt=salt or "", priority=priority, ttl_s=ttl_s, pin=bool(pin))
 
 
+def _bias(given: dict[int, float] | list[Any] | None) -> dict[int, float]:
+    """An empty list is none: llama.cpp's clients write pairs. raises RequestError for a list that is not empty"""
+    if isinstance(given, list) and given:
+        expected = "an object of token ids and numbers"
+        raise RequestError("logit_bias is of type array", expected, "correct logit_bias", "logit_bias")
+    return given if isinstance(given, dict) else {}
+
+
 def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:
     if asked.stream_options is not None and not asked.stream:
         raise RequestError(
@@ -380,11 +388,11 @@ def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) ->
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         repetition_penalty=asked.repetition_penalty,
-        seed=asked.seed,
+        seed=None if asked.seed == -1 else asked.seed,  # vLLM's and llama.cpp's word for any
         stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=bool(asked.ignore_eos),
-        logit_bias=asked.logit_bias or {},
+        logit_bias=_bias(asked.logit_bias),
         logprobs=n_top,
         include_stop_str_in_output=bool(asked.include_stop_str_in_output),
         skip_special_tokens=asked.skip_special_tokens is not False,

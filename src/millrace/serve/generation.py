@@ -50,7 +50,7 @@ class Generation:
         self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
         self._known = backend.model.metadata
         self._digests: list[hashlib.blake2b] = []  # of each choice's tokens, for a receipt
-        self.new_call_id = short_call_id if backend.speech.calls.short_ids else call_id
+        self.new_call_id = short_call_id if backend.speech_for(True).calls.short_ids else call_id
         self._call, self._metrics = call, backend.metrics
         self._held = backend.unsent.share()
         self._n_generated = [0] * self.n_choices
@@ -200,7 +200,8 @@ def short_call_id() -> str:
 
 async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Generation:
     """Have a conversation answered; its answers are read by `Generation.said`. raises MillraceError"""
-    speech, tools, params = backend.speech, asked.tools, asked.params
+    tools, params = asked.tools, asked.params
+    speech = backend.speech_for(tools is not None)
     specs = tools.specs if tools else ()
     prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
     begun = asked.begun if asked.rendering.continued else ""
@@ -246,8 +247,16 @@ async def start(
     matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), heard.thoughts)
     if call.tenant and not terms.claim.tenant:
         terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
+    if call.tenant and not backend.settings.share_prefix_cache:
+        terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
     handle = engine.submit(prompts, each, call.id, stops, terms, matchers)
     return Generation(handle, params, call, backend, heard)
+
+
+def _salt_of(tenant: str, salt: str) -> str:
+    """Return a salt that no other tenant can name, so that a tenant finds only its own pages in the prefix cache."""
+    parts = f"{len(tenant)} {tenant} {salt}".encode(errors="surrogatepass")
+    return "of a tenant: " + hashlib.blake2b(parts, digest_size=32).hexdigest()
 
 
 def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0) -> Usage:

@@ -1,9 +1,11 @@
 """A file of API keys: a key a line, and behind it its name and its limits.
 
 sk-2f8c...   name=web  requests_per_minute=60  tokens_per_minute=20000  concurrent=4
+sk-91d0...   name=operator  role=admin
 """
 
 import codecs
+import logging
 import re
 import stat
 from collections import Counter
@@ -16,16 +18,18 @@ from millrace.settings import read_given
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 _MAX_BYTES, _MOST = 1 << 20, 10**9
+log = logging.getLogger(__name__)
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """name: "" where the file gives it none. limits: of LIMITS, those that it has"""
+    """name: "" where the file gives it none. limits: of LIMITS, those that it has. is_admin: it sees what others do"""
 
     secret: bytes = field(repr=False)
     name: str = ""
     limits: Mapping[str, int] = field(default_factory=dict)
+    is_admin: bool = False
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
@@ -58,22 +62,26 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 def _key(where: str, secret: str, *words: str) -> Key:
     """No error says the key. raises ConfigError"""
-    name, limits = "", dict[str, int]()
+    name, limits, is_admin = "", dict[str, int](), False
     for word in words:
         what, _, value = word.partition("=")
         if what == "name" and _NAME.fullmatch(value):
             name = value
         elif what in LIMITS and value.isascii() and value.isdigit() and 0 < int(value) <= _MOST:
             limits[what] = int(value)
+        elif what == "role" and value in ("admin", "user"):
+            is_admin = value == "admin"
+        elif what == "role":
+            raise ConfigError(f"{where}: role is '{value:.40}'", "admin or user", "correct it")
         elif what in ("name", *LIMITS):
             expected = "letters, digits, _, . or -" if what == "name" else f"a number from 1 to {_MOST}"
             raise ConfigError(f"{where}: {what} is '{value:.40}'", expected, "correct it")
         else:
             raise ConfigError(
-                f"{where} has something behind its key that is no setting", nearest(what, ("name", *LIMITS)),
+                f"{where} has something behind its key that is no setting", nearest(what, ("name", "role", *LIMITS)),
                 "a key has no spaces; write settings as name=web requests_per_minute=60",
             )  # fmt: skip
-    return Key(secret.encode(), name, limits)
+    return Key(secret.encode(), name, limits, is_admin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,17 @@ class KeyFile:
     def read(cls, path: Path) -> "KeyFile":
         """raises ConfigError"""
         stamp = stamp_of(path)  # before it is read: what changes meanwhile is seen later
-        return cls(path, read_keys(path), stamp)
+        keys = read_keys(path)
+        if stamp and is_readable_by_all(path):
+            log.warning("%s can be read by every user of this machine: chmod 600 %s", path, path)
+        return cls(path, keys, stamp)
+
+
+def is_readable_by_all(path: Path) -> bool:
+    try:
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:

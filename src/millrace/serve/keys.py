@@ -18,7 +18,7 @@ from starlette.types import Scope
 from millrace.errors import ConfigError
 from millrace.serve.errors import HttpError
 from millrace.serve.key_file import Key, KeyFile, stamp_of
-from millrace.serve.wire import CALL, header
+from millrace.serve.wire import CALL, Call, header
 
 LOOK_S = 1.0  # between two looks at the file
 LIMITED = "rate_limit_exceeded"  # OpenAI's code
@@ -77,10 +77,12 @@ class _Account:
 class Grant:
     """One request that may be answered. tenant: whose it is, "" where there are not several keys"""
 
-    __slots__ = ("_account", "_clock", "tenant")
+    __slots__ = ("_account", "_clock", "is_admin", "tenant")
 
-    def __init__(self, tenant: str, account: _Account | None, clock: Callable[[], float]) -> None:
-        self.tenant, self._account, self._clock = tenant, account, clock
+    def __init__(
+        self, tenant: str, account: _Account | None, clock: Callable[[], float], is_admin: bool = False
+    ) -> None:
+        self.tenant, self._account, self._clock, self.is_admin = tenant, account, clock, is_admin
 
     @property
     def above(self) -> str:
@@ -134,7 +136,8 @@ class Keys:
         """The request of this scope, whose end its call is told. raises HttpError with 401, or with 429 and when"""
         if self._keys:
             grant = self.grant(header(scope, b"authorization"), header(scope, b"x-api-key"))
-            scope[CALL].tenant, scope[CALL].ended = grant.tenant, grant.end
+            call: Call = scope[CALL]
+            call.tenant, call.is_admin, call.ended = grant.tenant, grant.is_admin, grant.end
 
     def grant(self, authorization: bytes | None, other: bytes | None, *, counts_refusals: bool = True) -> Grant:
         """By its headers. counts_refusals: not where whoever is refused asks once more. raises HttpError as `admit`"""
@@ -149,7 +152,7 @@ class Keys:
         _check(name, key, account, now_s, counts_refusals)
         account.running += 1
         account.requests += 1
-        return Grant(name if len(self._keys) > 1 else "", account, self._clock)
+        return Grant(name if len(self._keys) > 1 else "", account, self._clock, key.is_admin)
 
     def _found(self, authorization: bytes | None, other: bytes | None) -> Key:
         given = authorization or b""

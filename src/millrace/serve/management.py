@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -31,8 +32,9 @@ _TEXT, _OTHER = "use /v1/completions", "use another server for these"
 # Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
 NOT_YET = {
     "/v1/assistants": "use /v1/responses", "/v1/threads": "use /v1/responses", "/v1/conversations": "use /v1/responses",
-    "/api/embed": _VECTORS, "/api/embeddings": _VECTORS, "/embedding": _VECTORS,
-    "/api": "models come with the server's start: of Ollama's paths there are chat, generate, tags, show, ps, version",
+    "/embedding": _VECTORS,
+    "/api": "models come with the server's start: of Ollama's paths there are chat, generate, embed, embeddings, tags, "
+            "show, ps, version",
     "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
     "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
     "/v1/moderations": _OTHER,
@@ -46,7 +48,7 @@ _ROOTS = {
 
 
 def model_list(models: Models, scope: Scope) -> Response:
-    return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.names]))
+    return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.listed_names]))
 
 
 def model(models: Models, scope: Scope) -> Response:
@@ -150,4 +152,8 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
 
 
 def _card(backend: Backend, name: str) -> ModelCard:
-    return ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
+    card = ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
+    if backend.defaults:
+        card.default_sampling = dict(backend.defaults)
+        card.default_sampling_of = backend.defaults_of or UNSET
+    return card

@@ -1,6 +1,7 @@
 """Fields of requests that are no members of their structs: known to change nothing, or not supported yet.
 
-Another protocol of ours has its own beside its structs.
+Another protocol has its own beside its structs. Names that are in none of these tables follow the rule of
+`unknown_fields.py`.
 """
 
 from collections.abc import Mapping
@@ -28,11 +29,19 @@ _MEMORY: frozenset[str] = frozenset(
 _OF_SAMPLERS: frozenset[str] = frozenset(
     [
         *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
-        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "smoothing_curve"),
+        *("dynatemp_low", "dynatemp_high", "adaptive_decay", "tfs_min_keep"),
+    ]
+)
+# What happens when a context is full, which is never shifted here; in which order samplers run, which is fixed here.
+_OF_CONTEXTS: frozenset[str] = frozenset(
+    [
+        *("num_keep", "n_keep", "n_discard", "truncation_length", "max_context_length", "max_length_tokens"),
+        *("samplers", "sampler_priority", "sampler_order", "sampler_seed_mode"),
     ]
 )
 # Those that Ollama's clients send in `options`, and llama.cpp's beside the other fields.
-IGNORED_OPTIONS = _MEMORY | _OF_SAMPLERS
+IGNORED_OPTIONS = _MEMORY | _OF_SAMPLERS | _OF_CONTEXTS
 # Other servers know them: OpenAI's for reasoning models, vLLM's, SGLang's and llama.cpp's for caches and batches,
 # Ollama's for memory, LiteLLM's and OpenRouter's for routing. Any value is taken, changes no answer here, and is named
 # in the header `x-millrace-ignored` and in the log.
@@ -44,25 +53,33 @@ IGNORED: frozenset[str] = IGNORED_OPTIONS | frozenset(
         *("timings_per_token", "return_progress"),
         *("keep_alive", "provider", "route", "models", "transforms", "usage", "session_id", "trace", "tags"),
         *("caching", "drop_params", "num_retries", "timeout", "request_timeout", "fallbacks"),
+        # open-webui's and text-generation-webui's, for themselves
+        *("mode", "title", "files", "params", "features", "variables", "tool_ids", "tool_servers", "chat_id", "id"),
+        *("client_metadata", "legacy_api", "api_type", "api_server"),
     ]
 )
-# What others call a field of ours.
-OTHER_NAMES: Mapping[str, str] = {
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-    "random_seed": "seed",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "enable_thinking": "chat_template_kwargs",
-    "best_of": "n",
-    "system": "messages",
-    "instructions": "messages",
-    "input": "messages",
-}
+# What others call a field of ours: the first of these names that the endpoint has.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("max_new_tokens", "max_output_tokens", "num_predict", "n_predict", "max_completion_tokens", "max_length",
+         "max_tokens_to_sample", "maxOutputTokens"),
+        ("max_tokens",),
+    ),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), ("repetition_penalty",)),
+    **dict.fromkeys(("stop_sequences", "stopping_strings", "stop_sequence"), ("stop",)),
+    **dict.fromkeys(("random_seed", "sampler_seed"), ("seed",)),
+    "min_new_tokens": ("min_tokens",),
+    "enable_thinking": ("chat_template_kwargs",),
+    "best_of": ("n",),
+    "format": ("response_format", "text"),
+    "response_format": ("response_format", "format", "text"),
+    "regex": ("structured_outputs",),
+    "ebnf": ("structured_outputs",),
+    "structural_tag": ("structured_outputs",),
+    **dict.fromkeys(("system", "instructions"), ("system", "instructions", "messages")),
+    **dict.fromkeys(("input", "inputs", "messages"), ("messages", "prompt", "input")),
+    **dict.fromkeys(("text", "texts"), ("prompt", "input")),
+}  # fmt: skip
 # Fields of the other endpoint.
 ELSEWHERE: Mapping[str, str] = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 # They would change the answer. A value that asks for what happens anyway is taken; anything else is refused.
@@ -72,6 +89,7 @@ CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "modalities": (["text"],),
     "web_search_options": (),
+    "top_logprobs_num": (),
     "echo": (False,),
     "chat_template": (),
     "documents": ([],),
@@ -93,7 +111,31 @@ VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
+    "logits_processors": ([],),
+    "logit_processors": ([],),
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "guided_whitespace_pattern": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "prompt_embeds": (),
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "lora_path": (),
+    "lora_request": (),
+    "adapter_id": (),
+    "adapters": (),
+    "return_hidden_states": (False,),
 }
+# How far back penalties look, and whether they spare line ends: of no effect where no penalty is set.
+PENALTY_WINDOW: frozenset[str] = frozenset(
+    [
+        *("repeat_last_n", "penalty_last_n", "rep_pen_range", "repetition_penalty_range"),
+        *("presence_penalty_range", "frequency_penalty_range", "penalize_nl", "penalize_newline"),
+    ]
+)
+PENALTIES: Mapping[str, float] = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 # llama.cpp's and the programs' around it, which send each of them with every request; with the value of "off".
 LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "mirostat": (0,),
@@ -109,12 +151,7 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "no_repeat_ngram_size": (0,),
-    "penalize_nl": (False,),
-    "penalize_newline": (True,),
-    "repeat_last_n": (-1,),
-    "n_keep": (0, -1),
-    "num_keep": (0, -1),
-    "n_discard": (0,),
+    **dict.fromkeys(PENALTY_WINDOW, (-1,)),
     "n_indent": (0,),
     "n_probs": (0,),
     "min_keep": (0,),
@@ -124,7 +161,53 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "json_schema": ({},),
     "lora": ([],),
     "num_beams": (1,),
+    "do_sample": (True,),
+    "typical": (1,),
+    "tfs": (1,),
+    "nsigma": (0, -1),
+    "adaptive_target": (-1,),
+    "dynamic_temperature": (False,),
+    "temperature_last": (False,),
+    "guidance_scale": (1,),
+    "negative_prompt": ("",),
+    "grammar_string": ("",),
+    "grammar_triggers": ([],),
+    "custom_token_bans": ("",),
+    "banned_tokens": ("", []),
+    "banned_strings": ([],),
+    "ban_eos_token": (False,),
+    "add_bos_token": (True,),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "repetition_decay": (0,),
+    "penalty_alpha": (0,),
+    "early_stopping": (False,),
+    "min_length": (0,),
+    "watermark": (False,),
+    "preset": ("", "None"),
+    "character": ("",),
+    "image_data": ([],),
+    "reasoning_budget": (-1,),
+    "thinking_budget": (-1,),
+    "speculative": (),
 }
+# Fields that change answers where an endpoint has them; elsewhere they are refused, except at these values.
+_OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "chat_template_kwargs",
+         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "top_logprobs",
+         "include_stop_str_in_output", "continue_final_message", "prefix", "assistant_prefill", "receipt"),
+        (),
+    ),
+    "stop": ([], ""), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "logit_bias": ({}, []), "ignore_eos": (False,), "n": (1,), "logprobs": (False,), "tools": ([],),
+    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "format": ("",),
+    "skip_special_tokens": (True,), "add_special_tokens": (True, False), "add_generation_prompt": (True,),
+    "parallel_tool_calls": (True, False), "suffix": ("",), "raw": (False,), "images": ([],),
+}  # fmt: skip
+CHANGING: Mapping[str, tuple[object, ...]] = {
+    **_OF_ANSWERS, **COMPLETION_NOT_YET, **CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET
+}  # fmt: skip
 EMBEDDING_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "priority": (0,),
     "embed_dtype": ("float32",),

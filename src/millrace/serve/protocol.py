@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, Struct, defstruct
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from millrace.runtime.cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
 from millrace.runtime.claim import MAX_PRIORITY, MAX_WAIT_S
@@ -32,6 +32,9 @@ from millrace.serve.other_fields import (
     NEARNESS_NOT_YET,
     VLLM_NOT_YET,
 )
+from millrace.serve.usable_tools import FUNCTION, usable_tools
+
+OPENAI_TOOLS = ("function", None)
 
 
 class Body(Struct):
@@ -39,13 +42,25 @@ class Body(Struct):
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
     OTHERS: fields that are taken with any value, and change nothing
-    UNUSED: such ones among the struct's own; UNUSED_WITHIN: such ones of an object or a list that is a field
+    UNUSED: such ones among the struct's own
+    NAMES: names of fields in `SamplingParams` and the chat's requests, and what this protocol calls them
+    ANSWERS: the request is for an answer, which fields of other protocols could change
+    WITHIN: fields that hold what `ignored_within` looks at
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     OTHERS: ClassVar[frozenset[str]] = frozenset()
     UNUSED: ClassVar[frozenset[str]] = frozenset()
-    UNUSED_WITHIN: ClassVar[Mapping[str, frozenset[str]]] = {}
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    ANSWERS: ClassVar[bool] = False
+    WITHIN: ClassVar[tuple[str, ...]] = ()
+
+    def ignored_within(self) -> list[str]:
+        """Remove from objects and lists that are fields what changes nothing; return it, named by its path.
+
+        raises RequestError for a name that was probably meant to be a known one
+        """
+        return []
 
 
 # gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy
@@ -74,7 +89,7 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """`developer` is today's name of `system`, and is given to the chat template as such."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | UnsetType | None = UNSET
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's result: which call it answers
@@ -130,6 +145,7 @@ class SamplingFields(TermsFields, kw_only=True):
     """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
 
     OTHERS: ClassVar = HARMLESS | IGNORED
+    ANSWERS: ClassVar = True
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     n: Annotated[int | None, described("answers per prompt", 1, 1, MAX_CHOICES)] = None
@@ -151,7 +167,7 @@ class SamplingFields(TermsFields, kw_only=True):
     ] = None
     seed: Annotated[
         int | None,
-        described("the same seed, the same answer; else one is drawn and told", low=-(2**63), high=2**64 - 1),
+        described("the same seed, the same answer; else one is drawn and ignored", low=-(2**63), high=2**64 - 1),
     ] = None
     stop: Annotated[
         str | list[str] | None,
@@ -166,7 +182,7 @@ class SamplingFields(TermsFields, kw_only=True):
     skip_special_tokens: Annotated[bool | None, described("leave tokens such as </s> out of the text", True)] = None
     ignore_eos: Annotated[bool | None, described("go on after the model's end-of-text token", False)] = None
     logit_bias: Annotated[
-        dict[int, float] | None,
+        dict[int, float] | list[Any] | None,
         described(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
     ] = None
     response_format: Annotated[
@@ -194,6 +210,7 @@ class SamplingFields(TermsFields, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    WITHIN: ClassVar = ("tools",)
     NOT_YET: ClassVar = {**CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
 
     messages: Annotated[list[Message], described("the conversation so far")]
@@ -223,6 +240,10 @@ class ChatRequest(SamplingFields, kw_only=True):
         dict[str, Any] | None, described("further variables for the chat template, such as enable_thinking")
     ] = None
     add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -257,7 +278,7 @@ class EmbeddingRequest(Body, kw_only=True):
     encoding_format: Annotated[
         str | None, described('"float", or "base64" of the little-endian float32 of each vector', "float")
     ] = None
-    dimensions: Annotated[int | None, described("only as many as the model's vectors have", low=1)] = None
+    dimensions: Annotated[int | None, described("length of the vectors, if the model has several", low=1)] = None
     truncate_prompt_tokens: Annotated[
         int | None, described("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
     ] = None
@@ -298,6 +319,7 @@ class TokenizeRequest(Body, kw_only=True):
     """Either `prompt` or `messages`."""
 
     NOT_YET: ClassVar = {"chat_template": ()}
+    WITHIN: ClassVar = ("tools",)
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     prompt: Annotated[str | None, described("a text, of any length")] = None
@@ -308,6 +330,10 @@ class TokenizeRequest(Body, kw_only=True):
     tools: Annotated[list[dict[str, Any]] | None, described("as for a chat")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
     return_token_strs: Annotated[bool | None, described("the text of each token, too", False)] = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored
 
 
 class DetokenizeRequest(Body, kw_only=True):

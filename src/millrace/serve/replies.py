@@ -167,6 +167,8 @@ class ModelCard(Struct):
     object: Literal["model"] = "model"
     owned_by: str = "millrace"
     parent: str | None = None
+    default_sampling: dict[str, Any] | UnsetType = UNSET  # of requests that leave it out; as the model says
+    default_sampling_of: str | UnsetType = UNSET  # whose defaults these are, if the model says none
 
 
 class ModelList(Struct):

@@ -34,7 +34,7 @@ from millrace.serve.errors import (
     Problem,
     problem_of,
 )
-from millrace.serve.fields import decode, take_ignored
+from millrace.serve.fields import read_request, take_ignored
 from millrace.serve.gen_ai import trace
 from millrace.serve.keys import Keys
 from millrace.serve.leaving import unless_gone
@@ -42,7 +42,17 @@ from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body
 from millrace.serve.tracebacks import without_frames
-from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body
+from millrace.serve.wire import (
+    CALL,
+    Bodies,
+    Call,
+    RequestLog,
+    check_content_type,
+    header,
+    id_of,
+    log_request,
+    read_body,
+)
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
 Posted = Callable[[Any, Call, Any], Awaitable[ASGIApp]]
@@ -75,10 +85,9 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """any_type: bodies are JSON whatever they are called, as `curl -d` calls them a form
+    """any_type: web pages, too, may call their bodies something else than JSON
 
-    below: paths below this one are its own, whether there are such or not
-    """
+    below: paths below this one are its own, whether there are such or not"""
 
     endpoints: tuple[Endpoint, ...]
     write_error: ErrorWriter
@@ -123,12 +132,19 @@ class Handler:
         """The request, checked; admitted as soon as it is there. Its body is let go of: an answer may take minutes."""
         kind, call = self.endpoint.operation.request, scope[CALL]
         assert kind is not None, self.endpoint.path
+        if header(scope, b"origin") is not None and not self.protocol.any_type:
+            check_content_type(scope)  # a browser asks whether the page may send JSON; a form it would just send
         with self.bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
-            body = await read_body(scope, receive, self.bodies, incoming, self.protocol.any_type)
+            body = await read_body(scope, receive, self.bodies, incoming)
             admitted.enter_context(self.models.serving.admission.admitted())
             call.body_bytes = len(body)
-            request = await self.models.serving.decoded(partial(decode, body, kind), len(body))
-        call.ignored, call.names = take_ignored(request, kind), self.endpoint.names
+            try:
+                request, unknown = await self.models.serving.decoded(partial(read_request, body, kind), len(body))
+            except HttpError:
+                check_content_type(scope)  # a form was sent, and not JSON under another name
+                raise
+        call.ignored = take_ignored(request, kind, unknown)
+        call.names = self.endpoint.names  # until now errors were about names as the client wrote them
         return request
 
     async def _answer(self, request: Any, scope: Scope, receive: Receive, send: Send) -> None:

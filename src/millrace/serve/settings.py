@@ -25,6 +25,7 @@ class ServerSettings:
     metrics_port: int | None = None  # where nothing but /metrics is; None: nowhere else
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may ask
     key_file: KeyFile | None = None  # more of them, with limits; read anew when it changes
+    share_prefix_cache: bool = False  # between API keys: how long a prompt takes tells whether another key sent it
     cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may
     log_format: Literal["text", "json"] = "text"
     trace_config: tuple[str, ...] = ()  # as `--trace-config` has it
@@ -39,6 +40,11 @@ class ServerSettings:
     write_timeout_s: float = 30.0  # a reader that takes nothing for so long is dropped
     stall_timeout_s: float = 60.0  # without a finished step, the engine counts as stuck
     drain_timeout_s: float = 30.0  # from the first signal to the end; nine tenths of it are for running requests
+
+    @property
+    def keys(self) -> tuple[object, ...]:
+        """All API keys at the start."""
+        return (*self.api_keys, *(self.key_file.keys if self.key_file is not None else ()))
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):

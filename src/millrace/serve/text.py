@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -16,10 +16,9 @@ from prometheus_client.core import Metric
 
 from millrace import __version__
 from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat_prompt import PromptRenderer
 from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.checkpoint.tool_calls.formats import ToolFormat
-from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
@@ -70,9 +69,10 @@ class Texts:
         self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
         # a template that loops must not hold up completions as well, so renderings have lanes of their own
         self.speech = Speech("" if template is None else template.source, tokenizer)
-        calls = self.speech.calls
-        self._chats = None if template is None else _Renderer(template, "chat", max_pending, calls)
-        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending, calls)
+        has_own = template is not None and template.name_for(True) != template.name_for(False)
+        self.speech_of_tools = Speech(template.source_for(True), tokenizer) if template and has_own else self.speech
+        self._chats = None if template is None else _Renderer(template, "chat", max_pending)
+        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, bounded_as: str | None = None
@@ -200,24 +200,23 @@ def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pend
 class _Renderer:
     """A template with its lane."""
 
-    def __init__(self, template: ChatTemplate, name: str, max_pending: int, calls: ToolFormat) -> None:
-        """calls: how it writes them"""
-        self.template = template
+    def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
+        self._template, self._prompts = template, PromptRenderer(template)
         self.lane = Lane(name, max_pending, stop=template.close)
-        self._format = calls
 
     def render(
         self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
     ) -> str:
         """raises what ChatTemplate.render raises"""
-        extra = dict(rendering.extra)
-        said: Sequence[Mapping[str, object]] = messages
-        if tools or any("tool_calls" in m or m["role"] == "tool" for m in messages):
-            said = with_tools(messages, tools, self._format)
-            extra |= {"tools": list(tools)} if tools and self._format.native else {}
-        return self.template.render(
-            said, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued, extra=extra
-        )
+        if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
+            return self._template.render(
+                messages, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
+                extra=rendering.extra, merges=rendering.merges,
+            )  # fmt: skip
+        return self._prompts.render(
+            messages, tools, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
+            extra=rendering.extra, merges=rendering.merges,
+        )  # fmt: skip
 
 
 def _contents(messages: Sequence[Message]) -> "itertools.chain[str]":
@@ -290,8 +289,11 @@ class TextBackend(Backend):
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        of_model = asdict(self.model.engine.loop.defaults)
-        return {name: value for name, value in of_model.items() if value is not None}
+        return self.model.engine.loop.defaults.sampling
+
+    @property
+    def defaults_of(self) -> str:
+        return self.model.engine.loop.defaults.origin
 
     @cached_property
     def fingerprint(self) -> str:
@@ -309,8 +311,12 @@ class TextBackend(Backend):
 
     @property
     def speech(self) -> Speech:
-        """How the model writes calls of tools, and thoughts."""
+        """How the model writes reasoning, and calls of tools in a conversation without them."""
         return self.texts.speech
+
+    def speech_for(self, has_tools: bool) -> Speech:
+        """How the model writes calls of tools and reasoning: some have a chat template of its own for tools."""
+        return self.texts.speech_of_tools if has_tools else self.texts.speech
 
     async def matchers(
         self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
@@ -332,6 +338,8 @@ class TextBackend(Backend):
         """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
         grammars = self._grammars.run(self.model.engine.grammars.prepare)
         trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
+        if self.model.warm_prompts and len(self.settings.keys) > 1 and not self.settings.share_prefix_cache:
+            log.warning("warm prompts are of no use to API keys, which do not share the prefix cache")
         return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
 
     async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:

@@ -1,4 +1,7 @@
-"""The last steps: a page of who was in prefill, decode or waiting; and what each computed, as data."""
+"""The last steps: a page of who was in prefill, decode or waiting; and what each computed, as data.
+
+If there are several API keys, each sees its own requests; a key with `role=admin` sees all.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,7 +10,6 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
@@ -16,11 +18,12 @@ from millrace.machine.cpu import machine_name
 from millrace.report.page import render
 from millrace.report.scale import Scale
 from millrace.runtime.history import StepSeen
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.step_work import StepWork, turns_s
 from millrace.serve.backend import Models
 from millrace.serve.replies import json_reply
 from millrace.serve.text import TextBackend
-from millrace.serve.wire import CALL
+from millrace.serve.wire import CALL, Call
 
 SHOWN_STEPS, SHOWN_ROWS = 240, 48  # what a screen can hold
 WIDTH, LEFT, TOP, ROW = 1080, 190, 26, 16
@@ -76,11 +79,11 @@ class StepList(Struct):
 
 
 def steps(models: Models, scope: Scope) -> Response:
-    """raises RequestError"""
+    """Of a client's own requests alone, where there are several API keys. raises RequestError"""
     after, found = _after(scope), []
     for backend in models.of_kind(TextBackend):
         loop, about = backend.model.engine.loop, backend.model.metadata
-        seen = _seen(backend, scope)
+        seen = _seen(loop, scope[CALL])
         turns, limits, budget = turns_s(seen), loop.limits, loop.budget
         schedule = ScheduleTold(
             limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
@@ -92,21 +95,18 @@ def steps(models: Models, scope: Scope) -> Response:
     return json_reply(StepList(found))
 
 
-def _seen(backend: TextBackend, scope: Scope, n: int = 0) -> tuple[StepSeen, ...]:
-    """The last n steps, 0: all; where there are several API keys, with the requests of the client's own key alone."""
-    loop, tenant = backend.model.engine.loop, scope[CALL].tenant
-    steps = tuple(loop.history.steps)[-n:]
-    if not tenant:
+def _seen(loop: EngineLoop, call: Call) -> tuple[StepSeen, ...]:
+    """Return the last steps as a client may see them: an API key, if there are several, only what was done for it."""
+    steps = tuple(loop.history.steps)
+    if not call.tenant or call.is_admin:
         return steps
-    ids = {request_id for step in steps for request_id in step.request_ids}
-    own = [trace.seen.order for one in ids for trace in loop.traces(one) if trace.seen.tenant == tenant]
-    return tuple(_of(step, np.isin(step.parts["request"], own)) for step in steps)
-
-
-def _of(step: StepSeen, is_own: NDArray[np.bool_]) -> StepSeen:
-    """With some of its parts."""
-    ids = tuple(one for one, own in zip(step.request_ids, is_own, strict=True) if own)
-    return step._replace(parts=step.parts[is_own], request_ids=ids)
+    own, seen = loop.history.requests_of(call.tenant), []
+    for step in steps:
+        mine = np.isin(step.parts["request"], own)
+        if mine.any():
+            ids = tuple(request_id for request_id, one in zip(step.request_ids, mine, strict=True) if one)
+            seen.append(step._replace(parts=step.parts[mine], request_ids=ids, waiting=0))
+    return tuple(seen)
 
 
 def _told(step: StepSeen, turn_s: float | None) -> StepTold:
@@ -129,7 +129,7 @@ def _after(scope: Scope) -> int:
 def timeline(models: Models, scope: Scope) -> Response:
     """A page that needs no network and runs no script: save it, and it stays what it is."""
     pages = [
-        {"name": backend.model.name, **_drawn(_seen(backend, scope, SHOWN_STEPS))}
+        {"name": backend.model.name, **_drawn(_seen(backend.model.engine.loop, scope[CALL])[-SHOWN_STEPS:])}
         for backend in models.of_kind(TextBackend)
     ]
     template = Path(__file__).with_name("timeline.html")

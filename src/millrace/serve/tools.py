@@ -8,17 +8,41 @@ import msgspec
 
 from millrace.checkpoint.tool_calls.formats import ToolFormat
 from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
-from millrace.errors import RequestError, check_names, nearest
+from millrace.errors import RequestError, nearest
 from millrace.runtime.grammar import in_one_layout
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.errors import not_yet
+from millrace.serve.usable_tools import MAX_TOOLS
 
-MAX_TOOLS = 128  # as OpenAI
 MAX_TOOL_BYTES = 256 * 1024  # of all of them, as JSON: they are held as long as their answer takes
 MOST_CALLS = 16  # of one answer: a small model would go on for ever
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
-_TOOL = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
-_CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolShape:
+    """How a protocol writes a tool and the choice of one, in errors."""
+
+    tool: str
+    choices: str
+    function: str = ""  # path of name and description
+    parameters: str = "parameters"
+    longest: int = 64  # name, in characters
+
+
+OPENAI = ToolShape(
+    '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}',
+    '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}', ".function",
+)  # fmt: skip
+RESPONSES = ToolShape(
+    '{"type": "function", "name": ..., "description": ..., "parameters": {...}}',
+    '"none", "auto", "required" or {"type": "function", "name": ...}',
+)  # fmt: skip
+ANTHROPIC = ToolShape(
+    '{"name": ..., "description": ..., "input_schema": {...}}',
+    '{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}', parameters="input_schema",
+    longest=128,
+)  # fmt: skip
 _OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
 _ELSEWHERE = {"$ref", "anyOf", "oneOf", "allOf"}  # where a schema may name properties instead of in `properties`
 
@@ -71,8 +95,13 @@ class Tools:
         return StructuredOutputsParams(grammar=free_grammar(of, held, special, most=self.most(of)), asked_as="tools")
 
 
-def tools_of(tools: Sequence[Mapping[str, object]] | None, choice: object, parallel: bool | None) -> Tools | None:
-    """OpenAI's three fields; None where nothing may be called. raises RequestError naming the field"""
+def tools_of(
+    tools: Sequence[Mapping[str, object]] | None, choice: object, parallel: bool | None, shape: ToolShape = OPENAI
+) -> Tools | None:
+    """OpenAI's three fields; None where nothing may be called. raises RequestError naming the field
+
+    shape: of the protocol in which the client wrote them
+    """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is set, but there are no tools", "both", "send tools", "tool_choice")
@@ -81,14 +110,14 @@ def tools_of(tools: Sequence[Mapping[str, object]] | None, choice: object, paral
         raise _wrong(f"tools has {len(tools)} of them", f"at most {MAX_TOOLS}")
     if (n_bytes := len(msgspec.json.encode(tools))) > MAX_TOOL_BYTES:
         raise _wrong(f"tools has {n_bytes} bytes", f"at most {MAX_TOOL_BYTES}")
-    functions = [_function(i, tool) for i, tool in enumerate(tools)]
+    functions = [_function(i, tool, shape) for i, tool in enumerate(tools)]
     schemas: dict[str, Mapping[str, object]] = {}
     for i, function in enumerate(functions):
         name = str(function["name"])
         if name in schemas:
             raise _wrong(f"tools[{i}] has the name {name!r} again", "one tool of each name")
         schemas[name] = _schema(function.get("parameters"))
-    must, only = _chosen(choice, schemas)
+    must, only = _chosen(choice, schemas, shape)
     if choice == "none":
         return None
     strict = any(function.get("strict") for function in functions)
@@ -100,29 +129,27 @@ def tools_of(tools: Sequence[Mapping[str, object]] | None, choice: object, paral
     )  # fmt: skip
 
 
-def _function(i: int, tool: Mapping[str, object]) -> Mapping[str, object]:
+def _function(i: int, tool: Mapping[str, object], shape: ToolShape) -> Mapping[str, object]:
+    where = f"tools[{i}]{shape.function}"
     kind = tool.get("type")
     if kind != "function":
         raise _wrong(f"tools[{i}].type is {kind!r:.60}", '"function": this server has no tools of its own')
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise _wrong(f"tools[{i}] has no function", _TOOL)
-    for given, known, where in (
-        (tool, ("type", "function"), f"tools[{i}]"), (function, _OF_FUNCTION, f"tools[{i}].function")
-    ):  # fmt: skip
-        check_names(given, known, where, "tools")
+        raise _wrong(f"tools[{i}] has no function", shape.tool)
     for key, wanted in _OF_FUNCTION.items():
         value = function.get(key)
         if value is not None and not isinstance(value, wanted):
-            raise _wrong(f"tools[{i}].function.{key} is of type {type(value).__name__}", _TOOL)
+            path = f"{where}.{shape.parameters if key == 'parameters' else key}"
+            raise _wrong(f"{path} is of type {type(value).__name__}", shape.tool)
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        what = f"tools[{i}] has no name" if not name else f"tools[{i}].function.name is {name!r:.80}"
-        raise _wrong(what, "1 to 64 letters, digits and _ . : / -")
+    if not isinstance(name, str) or len(name) > shape.longest or not _NAME.fullmatch(name):
+        what = f"tools[{i}] has no name" if not name else f"{where}.name is {name!r:.80}"
+        raise _wrong(what, f"1 to {shape.longest} letters, digits and _ . : / -")
     parameters = function.get("parameters")
     kind = parameters.get("type", "object") if isinstance(parameters, Mapping) else "object"
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise _wrong(f"tools[{i}].function.parameters.type is {kind!r:.60}", '"object": arguments have names')
+        raise _wrong(f"{where}.{shape.parameters}.type is {kind!r:.60}", '"object": arguments have names')
     return function
 
 
@@ -145,7 +172,7 @@ def _check_schema(name: str, schema: Mapping[str, object]) -> None:
         raise RequestError(what, error.expected, "correct tools", "tools") from None
 
 
-def _chosen(choice: object, schemas: Mapping[str, object]) -> tuple[bool, str | None]:
+def _chosen(choice: object, schemas: Mapping[str, object], shape: ToolShape) -> tuple[bool, str | None]:
     """(one must be called, which one)"""
     match choice:
         case None | "none" | "auto":
@@ -159,8 +186,8 @@ def _chosen(choice: object, schemas: Mapping[str, object]) -> tuple[bool, str | 
                 )
             return True, name
         case {"type": str(kind)} if kind != "function":
-            raise not_yet("tool_choice", f"send {_CHOICES}", f'tool_choice of the type "{kind[:60]}"')
-    raise RequestError(f"tool_choice is {choice!r:.80}", _CHOICES, "correct tool_choice", "tool_choice")
+            raise not_yet("tool_choice", f"send {shape.choices}", f'tool_choice of the type "{kind[:60]}"')
+    raise RequestError(f"tool_choice is {choice!r:.80}", shape.choices, "correct tool_choice", "tool_choice")
 
 
 def _wrong(what: str, expected: str) -> RequestError:

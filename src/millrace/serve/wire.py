@@ -203,6 +203,7 @@ class Call:
     names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
     model: str = ""  # the name that it asked for, or that of the model which answers
     tenant: str = ""  # whose key it came with, where there are several
+    is_admin: bool = False  # that key may see what others do
     ended: Callable[[int], None] | None = None  # who grants a key's limits is told how many tokens it took
 
 
@@ -309,15 +310,11 @@ def joined(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyS
     return found
 
 
-async def read_body(
-    scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming, any_type: bool = False
-) -> bytes:
-    """The whole body. Whatever is larger is refused before it is held in memory. any_type: whatever it is called
+async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming) -> bytes:
+    """The whole body, whatever its content type. Whatever is larger is refused before it is held in memory.
 
     raises HttpError with 413, 415, 408 or 503; ClientGoneError
     """
-    if not any_type:
-        _check_content_type(header(scope, b"content-type"))
     announced = header(scope, b"content-length")
     if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
         raise _too_large(f"{int(announced)} bytes", bodies.max_bytes)
@@ -334,8 +331,9 @@ async def read_body(
     return b"".join(parts)
 
 
-def _check_content_type(value: bytes | None) -> None:
-    kind = (value or b"application/json").split(b";")[0].strip().lower()
+def check_content_type(scope: Scope) -> None:
+    """raises HttpError with 415 if a body is called something else than JSON, as `curl -d` calls it a form"""
+    kind = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
     if kind != b"application/json" and not kind.endswith(b"+json"):
         raise HttpError(
             415,

@@ -89,9 +89,8 @@ def test_the_engine_serves_alone(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", folder)
     engine = build(path, tmp_path / "engine", "fp32")
     opened = Checkpoint.open(path)
-    assert (
-        {p.name for p in engine.folder.iterdir()} >= set(opened.files) == {"tokenizer.model", "tokenizer_config.json"}
-    )
+    carried = {"tokenizer.model", "tokenizer_config.json", "generation_config.json"}
+    assert {p.name for p in engine.folder.iterdir()} >= set(opened.files) == carried
     assert engine.manifest.eos_token_ids == [2] and engine.manifest.bos_token_id == 1
 
 

@@ -1,5 +1,6 @@
 """The configuration out of a file's metadata: the same as from config.json, and errors that name the key."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.generation import read_generation
 from millrace.errors import CheckpointError
 from millrace.model.layers import inverse_frequencies
 from tests.support.checkpoints import FAMILIES, random_checkpoint
@@ -172,7 +174,16 @@ def test_sampling_defaults(tmp_path: Path, llama: Path) -> None:
     opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit))
     assert (opened.generation.temperature, opened.generation.top_k) == (0.7, 20)
     assert opened.notes == ("general.sampling.mirostat is not supported and not used",)
-    assert b"0.7" in opened.files["generation_config.json"]
+    assert json.loads(opened.files["generation_config.json"]) == {"temperature": 0.7, "top_k": 20}
+    assert opened.generation.origin == ""
+
+
+def test_a_file_without_sampling_settings_has_those_of_llama_cpp(tmp_path: Path, llama: Path) -> None:
+    opened = Checkpoint.open(write_gguf(tmp_path / "plain.gguf", llama))
+    expected = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert opened.generation.sampling == expected and opened.generation.origin == "llama.cpp"
+    carried = read_generation(json.loads(opened.files["generation_config.json"]))
+    assert (carried.sampling, carried.origin, carried.notes) == (expected, "llama.cpp", ())
 
 
 def test_a_vocabulary_shorter_than_the_embedding(tmp_path: Path, llama: Path) -> None:

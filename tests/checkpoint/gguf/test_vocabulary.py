@@ -282,3 +282,17 @@ def test_no_template_is_no_chat_model(tmp_path: Path) -> None:
         del writer.kv_data[0]["tokenizer.chat_template"]
 
     assert of(BUNDLED / "tiny", tmp_path, fill).chat_template is None
+
+
+def test_several_templates_are_kept_by_their_names(tmp_path: Path) -> None:
+    templates = [{"name": name, "template": name * 2} for name in ("default", "tool_use", "rag")]
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer, BUNDLED / "tiny")
+        del writer.kv_data[0]["tokenizer.chat_template"]
+        writer.add_chat_template(templates)
+
+    checkpoint = of(BUNDLED / "tiny", tmp_path, fill)
+    opened = checkpoint.chat_template
+    assert opened is not None and opened.sources == {each["name"]: each["template"] for each in templates}
+    assert json.loads(checkpoint.files["tokenizer_config.json"])["chat_template"] == templates, "for engines, too"

@@ -60,8 +60,9 @@ def test_the_last_message_is_gone_on_with() -> None:
     template.close()
 
 
-def test_null_content_of_calls_reaches_the_template() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content is none }} {% endfor %}", {})
+def test_null_content_of_calls_reaches_a_template_that_writes_calls_beside_null_alone() -> None:
+    source = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    template = ChatTemplate(source, {})
     messages: list[dict[str, object]] = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    assert template.render(messages).strip() == "True"
+    assert json.loads(template.render(messages)) == [CALL]
     template.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.checkpoint.config import ModelConfig
-from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
+from millrace.checkpoint.generation import GENERATION_CONFIG, LLAMA_CPP, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.metadata import Keys, check_is_model, read_model
 from millrace.checkpoint.gguf.reader import GgufFile
 from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
@@ -34,9 +34,8 @@ class GgufModel:
 
     def files(self) -> Files:
         """Tokenizer and defaults, in the form that Hugging Face folders have."""
-        said = _sampling(self.keys)
-        generation = {GENERATION_CONFIG: json.dumps(said).encode()} if said else {}
-        return {**generation, **tokenizer_files(self.keys)}
+        generation = json.dumps(_sampling(self.keys)).encode()
+        return {GENERATION_CONFIG: generation, **tokenizer_files(self.keys)}
 
 
 def read_gguf(path: Path) -> GgufModel:
@@ -61,13 +60,14 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 def _sampling(keys: Keys) -> dict[str, object]:
-    """As generation_config.json would have it."""
+    """As generation_config.json would have it: the file's own settings, or llama.cpp's defaults if it has none."""
     values = {ours: keys.values.get(_SAMPLING + theirs) for ours, theirs in _DEFAULTS.items()}
-    return {
+    said: dict[str, object] = {
         ours: float(str(np.float32(value))) if isinstance(value, float) else value
         for ours, value in values.items()
         if value is not None
     }
+    return said or dict(LLAMA_CPP)
 
 
 def _generation(keys: Keys) -> GenerationDefaults:

@@ -58,6 +58,7 @@ _PRE: Mapping[str, _Words] = {
 }
 
 
+_TEMPLATE = "tokenizer.chat_template"
 _AROUND = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token")
 
 
@@ -98,8 +99,8 @@ def tokenizer_files(keys: Keys) -> dict[str, bytes]:
         "pad_token": keys.token("padding", len(tokens)),
     }
     config: dict[str, object] = {name: tokens[i] for name, i in ids.items() if i is not None}
-    if "tokenizer.chat_template" in keys.values:
-        config["chat_template"] = keys.text("tokenizer.chat_template")
+    if templates := _templates(keys):
+        config["chat_template"] = templates
     if ORIGINAL in keys.values:
         files = {TOKENIZER_JSON: _original(keys, tokens, ids)}
     elif _kind(keys) == "llama":
@@ -108,6 +109,19 @@ def tokenizer_files(keys: Keys) -> dict[str, bytes]:
     else:
         files = {TOKENIZER_JSON: _byte_level(keys, tokens, types, ids)}
     return {**files, TOKENIZER_CONFIG: json.dumps(config).encode()}
+
+
+def _templates(keys: Keys) -> str | list[dict[str, str]] | None:
+    """Return `tokenizer.chat_template`; with `tokenizer.chat_template.NAME` a list, as tokenizer_config.json has it.
+
+    `tokenizer.chat_templates`, the list of these names, says nothing more.
+    """
+    named = {"default": _TEMPLATE} if _TEMPLATE in keys.values else {}
+    prefix = f"{_TEMPLATE}."
+    named |= {key.removeprefix(prefix): key for key in keys.values if key.startswith(prefix)}
+    if list(named) == ["default"] and named["default"] == _TEMPLATE:
+        return keys.text(_TEMPLATE)
+    return [{"name": name, "template": keys.text(key)} for name, key in named.items()] or None
 
 
 def _kind(keys: Keys) -> str:

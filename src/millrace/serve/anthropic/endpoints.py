@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 import msgspec
 from starlette.types import ASGIApp
 
-from millrace.errors import RequestError, check_names
+from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
+from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.anthropic.protocol import (
     AnthropicError,
     AnthropicErrorReply,
@@ -26,8 +27,8 @@ from millrace.serve.anthropic.protocol import (
     StopReason,
 )
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
-from millrace.serve.errors import Problem, not_yet
+from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.errors import Problem
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.openapi import Operation
@@ -36,6 +37,7 @@ from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Protocol
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
+from millrace.serve.tools import ANTHROPIC as TOOL_SHAPE
 from millrace.serve.tools import Tools, tools_of
 from millrace.serve.whole import whole_answer
 from millrace.serve.wire import EVENT_STREAM, Call
@@ -86,8 +88,20 @@ async def count_tokens(backend: TextBackend, call: Call, asked: CountRequest) ->
 def _params(asked: MessagesRequest) -> SamplingParams:
     return SamplingParams(
         max_tokens=asked.max_tokens, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
-        stop=tuple(asked.stop_sequences or ()),
+        stop=tuple(asked.stop_sequences or ()), structured_outputs=_form(asked),
     )  # fmt: skip
+
+
+def _form(asked: MessagesRequest) -> StructuredOutputsParams | None:
+    """Return what `output_config.format`, or its older name `output_format`, holds the answer to."""
+    given = (asked.output_config or {}).get("format") or asked.output_format
+    match given:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return StructuredOutputsParams(json=schema, asked_as="output_config.format")
+    expected = '{"type": "json_schema", "schema": ...}'
+    raise RequestError(f"output_config.format is {given!r:.80}", expected, "correct output_config", "output_config")
 
 
 def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation:
@@ -105,31 +119,25 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
 
 def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
     if thinking is None:
-        return PLAINLY
+        return MERGING
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError(
             f"thinking.type is {kind!r:.60}", '"enabled", "adaptive" or "disabled"', "correct thinking", "thinking"
         )
-    return Rendering({"enable_thinking": kind != "disabled"})
-
-
-_TOOL = {"name", "description", "input_schema", "type", "cache_control", "strict"}
+    return Rendering({"enable_thinking": kind != "disabled"}, merges=True)
 
 
 def _tools(asked: CountRequest) -> Tools | None:
     given: list[dict[str, object]] = []
-    for i, tool in enumerate(asked.tools or ()):
-        if tool.get("type") not in (None, "custom"):
-            raise not_yet("tools", "send tools with an input_schema", f"tools[{i}] of the type {tool['type']!r:.60}")
-        check_names(tool, _TOOL, f"tools[{i}]", "tools")
+    for tool in asked.tools or ():
         function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
         function["parameters"] = tool.get("input_schema")
         given.append(
             {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
         )
     choice, parallel = _choice(asked.tool_choice)
-    return tools_of(given, choice, parallel)
+    return tools_of(given, choice, parallel, TOOL_SHAPE)
 
 
 def _choice(choice: Mapping[str, object] | None) -> tuple[object, bool]:
@@ -143,8 +151,7 @@ def _choice(choice: Mapping[str, object] | None) -> tuple[object, bool]:
             return "required", parallel
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}, parallel
-    expected = '{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}'
-    raise RequestError(f"tool_choice is {choice!r:.80}", expected, "correct tool_choice", "tool_choice")
+    raise RequestError(f"tool_choice is {choice!r:.80}", TOOL_SHAPE.choices, "correct tool_choice", "tool_choice")
 
 
 def _messages(message: InMessage, where: str) -> Iterator[Message]:
@@ -295,14 +302,14 @@ ANTHROPIC = Protocol(
                 "POST", "/v1/messages", "Answer a conversation, as Anthropic's clients ask", True, MessagesRequest,
                 OutMessage, MessageEvent, example=_EXAMPLE, error=AnthropicErrorReply,
             ),
-            messages, TextBackend, names={"stop": "stop_sequences"},
+            messages, TextBackend, names=MessagesRequest.NAMES,
         ),
         Endpoint(
             Operation(
                 "POST", "/v1/messages/count_tokens", "Tokens of a conversation's prompt", True, CountRequest,
                 CountReply, example=_COUNTED, error=AnthropicErrorReply,
             ),
-            count_tokens, TextBackend,
+            count_tokens, TextBackend, names=CountRequest.NAMES,
         ),
     ),
     write_error,

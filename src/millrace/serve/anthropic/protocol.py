@@ -6,6 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.protocol import TermsFields, described
+from millrace.serve.usable_tools import ignored_in, usable_tools
+
+TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
+# Our fields, as Anthropic's clients know them.
+NAMES: Mapping[str, str] = {
+    "stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use", "chat_template_kwargs": "thinking",
+}  # fmt: skip
 
 
 class InMessage(Struct, forbid_unknown_fields=True):
@@ -17,11 +25,25 @@ class CountRequest(TermsFields, kw_only=True):
     """What a conversation's prompt is made of. Terms change no count: a client may send both endpoints the same."""
 
     OTHERS: ClassVar = frozenset(
-        ["metadata", "service_tier", "context_management", "container", "inference_geo", "betas", "cache_control"]
+        [
+            "metadata",
+            "service_tier",
+            "context_management",
+            "container",
+            "inference_geo",
+            "betas",
+            "cache_control",
+            "speed",
+            "user_profile_id",
+            "diagnostics",
+        ]
     )
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "mcp_servers": ([],), "output_config": ({},), "output_format": (),
+        "mcp_servers": ([],),
     }  # fmt: skip
+
+    NAMES: ClassVar = NAMES
+    WITHIN: ClassVar = ("tools", "thinking", "output_config", "tool_choice")
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     messages: Annotated[list[InMessage], described("turns of user and assistant")]
@@ -35,9 +57,22 @@ class CountRequest(TermsFields, kw_only=True):
     thinking: Annotated[
         dict[str, Any] | None, described('{"type": "enabled" | "disabled"}, for templates with enable_thinking')
     ] = None
+    output_config: Annotated[
+        dict[str, Any] | None, described('{"format": {"type": "json_schema", "schema": ...}}; effort changes nothing')
+    ] = None
+    output_format: Annotated[dict[str, Any] | None, described("older name of output_config.format")] = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, ("custom", None), TOOL)
+        ignored += ignored_in(self.thinking, ("type",), "thinking")
+        ignored += ignored_in(self.output_config, ("format",), "output_config")
+        ignored += ignored_in(self.tool_choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
+        return ignored
 
 
 class MessagesRequest(CountRequest, kw_only=True):
+    ANSWERS: ClassVar = True
+
     max_tokens: Annotated[int, described("tokens of the answer at most", low=1)]
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None

@@ -77,7 +77,7 @@ class KServe:
         call, came_ns = scope[CALL], time.monotonic_ns()
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
-                body = await read_body(scope, receive, self._bodies, incoming, any_type=True)
+                body = await read_body(scope, receive, self._bodies, incoming)
             except HttpError as error:
                 if error.status != 413:
                     raise

@@ -1,4 +1,4 @@
-"""Ollama's protocol, so that desktop clients work: /api/chat, generate, tags, show, ps and version.
+"""Ollama's protocol, so that desktop clients work: /api/chat, generate, embed, tags, show, ps and version.
 
 Streams are lines of JSON. source: Ollama's docs/api.md, 0.12
 """
@@ -15,16 +15,27 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from millrace import __version__
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
+from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.embeddings import EncoderBackend
 from millrace.serve.errors import Problem
-from millrace.serve.fields import check_neutral, let_go, terms_of
+from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
+from millrace.serve.ollama.embed import (
+    EmbeddingsReply,
+    EmbeddingsRequest,
+    EmbedReply,
+    EmbedRequest,
+    embed,
+    embeddings,
+)
 from millrace.serve.ollama.protocol import (
+    DEFAULTS,
+    OPTIONS,
     OllamaChatRequest,
     OllamaDetails,
     OllamaError,
@@ -42,7 +53,6 @@ from millrace.serve.ollama.protocol import (
     OutOllamaMessage,
 )
 from millrace.serve.openapi import Operation
-from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
 from millrace.serve.protocol import Body, CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Posted, Protocol, get
@@ -53,13 +63,6 @@ from millrace.serve.whole import whole_answer
 from millrace.serve.wire import Call
 
 Options = Mapping[str, Any]
-# Ollama's name of a sampling parameter -> ours
-_OPTIONS = {
-    "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
-_NAMES = {ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()}
 
 
 def write_error(problem: Problem) -> bytes:
@@ -72,7 +75,7 @@ _STREAM = StreamForm(LINES.encode(), lambda problem: write_error(problem) + b"\n
 
 async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> ASGIApp:
     """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
-    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked))
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked, backend))
     if not conversation.messages:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
     let_go(asked)
@@ -82,7 +85,7 @@ async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> AS
 
 async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateRequest) -> ASGIApp:
     """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
-    params, terms = _params(asked), terms_of(asked)
+    params, terms = _params(asked, backend), terms_of(asked)
     if not asked.prompt:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
     if asked.raw:
@@ -102,10 +105,10 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
 
 
-def _conversation(asked: OllamaChatRequest) -> Conversation:
-    said = [_message(i, message) for i, message in enumerate(asked.messages)]
+def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversation:
+    said = with_call_ids([_message(i, message) for i, message in enumerate(asked.messages)])
     return Conversation(
-        messages=said, params=_params(asked),
+        messages=said, params=_params(asked, backend),
         tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
     )  # fmt: skip
 
@@ -179,8 +182,9 @@ class _Answer:
 
 
 def tags(models: Models, scope: Scope) -> Response:
-    """The language models, in Ollama's shape."""
-    return json_reply(OllamaModels([_model(b, name) for b in models.of_kind(TextBackend) for name in b.model.names]))
+    """The models of text, in Ollama's shape."""
+    able = [*models.of_kind(TextBackend), *models.of_kind(EncoderBackend)]
+    return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
 
 
 async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> ASGIApp:
@@ -193,28 +197,32 @@ async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> AS
     return json_reply(
         OllamaShowReply(
             details, info, ["completion", *(["tools"] if template else []), *thinks],
-            "" if template is None else template.source, _time(backend.model.created),
+            "" if template is None else template.source, _time(backend.model.created), _parameters(backend),
             license=str(backend.model.metadata.get("license", "")),
         )
     )  # fmt: skip
+
+
+def _parameters(backend: TextBackend) -> str:
+    """The model's own settings, as a Modelfile has them."""
+    theirs = {ours: name for name, ours in OPTIONS.items()}
+    own = {} if backend.defaults_of else backend.defaults
+    return "\n".join(f"{theirs[name]} {value:g}" for name, value in own.items())
 
 
 def version(models: Models, scope: Scope) -> Response:
     return json_reply(OllamaVersion(__version__))
 
 
-def _params(asked: OllamaRequest) -> SamplingParams:
-    """raises RequestError"""
-    given: dict[str, Any] = {}
-    for name, value in (asked.options or {}).items():
-        if name in _OPTIONS:
-            if value is not None:
-                given[_OPTIONS[name]] = value
-        elif name in LLAMA_NOT_YET:
-            check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])
-        elif name not in IGNORED_OPTIONS:
-            expected = nearest(name, [*_OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS], _OPTIONS)
-            raise RequestError(f"options has no {name!r:.60}", expected, "correct options", "options")
+def _params(asked: OllamaRequest, backend: TextBackend) -> SamplingParams:
+    """The model's own settings count before Ollama's defaults, as in Ollama. raises RequestError"""
+    own = {} if backend.defaults_of else backend.defaults
+    given: dict[str, Any] = {**DEFAULTS, **own}
+    for name, value in (asked.options or {}).items():  # what changes nothing was taken out of them
+        if value is not None:
+            given[OPTIONS[name]] = value
+    if given.get("seed") == -1:  # Ollama's word for any
+        del given["seed"]
     if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
         del given["max_tokens"]
     if isinstance(given.get("stop"), list):
@@ -233,7 +241,7 @@ def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | No
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    return PLAINLY if think is None else Rendering({"enable_thinking": bool(think)})
+    return MERGING if think is None else Rendering({"enable_thinking": bool(think)}, merges=True)
 
 
 def _message(i: int, message: OllamaMessage) -> Message:
@@ -245,16 +253,37 @@ def _message(i: int, message: OllamaMessage) -> Message:
     ]
     content = message.content or (None if calls else "")
     return Message(
-        message.role, content, name=message.tool_name, tool_calls=calls or None, tool_call_id=message.tool_call_id,
-        reasoning_content=message.thinking,
+        message.role, content, name=message.tool_name or message.name, tool_calls=calls or None,
+        tool_call_id=message.tool_call_id, reasoning_content=message.thinking,
     )  # fmt: skip
+
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Give each call an id, and each result that of its call: by its name, else in their order.
+
+    Ollama's clients send none, and some chat templates require them.
+    """
+    pending: list[ToolCall] = []
+    n_calls = 0
+    for message in messages:
+        if message.tool_calls:
+            pending = list(message.tool_calls)
+        for call in message.tool_calls or ():
+            n_calls += 1
+            call.id = call.id or f"call{n_calls:05d}"
+        if message.role == "tool" and pending:
+            named = [call for call in pending if message.tool_call_id in (None, call.id)]
+            call = next((call for call in named if call.function.name == message.name), (named or pending)[0])
+            message.tool_call_id = message.tool_call_id or call.id
+            pending.remove(call)
+    return messages
 
 
 def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
     return tools_of(given, None, None) if given else None
 
 
-def _model(backend: TextBackend, name: str) -> OllamaModel:
+def _model(backend: Backend, name: str) -> OllamaModel:
     digest = str(backend.model.metadata.get("engine", ""))
     n_bytes = backend.model.metadata.get("weights_bytes")
     size = n_bytes if isinstance(n_bytes, int) else 0
@@ -283,19 +312,20 @@ def _time(seconds: float) -> str:
 
 
 def _posted(
-    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object]
-) -> Endpoint:
+    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object],
+    backend: type[Backend] = TextBackend,
+) -> Endpoint:  # fmt: skip
     event = reply if "stream" in request.__struct_fields__ else None
     operation = Operation(
         "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
     )  # fmt: skip
-    names = {**_NAMES, "messages": "prompt"} if request is OllamaGenerateRequest else _NAMES
-    return Endpoint(operation, handler, TextBackend, names=names)
+    return Endpoint(operation, handler, backend, names=request.NAMES)
 
 
 _BRIEFLY = {"options": {"num_predict": 64}}
 _CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], **_BRIEFLY}
 _PROMPT = {"prompt": "Tell me a story.", **_BRIEFLY}
+_TEXTS = {"input": ["The river runs past a mill.", "The wheel turns."]}
 OLLAMA = Protocol(
     (
         _posted(
@@ -303,6 +333,16 @@ OLLAMA = Protocol(
         ),
         _posted("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
         _posted("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
+        _posted("/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EncoderBackend),
+        _posted(
+            "/api/embeddings",
+            embeddings,
+            "The vector of a text",
+            EmbeddingsRequest,
+            EmbeddingsReply,
+            {"prompt": _TEXTS["input"][0]},
+            EncoderBackend,
+        ),
         get("/api/tags", tags, "The models", OllamaModels, protected=True),
         get("/api/ps", tags, "The models, which are all loaded", OllamaModels, protected=True),
         get("/api/version", version, "Release", OllamaVersion),

@@ -5,8 +5,54 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from millrace.serve.other_fields import IGNORED_OPTIONS
-from millrace.serve.protocol import Body, TermsFields, described
+from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET, OTHER_NAMES, PENALTIES, PENALTY_WINDOW
+from millrace.serve.protocol import OPENAI_TOOLS, Body, TermsFields, described
+from millrace.serve.unknown_fields import check_changing, check_neutral, ignored_names, unknown_field
+from millrace.serve.usable_tools import FUNCTION, usable_tools
+
+# Ollama's name of a sampling parameter -> ours
+OPTIONS: Mapping[str, str] = {
+    "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+# What Ollama samples with where neither request nor model says it. source: api/types.go, 2026-08 (no penalties since)
+DEFAULTS: Mapping[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
+NAMES: Mapping[str, str] = {
+    **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
+    "response_format": "format", "chat_template_kwargs": "think",
+}  # fmt: skip
+
+
+def without_latest(model: str | None) -> str | None:
+    """Return the name without the tag that clients put behind every name."""
+    return None if model is None else model.removesuffix(":latest")
+
+
+def ignored_options(options: dict[str, Any] | None) -> list[str]:
+    """Leave only what samples in `options`, and return what changes nothing. raises RequestError for what would"""
+    if not options:
+        return []
+    ignored = list[str]()
+    penalises = any(
+        options.get(name) not in (None, PENALTIES[ours]) for name, ours in OPTIONS.items() if ours in PENALTIES
+    )
+    for name, value in list(options.items()):
+        if name in OPTIONS:
+            continue
+        if name in IGNORED_OPTIONS or (name in PENALTY_WINDOW and not penalises):
+            ignored += [f"options.{name}"] * (value is not None)
+        elif name in LLAMA_NOT_YET:
+            check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])
+        else:
+            continue
+        del options[name]
+    for name in [name for name in options if name not in OPTIONS]:
+        for ours in OTHER_NAMES.get(name, (name,)):
+            if ours in NAMES and options[name] is not None:
+                raise unknown_field(f"options.{name}", f'did you mean "{NAMES[ours]}"?', param="options")
+        check_changing(name, options[name], f"options.{name}")
+    return ignored + ignored_names(options, {*OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS}, "options", "options")
 
 
 class OllamaRequest(TermsFields, kw_only=True):
@@ -16,7 +62,9 @@ class OllamaRequest(TermsFields, kw_only=True):
     }  # fmt: skip
     OTHERS: ClassVar = frozenset(["truncate", "shift"])
     UNUSED: ClassVar = frozenset(["keep_alive"])
-    UNUSED_WITHIN: ClassVar = {"options": IGNORED_OPTIONS}
+    NAMES: ClassVar[Mapping[str, str]] = NAMES
+    ANSWERS: ClassVar = True
+    WITHIN: ClassVar[tuple[str, ...]] = ("options",)
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
     options: Annotated[dict[str, Any] | None, described("num_predict, temperature, top_k, top_p, seed, stop, ...")] = (
@@ -28,8 +76,10 @@ class OllamaRequest(TermsFields, kw_only=True):
     stream: Annotated[bool | None, described("lines of JSON instead of one answer", True)] = None
 
     def __post_init__(self) -> None:
-        if self.model is not None:  # the tag that clients put behind every name
-            self.model = self.model.removesuffix(":latest")
+        self.model = without_latest(self.model)
+
+    def ignored_within(self) -> list[str]:
+        return ignored_options(self.options)
 
 
 class OllamaFunction(Struct, forbid_unknown_fields=True):
@@ -46,20 +96,29 @@ class OllamaCall(Struct, forbid_unknown_fields=True):
 
 class OllamaMessage(Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
+    name: str | None = None  # older clients' name of it
     tool_call_id: str | None = None
     images: list[Any] | None = None
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
+    WITHIN: ClassVar = ("tools", "options")
+
     messages: Annotated[list[OllamaMessage], described("the conversation so far")]
     tools: Annotated[list[dict[str, Any]] | None, described("functions that may be called")] = None
 
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored + ignored_options(self.options)
+
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    NAMES: ClassVar = {**NAMES, "messages": "prompt"}
+
     prompt: Annotated[str, described("what the user says; with raw, the whole prompt")] = ""
     system: Annotated[str | None, described("what goes before it")] = None
     raw: Annotated[bool | None, described("no chat template", False)] = None
@@ -123,13 +182,13 @@ class OllamaModels(Struct):
 
 
 class OllamaShowRequest(Body, kw_only=True):
-    OTHERS: ClassVar = frozenset(["verbose", "name"])
+    OTHERS: ClassVar = frozenset(["verbose", "system", "template", "options"])
 
     model: Annotated[str | None, described("one of /api/tags")] = None
+    name: Annotated[str | None, described("older clients' name of model")] = None
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            self.model = self.model.removesuffix(":latest")
+        self.model = without_latest(self.model or self.name)
 
 
 class OllamaShowReply(Struct):

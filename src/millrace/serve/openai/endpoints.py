@@ -35,7 +35,6 @@ from millrace.serve.replies import (
     VersionReply,
 )
 from millrace.serve.responses import endpoints as responses
-from millrace.serve.responses.input import NAMES
 from millrace.serve.responses.protocol import DeletedReply, ResponseEvent, ResponseReply, ResponsesRequest
 from millrace.serve.routes import Asked, Endpoint, Posted, Protocol, get
 from millrace.serve.text import TextBackend
@@ -62,7 +61,7 @@ def _text(
 ) -> Endpoint:
     """Of a language model."""
     operation = Operation("POST", path, summary, True, request, reply, event, example=_EXAMPLES[request])
-    return Endpoint(operation, handler, TextBackend, names=NAMES if request is ResponsesRequest else {})
+    return Endpoint(operation, handler, TextBackend, names=request.NAMES)
 
 
 def _of_response(method: str, path: str, handler: Asked, summary: str, reply: type) -> Endpoint:

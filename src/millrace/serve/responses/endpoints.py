@@ -28,7 +28,7 @@ from millrace.serve.logprobs import CHAT_BYTES
 from millrace.serve.protocol import Message
 from millrace.serve.replies import json_reply
 from millrace.serve.responses.answer import N_CLOSING, Answer
-from millrace.serve.responses.input import NAMES, messages_of, params_of, told_of, tools_of_response
+from millrace.serve.responses.input import messages_of, params_of, told_of, tools_of_response
 from millrace.serve.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
 from millrace.serve.responses.store import MAX_KEPT_BYTES, Kept, Responses
 from millrace.serve.serving import LARGE_BODY
@@ -58,12 +58,12 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     kept = _kept(answer, own, backend.responses if reply.store else None)
     if asked.stream and asked.background:
         feed = Feed()
-        _in_background(backend, generation, _fed(answer, kept, feed))
+        _in_background(backend, call, generation, _fed(answer, kept, feed))
         return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
     if asked.stream:
         return EventStream(generation, _followed(answer, kept), _form(answer))
     if asked.background:
-        _in_background(backend, generation, _answered(answer, kept))
+        _in_background(backend, call, generation, _answered(answer, kept))
         return json_reply(answer.reply)
     await _answered(answer, kept, raises=True)
     return json_reply(answer.reply)
@@ -90,7 +90,7 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     system = [Message("system", asked.instructions)] if asked.instructions else []
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}, merges=True), terms=terms_of(asked),
         whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1),
     )  # fmt: skip
     told = told_of(asked)
@@ -124,11 +124,25 @@ async def _followed(answer: Answer, kept: AbstractContextManager[None]) -> Async
         yield answer.last_event()
 
 
-def _in_background(backend: TextBackend, generation: Generation, work: Coroutine[Any, Any, None]) -> None:
-    """raises BusyError, and then nobody answers it"""
+def _in_background(backend: TextBackend, call: Call, generation: Generation, work: Coroutine[Any, Any, None]) -> None:
+    """Have it answered after the call has ended; until then it counts as a request of its API key.
+
+    raises BusyError, and then nobody answers it
+    """
+    ended, call.ended = call.ended, None
+
+    async def counted() -> None:
+        try:
+            await work
+        finally:
+            if ended is not None:
+                ended(generation.handle.n_prompt + generation.n_generated)
+
     try:
-        backend.in_background(work)
+        backend.in_background(counted())
     except BusyError:
+        work.close()
+        call.ended = ended
         generation.handle.cancel()
         raise
 
@@ -214,7 +228,7 @@ def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]
         yield
     except GenerationFailedError as error:
         if not answer.is_cancelled:
-            answer.fail(error.problem.named(NAMES))
+            answer.fail(error.problem.named(ResponsesRequest.NAMES))
             raise
     finally:
         settle()

@@ -5,20 +5,14 @@ from typing import Any
 
 import msgspec
 
-from millrace.errors import RequestError, check_names
+from millrace.errors import RequestError
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
-from millrace.serve.errors import not_yet
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
-from millrace.serve.responses.protocol import LOGPROBS, UNUSED_INCLUDES, ResponsesRequest
+from millrace.serve.responses.protocol import LOGPROBS, ResponsesRequest
 from millrace.serve.structured import response_format
-from millrace.serve.tools import Tools, tools_of
+from millrace.serve.tools import RESPONSES, Tools, tools_of
 
-# Our fields, as clients know them here.
-NAMES = {
-    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
-    "response_format.json_schema": "text.format", "logprobs": "top_logprobs",
-}  # fmt: skip
 # What is given back, and as what where it was left out.
 _TOLD: Mapping[str, object] = {
     "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto",
@@ -27,13 +21,10 @@ _TOLD: Mapping[str, object] = {
 MAX_TOLD_BYTES = 128 * 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_FUNCTION = {"type", "name", "description", "parameters", "strict"}
-_FORMAT = {"type", "name", "schema", "strict", "description"}
 
 
 def params_of(asked: ResponsesRequest) -> SamplingParams:
     """raises RequestError"""
-    check_names(asked.include or (), (*UNUSED_INCLUDES, LOGPROBS), "include", "include")
     wants_logprobs = LOGPROBS in (asked.include or ())
     if asked.top_logprobs and not wants_logprobs:
         raise RequestError(
@@ -60,13 +51,11 @@ def told_of(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
 
 def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """`text.format` is a chat's `response_format` with the schema's fields one level higher."""
-    check_names(text or (), ("format", "verbosity"), "text", "text")
     given = (text or {}).get("format")
     if given is None:
         return None
     if not isinstance(given, Mapping):
         raise RequestError(f"text.format is of type {type(given).__name__}", "an object", "correct text", "text")
-    check_names(given, _FORMAT, "text.format", "text")
     described = {name: value for name, value in given.items() if name != "type"}
     return response_format({"type": given.get("type"), **({"json_schema": described} if described else {})})
 
@@ -76,14 +65,13 @@ def tools_of_response(asked: ResponsesRequest) -> Tools | None:
     given: list[dict[str, object]] = []
     for i, tool in enumerate(asked.tools or ()):
         if tool.get("type") != "function":
-            raise not_yet("tools", "send functions", f"tools[{i}] of the type {tool.get('type')!r:.60}")
-        check_names(tool, _FUNCTION, f"tools[{i}]", "tools")
+            raise _wrong_tool(f"tools[{i}].type is {tool.get('type')!r:.60}")
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
         given.append({"type": "function", "function": function})
     choice: object = asked.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return tools_of(given, choice, asked.parallel_tool_calls)
+    return tools_of(given, choice, asked.parallel_tool_calls, RESPONSES)
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -140,6 +128,10 @@ def _texts(content: object, where: str) -> str:
             case _:
                 raise _wrong(f"{where}[{i}] is {part!r:.100}", '{"type": "input_text", "text": ...}')
     return "\n".join(texts)
+
+
+def _wrong_tool(what: str) -> RequestError:
+    return RequestError(what, RESPONSES.tool, "correct tools", "tools")
 
 
 def _wrong(what: str, expected: str) -> RequestError:

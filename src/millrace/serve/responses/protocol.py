@@ -5,10 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from millrace.errors import RequestError
 from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
 from millrace.serve.protocol import TermsFields, described
 from millrace.serve.replies import TokenLogprob
+from millrace.serve.unknown_fields import closest_name, header_name
+from millrace.serve.usable_tools import FUNCTION, ignored_in, usable_tools
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 # Others of it, which say of what tools of OpenAI's own and images are to be given back: there are none here.
@@ -19,6 +22,12 @@ UNUSED_INCLUDES: frozenset[str] = frozenset(
         "reasoning.encrypted_content",
     ]
 )
+FORMAT = ("type", "name", "schema", "strict", "description")
+# Our fields, as clients know them here.
+NAMES: Mapping[str, str] = {
+    "max_tokens": "max_output_tokens", "messages": "input", "prompt": "input", "response_format": "text.format",
+    "response_format.json_schema": "text.format", "logprobs": "top_logprobs", "system": "instructions",
+}  # fmt: skip
 
 
 class ResponsesRequest(TermsFields, kw_only=True):
@@ -26,9 +35,11 @@ class ResponsesRequest(TermsFields, kw_only=True):
 
     OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", "reasoning"}
     UNUSED: ClassVar = frozenset(["reasoning"])
-    UNUSED_WITHIN: ClassVar = {"text": frozenset(["verbosity"]), "include": UNUSED_INCLUDES}
+    NAMES: ClassVar = NAMES
+    ANSWERS: ClassVar = True
+    WITHIN: ClassVar = ("tools", "text", "include")
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "truncation": ("disabled",), "conversation": (), "prompt": (), "context_management": (), "max_tool_calls": (),
+        "truncation": ("disabled", "auto"), "conversation": (), "prompt": (), "max_tool_calls": (),
     }  # fmt: skip
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
@@ -63,6 +74,19 @@ class ResponsesRequest(TermsFields, kw_only=True):
     stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
     metadata: Annotated[dict[str, str] | None, described("given back")] = None
     user: Annotated[str | None, described("given back")] = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, ("function",), ("type", *FUNCTION))
+        ignored += ignored_in(self.text, ("format",), "text")
+        ignored += ignored_in((self.text or {}).get("format"), FORMAT, "text.format")
+        known = [name for name in self.include or () if name == LOGPROBS]
+        for name in set(self.include or ()) - {LOGPROBS}:
+            if name not in UNUSED_INCLUDES and (meant := closest_name(name, {LOGPROBS, *UNUSED_INCLUDES})) is not None:
+                what, expected = f"include has no {name!r:.80}", f'did you mean "{meant}"?'
+                raise RequestError(what, expected, "correct include", "include")
+            ignored.append(header_name(f"include.{name}"))
+        self.include = known if self.include is not None else None
+        return ignored
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):

@@ -1,0 +1,121 @@
+"""Agent loops of Codex CLI, Claude Code and Ollama's clients: their requests, field by field, over two turns.
+
+The first two were recorded from Codex CLI 0.171 and Claude Code 2.1, with shorter texts; Ollama's own client asks here.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import ollama
+import pytest
+
+from tests.serve.support import post
+from tests.serve.thinkers import MESSAGES, RESPONSES, Thinker, streamed, thinker_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"cmd": {"type": "string"}},
+    "required": ["cmd"],
+    "additionalProperties": False,
+}
+CALL = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>'
+DONE = "All is done."
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Thinker]:
+    yield from thinker_of("writes <think>")
+
+
+def text(role: str, *texts: str, kind: str = "input_text") -> dict[str, Any]:
+    parts = [{"type": kind, "text": each} for each in texts]
+    return {"type": "message", "id": f"msg_{role}", "role": role, "content": parts}
+
+
+def test_codex(model: Thinker) -> None:
+    model.executor.says, model.executor.opened = CALL, ""
+    function = {"type": "function", "strict": False, "description": "Runs a command.", "parameters": SCHEMA}
+    tools = [
+        {**function, "name": "exec_command"}, {**function, "name": "write_stdin"},
+        {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [{**function, "name": "x"}]},
+        {"type": "web_search", "external_web_access": False},
+    ]  # fmt: skip
+    items = [
+        text("developer", "You are an agent."),
+        text("developer", "Skills."),
+        text("user", "Here."),
+        text("user", "Go."),
+    ]
+    body = {
+        "model": "fake", "input": items, "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"}, "store": False, "stream": True, "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a2", "client_metadata": {"installation": "x"},
+    }  # fmt: skip
+    answer = streamed(model, RESPONSES, body)
+    assert answer.calls == [("exec_command", {"cmd": "ls"})] and answer.ended == "completed"
+    model.executor.says = DONE
+    call = {"type": "function_call", "status": "completed", "id": "fc_1", "name": "exec_command",
+            "arguments": '{"cmd": "ls"}', "call_id": "call_1"}  # fmt: skip
+    result = {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": "Exit code 0\nOutput:\n"}
+    answer = streamed(model, RESPONSES, {**body, "input": [*items, call, result]})
+    assert (answer.content, answer.calls) == (DONE, [])
+    ignored = post(model.served.url, RESPONSES, {**body, "stream": False}).headers["x-millrace-ignored"]
+    assert ignored == (
+        "client_metadata, include.reasoning.encrypted_content, reasoning, tools.namespace, tools.web_search"
+    )
+
+
+def test_claude_code(model: Thinker) -> None:
+    model.executor.says, model.executor.opened = CALL, ""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body: dict[str, Any] = {
+        "model": "fake", "max_tokens": 400, "stream": True, "thinking": {"type": "adaptive"},
+        "metadata": {"user_id": "{}"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "system": [{"type": "text", "text": "x-billing: a"}, {"type": "text", "text": "You are.", **cached}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "A."}, {"type": "text", "text": "Go.", **cached}]},
+            {"role": "system", "content": "Available agents."},
+        ],
+        "tools": [{"name": "exec_command", "description": "Runs.", "input_schema": {"$schema": "x", **SCHEMA}}],
+    }  # fmt: skip
+    answer = streamed(model, MESSAGES, body)
+    assert answer.calls == [("exec_command", {"cmd": "ls"})] and answer.ended == "tool_use"
+    assert post(model.served.url, f"{MESSAGES}?beta=true", {**body, "stream": False}).status_code == 200
+    model.executor.says = DONE
+    used = {"type": "tool_use", "id": "call_1", "name": "exec_command", "input": {"cmd": "ls"}}
+    result = {"tool_use_id": "call_1", "type": "tool_result", "content": "(no output)", "is_error": False, **cached}
+    turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    answer = streamed(model, MESSAGES, {**body, "messages": body["messages"] + turns})
+    assert (answer.content, answer.ended) == (DONE, "end_turn")
+
+
+def test_ollamas_client(model: Thinker) -> None:
+    client = ollama.Client(model.served.url)
+
+    def exec_command(cmd: str) -> str:
+        """Runs a command.
+
+        Args:
+          cmd: the command
+        """
+        return f"{cmd}: nothing"
+
+    model.executor.says, model.executor.opened = CALL, ""
+    messages: list[Any] = [{"role": "user", "content": "Go."}]
+    options = {"num_predict": 200, "repeat_last_n": 64, "num_ctx": 4096, "temperature": 0}
+    first = client.chat(model="fake:latest", messages=messages, tools=[exec_command], options=options, keep_alive="5m")
+    assert first.message.tool_calls
+    messages.append(first.message)
+    for call in first.message.tool_calls:
+        result = exec_command(**call.function.arguments)
+        messages.append(
+            {"role": "tool", "content": result, "tool_name": call.function.name, "name": call.function.name}
+        )
+    model.executor.says = DONE
+    parts = client.chat(model="fake", messages=messages, tools=[exec_command], options=options, stream=True)
+    assert "".join(part.message.content or "" for part in parts) == DONE
+    shown = json.loads(model.executor.prompt.split("<tool_call>\n")[1].split("\n</tool_call>")[0])
+    assert shown == {"name": "exec_command", "arguments": {"cmd": "ls"}} and "ls: nothing" in model.executor.prompt
+    client._client.close()
