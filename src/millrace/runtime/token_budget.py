@@ -40,7 +40,7 @@ _LEAST_S = 1e-12  # of anything
 _DOUBT, _OPTIMISM = 0.2, 3.0
 _PROBE_S, _NARROW, _PROBE = 0.5, 3.0, 6  # seconds without steps of so different rows, then one so many times as long
 _MOST_VARIANCE = 1.0  # of either number
-_FIRST_VARIANCES = (1.0, 0.25)  # after the first step
+_FIRST_VARIANCES, _SOLVED_VARIANCES = (1.0, 0.25), (0.02, 0.02)  # after the first step, and the first that differs
 _DECODE_ROW = 0.5  # prompt tokens that a decode row counts as
 _FIRST_ROWS = 8  # before anything is known, the overhead of a step counts as so many rows
 
@@ -56,6 +56,7 @@ class StepTime:
     row_s: float = 0.0
     _covariance: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the overhead's logarithm, of both, of the row's
     _noise: float = 0.3**2  # variance of the logarithm of a step's time, for a given model
+    _first: tuple[float, float] | None = None  # rows and seconds of the first step, while the row's time is a guess
     probe_rows: float = 0.0  # if all steps had about as many rows for a while: what to try, to tell the numbers apart
     _range: tuple[float, float, float] = (inf, 0.0, 0.0)  # fewest and most rows since then, and seconds
 
@@ -88,6 +89,9 @@ class StepTime:
         if not self.is_known:
             row_s = measured_s / (rows + _FIRST_ROWS)
             self.assume(_FIRST_ROWS * row_s, row_s, _FIRST_VARIANCES)
+            self._first = rows, measured_s
+            return
+        if self._first is not None and self._solve(rows, measured_s):
             return
         p_aa, p_at, p_tt = self._covariance
         p_aa = min(p_aa + _PACE_NOISE**2 + _OVERHEAD_NOISE**2, _MOST_VARIANCE)
@@ -106,6 +110,18 @@ class StepTime:
         self.row_s = max(self.row_s * exp(gain_t * error), _LEAST_S)
         self.overhead_s = max(self.overhead_s * exp(gain_a * error), self.row_s)  # no step is cheaper than that
         self._covariance = (max(p_aa - gain_a * h_a, 0.0), p_at - gain_a * h_t, max(p_tt - gain_t * h_t, 0.0))
+
+    def _solve(self, rows: float, measured_s: float) -> bool:
+        """Set both numbers from the first two steps that differ by some rows. Return False if these two do not."""
+        assert self._first is not None
+        first_rows, first_s = self._first
+        more_rows, more_s = rows - first_rows, measured_s - first_s
+        if abs(more_rows) < _FIRST_ROWS / 2 or more_rows * more_s <= 0:
+            return False
+        row_s = more_s / more_rows
+        self.assume(max(first_s - row_s * first_rows, row_s), row_s, _SOLVED_VARIANCES)
+        self._first = None
+        return True
 
     def _watch_range(self, rows: float, took_s: float) -> None:
         low, high, seconds = self._range

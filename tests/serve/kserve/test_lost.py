@@ -72,7 +72,20 @@ def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pyt
 
 
 def process() -> int:
-    """Of the model, without asking it."""
-    found = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
-    (child,) = [p for p in found if b"start.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return child
+    """Return the model's process, without asking it. One that was killed may still be ending."""
+    found: list[int] = []
+
+    def is_alone() -> bool:
+        ids = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
+        found[:] = [p for p in ids if b"start.py" in _command_line(p)]
+        return len(found) == 1
+
+    until(is_alone)
+    return found[0]
+
+
+def _command_line(process_id: int) -> bytes:
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
