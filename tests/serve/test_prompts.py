@@ -146,7 +146,8 @@ def test_the_signatures_join_the_first_message_of_the_user(alternates: Running) 
 MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
 {%- elif m.tool_calls %}[TOOL_CALLS][
 {%- for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('IDs have length 9') }}{% endif %}
-{{- c.id }} {{ c.function.name }};{% endfor %}]{% elif m.role == 'tool' %}[TOOL_RESULTS]
+{{- '{"name": "' }}{{ c.function.name }}{{ '", "arguments": ' }}{{ c.function.arguments }}{{ ', "id": "' }}{{ c.id }}{{ '"}' }}
+{%- if not loop.last %}, {% endif %}{% endfor %}]{% elif m.role == 'tool' %}[TOOL_RESULTS]
 {%- if m.tool_call_id | length != 9 %}{{ raise_exception('IDs have length 9') }}{% endif %}
 {{- m.tool_call_id }} {{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}{{ tools }}"""
 
@@ -167,7 +168,7 @@ def test_calls_have_ids_that_the_template_takes() -> None:
         for call_id in ("c1", "call_0123456789abcdef01234567", "abcdefgh0"):
             messages[1]["tool_calls"][0]["id"] = messages[2]["tool_call_id"] = call_id
             text = prompt(server, messages=messages, tools=[TOOL])
-            (id_of_call, id_of_result) = re.findall(r"(\w{9}) (?:f;|12)", text)
+            (id_of_call, id_of_result) = re.findall(r"(\w{9})(?: 12|\"})", text)
             assert id_of_call == id_of_result and (call_id != "abcdefgh0" or id_of_call == call_id)
 
 
