@@ -146,7 +146,8 @@ def test_the_signatures_join_the_first_message_of_the_user(alternates: Running) 
 MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
 {%- elif m.tool_calls %}[TOOL_CALLS][
 {%- for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('IDs have length 9') }}{% endif %}
-{{- '{"name": "' }}{{ c.function.name }}{{ '", "arguments": ' }}{{ c.function.arguments }}{{ ', "id": "' }}{{ c.id }}{{ '"}' }}
+{{- '{"name": "' }}{{ c.function.name }}{{ '", "arguments": ' }}{{ c.function.arguments -}}
+{{ ', "id": "' }}{{ c.id }}{{ '"}' }}
 {%- if not loop.last %}, {% endif %}{% endfor %}]{% elif m.role == 'tool' %}[TOOL_RESULTS]
 {%- if m.tool_call_id | length != 9 %}{{ raise_exception('IDs have length 9') }}{% endif %}
 {{- m.tool_call_id }} {{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}{{ tools }}"""
