@@ -53,7 +53,8 @@ class Millrace:
         from millrace.compile.settings import BuildSettings
         from millrace.compile.tune import Tuning, tune_folder
         from millrace.engine.engine import Engine
-        from millrace.runtime.open import RunSettings, open_encoder
+        from millrace.runtime.open import open_encoder
+        from millrace.runtime.settings import RunSettings
 
         settings = BuildSettings(precision=precision, tune=0)
         build_engine("encoder", checkpoint, folder, settings).close()

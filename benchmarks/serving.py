@@ -22,8 +22,9 @@ from millrace.bench.server_process import ServerProcess
 from millrace.engine.engine import Engine
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import RunSettings, open_engine
+from millrace.runtime.open import open_engine
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.settings import RunSettings
 
 USERS, PROMPT, NEW = (1, 16), 128, 64
 

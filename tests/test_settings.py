@@ -13,7 +13,7 @@ from millrace.cli.sampling import SamplingFlags
 from millrace.cli.serve import ListenFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting

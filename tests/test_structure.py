@@ -8,7 +8,7 @@ from pathlib import Path
 import millrace
 from millrace import errors
 from millrace.compile.settings import BuildSettings
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "millrace"

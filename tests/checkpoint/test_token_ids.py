@@ -19,7 +19,8 @@ from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST, FileEntry, file_checksum, read_manifest, sealed
 from millrace.errors import CheckpointError
-from millrace.runtime.open import RunSettings, open_engine
+from millrace.runtime.open import open_engine
+from millrace.runtime.settings import RunSettings
 from millrace.serve.lengths import reach
 from tests.fuzz.originals import VOCABULARY, write_checkpoint
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece

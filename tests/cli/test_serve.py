@@ -16,7 +16,7 @@ import pytest
 from millrace.bench.demo_load import Ask, ask
 from millrace.bench.server_process import ServerProcess
 from millrace.cli import doctor
-from millrace.cli import serve as serve_command
+from millrace.cli import serving as serve_command
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.order import Policy, first_come, longest_prefix, shortest_first
 from millrace.serve.text import TextModel

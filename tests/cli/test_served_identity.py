@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.cli.serve import _served
+from millrace.cli.serving import _served
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.runtime.open import RunSettings, open_engine
+from millrace.runtime.open import open_engine
+from millrace.runtime.settings import RunSettings
 
 
 def identity(checkpoint: Path, folder: Path) -> str:

@@ -9,10 +9,11 @@ import httpx
 import openai
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
-from millrace.cli.serve import _served
+from millrace.cli.serving import _served
 from millrace.engine.engine import Engine
-from millrace.runtime.open import Opened, RunSettings, open_engine
+from millrace.runtime.open import Opened, open_engine
 from millrace.runtime.service import AsyncEngine, ServiceOptions
+from millrace.runtime.settings import RunSettings
 from millrace.runtime.stats import LoopStats
 from millrace.serve.settings import ServerSettings
 from tests.support.server import in_thread, wait_until_idle

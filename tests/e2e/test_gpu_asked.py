@@ -10,7 +10,7 @@ import pytest
 from millrace import LLM
 from millrace.compile import find
 from millrace.errors import CheckpointError, ConfigError
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_encoder
 from tests.support.gguf_files import write_gguf

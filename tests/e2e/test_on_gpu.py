@@ -18,7 +18,8 @@ import torch
 
 from millrace import LLM, SamplingParams
 from millrace.cli.main import run
-from millrace.cli.serve import QueueFlags, ServeFlags, _introduce, _to_serve
+from millrace.cli.serve import QueueFlags, ServeFlags
+from millrace.cli.serving import _introduce, _to_serve
 from millrace.cli.terminal import Terminal
 from millrace.compile import find
 from millrace.compile.find import find_engine
@@ -32,7 +33,8 @@ from millrace.engine.cuda.transfer import there
 from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError
-from millrace.runtime.open import Opened, RunSettings, open_engine
+from millrace.runtime.open import Opened, open_engine
+from millrace.runtime.settings import RunSettings
 from tests.e2e.live import MODEL, serving
 from tests.support.shared import shared
 

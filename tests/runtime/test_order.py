@@ -14,6 +14,7 @@ from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.request import Sequence, Stage, Terms
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.service import AsyncEngine, ServiceOptions, Turnover
+from millrace.runtime.settings import SCHEDULES
 from tests.runtime.fakes import FakeClock, limits, make_loop, new_request
 from tests.runtime.test_loop import Client, run_all
 from tests.runtime.test_scheduler import ran
@@ -313,3 +314,7 @@ def test_one_tenant_may_fill_half_of_the_queue() -> None:
                     pass
 
     asyncio.run(main())
+
+
+def test_every_policy_has_a_name_for_the_command_line() -> None:
+    assert tuple(POLICIES) == SCHEDULES

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.engine.engine import Engine
-from millrace.runtime.open import OpenedEncoder, RunSettings, open_encoder
+from millrace.runtime.open import OpenedEncoder, open_encoder
+from millrace.runtime.settings import RunSettings
 from millrace.serve import connections
 from millrace.serve import web as web_module
 from millrace.serve.settings import ServerSettings

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from millrace.cli.serve import _known
+from millrace.cli.serving import _known
 from millrace.serve.backend import _fits
 from tests.serve.support import MODEL, Fake, Running, post, serving_with
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from millrace.engine.engine import Engine
-from millrace.runtime.open import RunSettings, open_encoder
+from millrace.runtime.open import open_encoder
+from millrace.runtime.settings import RunSettings
 from millrace.serve.embeddings import MAX_INPUTS, EncoderModel
 from millrace.serve.nearness import cosines
 from tests.serve.support import post

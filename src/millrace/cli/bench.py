@@ -31,7 +31,7 @@ from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 from millrace.settings import Settings, flag_of
 
 EPILOG = """\b

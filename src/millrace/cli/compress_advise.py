@@ -46,7 +46,8 @@ from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, usable_cores
-from millrace.runtime.open import Opened, RunSettings, open_engine
+from millrace.runtime.open import Opened, open_engine
+from millrace.runtime.settings import RunSettings
 
 BATCH = 16  # sequences of the large batch, where nobody says
 _TUNE_S, _MOST_BATCH = 2.0, 1024

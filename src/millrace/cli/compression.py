@@ -33,7 +33,7 @@ from millrace.evaluate.mmlu import LM_EVAL, read_subjects
 from millrace.evaluate.paired import wilson
 from millrace.evaluate.windows import Windows
 from millrace.machine.cpu import cpu_model, usable_cores
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 
 QUESTIONS = 10  # of each subject, where nobody says: some minutes for a small model
 TUNE_S = 2.0  # as `millrace build` has it: of the engines that are cached

@@ -27,8 +27,9 @@ from millrace.machine.roofline import Roofline
 from millrace.report.numbers import count
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import RunSettings, open_engine
+from millrace.runtime.open import open_engine
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.settings import RunSettings
 
 EPILOG = """\b
 Examples:

@@ -16,7 +16,7 @@ from millrace.errors import ConfigError, nearest
 from millrace.evaluate import mmlu, perplexity
 from millrace.evaluate.mmlu import MAX_SHOTS
 from millrace.evaluate.perplexity import SHORTEST
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 from millrace.settings import flag_of
 
 EPILOG = """\b

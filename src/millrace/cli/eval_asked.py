@@ -12,7 +12,8 @@ from millrace.env import Env
 from millrace.evaluate.choice import digest
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kept import About
-from millrace.runtime.open import Opened, RunSettings
+from millrace.runtime.open import Opened
+from millrace.runtime.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

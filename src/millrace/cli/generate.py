@@ -13,7 +13,7 @@ from millrace.cli.stream import chat_ids, stream
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.runtime.open import RunSettings
+from millrace.runtime.settings import RunSettings
 
 EPILOG = """\b
 Examples:

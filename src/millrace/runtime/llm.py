@@ -26,8 +26,9 @@ from millrace.runtime.embed import EmbeddingRequestOutput, embed
 from millrace.runtime.embedding import EncoderLoop
 from millrace.runtime.generate import Progress, Prompt, RequestOutput, astream, generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any
+from millrace.runtime.open import Opened, OpenedEncoder, open_any
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.settings import RunSettings
 from millrace.tune.pricing import pricing
 
 Message = Mapping[str, object]

@@ -21,6 +21,7 @@ from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import FREELY, Request, StopTables, Terms
+from millrace.runtime.settings import MAX_QUEUED
 from millrace.runtime.stats import LoopStats
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
@@ -76,7 +77,7 @@ async def ends(stop: Callable[[], None], within_s: float) -> bool:
 class ServiceOptions:
     """Bounds on what may pile up before the engine and behind it; raises ConfigError."""
 
-    max_queued: int = 256  # sequences waiting for their first step, beyond those that free slots will take
+    max_queued: int = MAX_QUEUED  # sequences waiting for their first step, beyond those that free slots will take
     max_undelivered_tokens: int = 4096  # per choice of a request; a reader further behind is dropped
 
     def __post_init__(self) -> None:

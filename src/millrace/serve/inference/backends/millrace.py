@@ -19,9 +19,10 @@ from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
 from millrace.errors import MillraceError, nearest
 from millrace.runtime.generate import prompt_tokens
-from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any
+from millrace.runtime.open import Opened, OpenedEncoder, open_any
 from millrace.runtime.params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Request
+from millrace.runtime.settings import RunSettings
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
 from millrace.serve.inference.backends import encoder
 from millrace.serve.inference.backends.encoder import Encoder

@@ -1,0 +1,60 @@
+"""Settings of a running model. This module imports little, because `--help` needs it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from millrace.engine.cuda.found import CPU, Place, check_name
+from millrace.errors import ConfigError
+from millrace.settings import Settings, flag_of, setting
+
+MAX_QUEUED = 256  # sequences that wait for their first step
+SCHEDULES = ("fcfs", "shortest", "prefix")  # the names of the policies in order.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """How a built engine runs on this machine."""
+
+    title: ClassVar = "Engine"
+
+    kv_memory: int | None = setting(
+        None,
+        "memory for KV pages, like 2G; default: as many full contexts as run at a time, or 60 % of what is free",
+        size=True,
+        low=1,
+    )
+    threads: int | None = setting(
+        None, "compute threads; default: the cores that this process may use", low=1, high=1024
+    )
+    prefix_cache: bool = setting(True, "compute prompts only from where they differ from what KV pages still hold")
+    kv_tier: str | None = setting(
+        None,
+        "file for KV pages that memory has no room for any more, kept over restarts; off unless named",
+        metavar="FILE",
+    )
+    kv_tier_size: int | None = setting(None, "of that file at most; default: 4G", size=True, low=1)
+    isa: str | None = setting(
+        None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
+    )
+    device: str = setting(CPU, "where it runs: cpu, or an NVIDIA GPU: cuda, or cuda:1 for the second", metavar="NAME")
+    random_weights: bool = setting(
+        False, "on a GPU: draw weights there instead of reading some, to measure a model of which only config.json and "
+        "the tokenizer are here; its answers mean nothing",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name(self.device)
+        of_cpus = {"threads": self.threads, "isa": self.isa, "kv_tier": self.kv_tier}
+        if self.device != CPU and (given := [name for name, value in of_cpus.items() if value is not None]):
+            what = f"{flag_of(given[0])} is given, and --device is {self.device}"
+            raise ConfigError(what, "nothing: that is for a CPU", "leave one of them out")
+        if self.random_weights and self.device == CPU:
+            raise ConfigError("--random-weights is given for a CPU", "--device cuda", "add it, or leave this out")
+        if self.kv_tier_size is not None and self.kv_tier is None:
+            what = "--kv-tier-size is given, and --kv-tier is not: there is no second tier of KV pages"
+            raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, self.random_weights)
