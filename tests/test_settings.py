@@ -10,7 +10,7 @@ import pytest
 
 from millrace.cli.options import made, settings_options
 from millrace.cli.sampling import SamplingFlags
-from millrace.cli.serve import ListenFlags, QueueFlags, ServeFlags
+from millrace.cli.serve_flags import ListenFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.runtime.settings import RunSettings

@@ -18,7 +18,7 @@ import torch
 
 from millrace import LLM, SamplingParams
 from millrace.cli.main import run
-from millrace.cli.serve import QueueFlags, ServeFlags
+from millrace.cli.serve_flags import QueueFlags, ServeFlags
 from millrace.cli.serving import _introduce, _to_serve
 from millrace.cli.terminal import Terminal
 from millrace.compile import find

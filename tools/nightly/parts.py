@@ -81,6 +81,7 @@ FUZZED: Mapping[str, tuple[str, ...]] = {
     "requests": ("src/millrace/serve", "src/millrace/runtime"),
     "pbtxt": ("src/millrace/serve/repository",),
     "tensors": ("src/millrace/serve/kserve", "src/millrace/serve/inference"),
+    "structured": ("src/millrace/runtime",),
 }
 
 

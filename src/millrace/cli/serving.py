@@ -13,7 +13,7 @@ import click
 from millrace.cli.models import opened_to_serve
 from millrace.cli.options import made
 from millrace.cli.screen import heading, note, pairs, said, size
-from millrace.cli.serve import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
+from millrace.cli.serve_flags import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
 from millrace.cli.serve_repository import repository_model
 from millrace.cli.tables import precision_told
 from millrace.compile.rooflines import kept_roofline
