@@ -89,7 +89,7 @@ def test_the_engine_serves_alone(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", folder)
     engine = build(path, tmp_path / "engine", "fp32")
     opened = Checkpoint.open(path)
-    carried = {"tokenizer.model", "tokenizer_config.json", "generation_config.json"}
+    carried = {"config.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json"}
     assert {p.name for p in engine.folder.iterdir()} >= set(opened.files) == carried
     assert engine.manifest.eos_token_ids == [2] and engine.manifest.bos_token_id == 1
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config_writer import written
 from millrace.checkpoint.generation import GENERATION_CONFIG, LLAMA_CPP, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.metadata import Keys, check_is_model, read_model
 from millrace.checkpoint.gguf.reader import GgufFile
@@ -33,9 +34,16 @@ class GgufModel:
     keys: Keys
 
     def files(self) -> Files:
-        """Tokenizer and defaults, in the form that Hugging Face folders have."""
+        """Return configuration, tokenizer and defaults in the form that Hugging Face folders have.
+
+        So an engine's folder is one from which transformers, and what builds on it, reads the tokenizer.
+        """
+        plain = replace(self.config, rope=replace(self.config.rope, divisors=()))
+        config = written(plain)
+        if self.config.rope.divisors:  # frequencies that no config.json can describe
+            del config["rope_parameters"]
         generation = json.dumps(_sampling(self.keys)).encode()
-        return {GENERATION_CONFIG: generation, **tokenizer_files(self.keys)}
+        return {"config.json": json.dumps(config).encode(), GENERATION_CONFIG: generation, **tokenizer_files(self.keys)}
 
 
 def read_gguf(path: Path) -> GgufModel:
