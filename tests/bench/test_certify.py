@@ -174,6 +174,7 @@ def driven(busy_s: float, at_s: list[float], places: int | None = None, waits_s:
     return run
 
 
+@pytest.mark.timing
 def test_a_burst_is_seen_in_the_worst_second_and_in_what_was_sent_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last of four fifths of a second 20 requests of 10 ms come at once: a quarter of all the time."""
     monkeypatch.setattr(core_share, "WINDOW_S", 0.25)

@@ -151,7 +151,8 @@ def test_verdicts(
     assert (one.verdict, one.is_worse_by(5), one.is_worse_by(20)) == (verdict, worse_by_5, worse_by_20)
 
 
-def test_rounds_go_in_turns_with_the_same_questions(null: Null) -> None:
+def run_in_turns(null: Null) -> tuple[Side, Side]:
+    """Run a slow and a fast server in turns, and check that they got the same questions."""
     slow, fast = NullTiming(ttft_ms="20", itl_ms="3"), NullTiming(ttft_ms="20", itl_ms="2")
 
     def plans(url: str, round_: int) -> Plan:
@@ -165,7 +166,17 @@ def test_rounds_go_in_turns_with_the_same_questions(null: Null) -> None:
     assert "".join(which for _, which in order) == "ABBAABBA"
     texts = [[sorted(r.turn.text for r in run.records) for run in side.runs] for side in (a, b)]
     assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
-    itl = {d.name: d for d in compared_rounds(a, b)}["inter_token_latency"]
+    return a, b
+
+
+def test_rounds_go_in_turns_with_the_same_questions(null: Null) -> None:
+    a, b = run_in_turns(null)
+    assert "inter_token_latency" in {d.name for d in compared_rounds(a, b)}
+
+
+@pytest.mark.timing
+def test_rounds_in_turns_tell_the_faster_server(null: Null) -> None:
+    itl = {d.name: d for d in compared_rounds(*run_in_turns(null))}["inter_token_latency"]
     assert itl.verdict == "better" and itl.percent == pytest.approx(-100 / 3, abs=6)
 
 

@@ -257,9 +257,17 @@ def test_the_client_proves_itself_first(millrace: Millrace, url: str) -> None:
     result = millrace("bench", url, *SMALL[:-2], "--certify-s", "0.6", "--json")
     assert result.code == 0, result.err
     told = json.loads(result.out)["client"]
-    assert told["certificate"]["streams"] == 3 and 60 < told["certificate"]["chunks_per_s"] < 180
-    assert 0 < told["certificate"]["delay_p50_ms"] < 5 and 0 < told["certificate"]["cpu_share"] < 0.8
+    assert told["certificate"]["streams"] == 3 and 0 < told["certificate"]["chunks_per_s"] < 180
+    assert told["certificate"]["delay_p50_ms"] > 0 and told["certificate"]["cpu_share"] > 0
     assert told["streams"] == 3 and told["late_ms"] == 0.0, "whoever waits for an answer is due when it has come"
+
+
+@pytest.mark.timing
+def test_the_client_proves_that_it_keeps_pace(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL[:-2], "--certify-s", "0.6", "--json")
+    certificate = json.loads(result.out)["client"]["certificate"]
+    assert 60 < certificate["chunks_per_s"] < 180
+    assert 0 < certificate["delay_p50_ms"] < 5 and 0 < certificate["cpu_share"] < 0.8
 
 
 def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ class Screen:
 
     def interrupt(self) -> None:
         """The prompt is shown a moment before a signal is looked for: waits until it sleeps, and goes on sleeping."""
-        until_s, before = time.monotonic() + 0.5, ""
+        until_s, before = time.monotonic() + 20, ""
         while time.monotonic() < until_s and not ((now := self._main_thread()) == before and "sleeping" in now):
             before = now
             time.sleep(0.05)

@@ -41,7 +41,7 @@ from millrace.machine.cpu import Memory, usable_cores
 from tests.support.checkpoints import random_encoder
 from tests.support.engines import build
 
-SECONDS = 1.0  # far more than `tiny` needs, so that a busy machine does not make a difference
+SECONDS = 60.0  # far more than `tiny` needs, so that a busy machine does not make a difference
 KEY = machine_key(usable_isas()[0], usable_cores())
 
 

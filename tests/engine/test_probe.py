@@ -22,6 +22,7 @@ def test_multiplying(isa: str) -> None:
         assert all(rate == 0 for rate in rates) or 1e8 < max(rates) < 1e14
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_our_own_products_stay_below_the_instructions_peak(precision: str) -> None:
     """In one of three looks: beside other work the peak may be seen at less than half of what it is."""

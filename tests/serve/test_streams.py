@@ -244,7 +244,9 @@ def test_steps_are_coalesced_into_one_write() -> None:
         assert reply.headers["content-type"].startswith("text/event-stream") and b"".join(blocks).endswith(
             b"[DONE]\n\n"
         )
-        assert b"".join(blocks).count(b"data: {") > 3 * n_steps
+        assert b"".join(blocks).count(b"data: {") > n_steps, (
+            "several events a step; of a busy server several steps each"
+        )
         assert len(blocks) <= n_steps + 3
 
 
