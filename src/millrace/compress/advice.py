@@ -22,6 +22,7 @@ from millrace.settings import read_given
 VERSION = 1
 ABOUT, PAGE = "about.json", "advice.html"
 NEAR = 0.01  # KL in nats a token up to which answers are hardly to be told apart: the bound of --precision auto
+SLOWED = 0.5  # of the source's speed: a method that slows another workload to less is never advised without saying so
 _AS_SMALL = 1.01
 _MOST_BYTES = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
@@ -193,8 +194,11 @@ def _gains(row: Row, target: Target, about: About) -> bool:
 def _gain(row: Row, target: Target, about: About) -> str:
     if not target.work:
         return f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
-    pace = row.pace(target.work)
-    return f"{_relative(row, target).median:.2f} times the source's speed ({pace.made.median:,.0f} tokens/s)"
+    pace, speed = row.pace(target.work), _relative(row, target).median
+    gain = f"{speed:.2f} times the source's speed ({pace.made.median:,.0f} tokens/s)"
+    slowed = [(t.name, _relative(row, t).median) for t in targets(about.batch) if t.work and t != target]
+    losses = [f"{name} at {other:.2f} times" for name, other in slowed if other < SLOWED < speed]
+    return f"{gain}, but {' and '.join(losses)}" if losses else gain
 
 
 HEADER = ("method", "KL", "perplexity", "same token", "bits", "bytes", "decode 1", "decode N", "prefill", "seconds")
