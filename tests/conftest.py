@@ -30,6 +30,8 @@ KNOWN = {
     "scikit-learn and skops are not installed": "`make nightly`, part sklearn",
     "tensorflow is not installed": "`make nightly`, part tensorflow",
     "xgboost is not installed": "`make nightly`, part xgboost",
+    "cv2 is not installed": "`make nightly`, part model-imports",
+    "sklearn.linear_model is not installed": "`make nightly`, part model-imports",
     "jsonschema is not installed": "`make nightly`, part json-schema",
     "promtool is not installed": "`make nightly`, part promtool",
     "OpenTelemetry's SDK is not installed": "`make nightly`, part opentelemetry",

@@ -1,5 +1,6 @@
 """Answers from arguments and from YAML: what is taken, and what is refused with the nearest name."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from millrace.size.settings import LimitSettings
 
 def test_no_name_is_used_twice() -> None:
     groups = set(NAMES.values())
-    assert len(NAMES) == sum(len(group.__dataclass_fields__) for group in groups)
+    assert len(NAMES) == sum(len(fields(group)) for group in groups)
 
 
 def test_a_file_of_answers(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
 PROMTOOL = "tests/nightly/test_promtool.py"  # the distribution's: apt-get install -y prometheus
 SPANS = "tests/serve/test_spans.py"
 RAISES = "tests/serve/inference/test_python_faults.py"
+MODEL_IMPORTS = "tests/serve/inference/test_model_imports.py"
 OCR = "tests/nightly/test_ocr.py"
 JSON_SCHEMA = "tests/nightly/test_json_schema.py"
 ANSWERS = "tests/nightly/test_answers.py"
@@ -179,6 +180,12 @@ PARTS = (
         "raises", "a model.py that raises 10,000 times leaves memory flat, in the server's process and in its own",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", RAISES),
         files=(RAISES, "src/millrace/serve/inference"),
+    ),
+    Part(
+        "model-imports", "a model.py that imports PyTorch, transformers, OpenCV, scikit-learn, ONNX Runtime",
+        ("{python}", "-m", "pytest", "--skips", "none", MODEL_IMPORTS),
+        packages=("opencv-python-headless==5.0.0.93", "scikit-learn==1.9.1", "onnxruntime==1.31.1"),
+        files=(MODEL_IMPORTS, "src/millrace/serve/inference"),
     ),
     Part(
         "opentelemetry", "spans of tensor and language models, as a collector gets them over OTLP",

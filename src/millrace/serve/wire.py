@@ -26,6 +26,7 @@ QUIET_PATHS = (
     "/health", "/v1/health/", "/v2/health/", "/metrics", "/v1/metrics", "/grpc.health.v1.Health/",
     "/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady",
 )  # fmt: skip  # asked every few seconds: logged at DEBUG
+_RANDOM = random.Random()  # for ids: users of the global generator in this process may have seeded it
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
 _PLAIN = re.compile(r"[!-~]+")
 _UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
@@ -69,7 +70,7 @@ _NAMES = tuple(f.name for f in fields(RequestLog))
 
 def id_of(given: bytes | None) -> str:
     """Of a request, by its header x-request-id: its own, or a new one."""
-    return given.decode() if given and _SANE_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+    return given.decode() if given and _SANE_ID.fullmatch(given) else f"{_RANDOM.getrandbits(128):032x}"
 
 
 def _quoted(value: object) -> object:
@@ -105,7 +106,7 @@ class LogLater:
     def write(self) -> None:
         if self._lines:
             found, self._lines = self._lines, []
-            drawn = random.getrandbits(128 * len(found)).to_bytes(16 * len(found)).hex()
+            drawn = _RANDOM.getrandbits(128 * len(found)).to_bytes(16 * len(found)).hex()
             lines = Lines(
                 (row[0], row[1], row[2], row[3] or drawn[32 * i : 32 * i + 32], row[4], row[5], row[6])
                 for i, row in enumerate(found)
