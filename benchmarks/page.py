@@ -1,6 +1,6 @@
 """docs/performance.md, from all result files: `python -m benchmarks.page`.
 
-Every run of a claim is shown with its spread, not the best one; verdicts are those that the result files hold.
+Every run of a claim is shown with its spread, not the best one; `benchmarks.verdicts` judges the figures.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compression, contexts, scores, start
+from benchmarks import compression, scores
 from benchmarks.page_rows import other_rows
 from benchmarks.runs import (
     Numbers,
@@ -26,6 +26,7 @@ from benchmarks.runs import (
     results,
     speeds,
 )
+from benchmarks.verdicts import goals_of, is_later
 from millrace.compress.collect import SAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -165,14 +166,12 @@ def kl(engine: str, numbers: Numbers) -> str:
 def _goals() -> Iterator[str]:
     rows = []
     for name, result in results():
-        found = [result["goal"]] if "goal" in result else result.get("goals")
-        goals = _judged_now(result) if found is None else found
         impossible = _above_one(result)
-        for g in goals:
+        for g in goals_of(result):
             reached = "" if g["reached"] is None else _figure(g["reached"])
             reached += " ({} to {})".format(*map(_figure, g["interval"])) if "interval" in g else ""
             bound = f"at most {g['goal']}" if g.get("at_most") else str(g["goal"])
-            verdict = g["verdict"] + (", judged later" if found is None else "")
+            verdict = g["verdict"] + (", judged later" if is_later(result) else "")
             if impossible and _of_bandwidth(g):
                 verdict = "no measurement: a share of this run is above 1"
             shape = next(
@@ -180,8 +179,11 @@ def _goals() -> Iterator[str]:
             )
             rows.append([f"{shape}: {g['what']}{_extrapolated(result)}", reached, bound, verdict, f"`{name}`"])
     yield (
-        "## Goals\n\nAs judged when they were measured; *judged later*: the file is older than its goals, which are"
-        " held against it here. Where one share of the bandwidth is above 1, no share of that run counts."
+        "## Goals\n\nJudged by today's rules, whatever the rules were when the figures were measured. A speed beside a"
+        " peer counts only if the engine's KL is no worse than the peer's, at two significant digits. The median of at"
+        " least five rounds decides, of all rounds of a run. If parts are left out of a fit in turn, the worst part"
+        " decides. A goal that names a method is met by that method alone. *Judged later*: the file is older than its"
+        " goals. If one share of the bandwidth is above 1, no share of that run counts."
     )
     yield table(("what", "reached", "goal", "verdict", "file"), [r for r in rows if r[3] != "not measured"])
 
@@ -208,17 +210,6 @@ def _above_one(result: Result) -> bool:
 
 def _of_bandwidth(goal: Result) -> bool:
     return "share of the read bandwidth" in goal["what"]
-
-
-def _judged_now(result: Result) -> list[Result]:
-    """By today's goals, for files from before they were written with them."""
-    if kind(result) == "contexts":
-        return contexts.goals(result["decode"], result["mixed"], result["kv_cache_dtype"], result["shape"])
-    if kind(result) == "start":
-        return start.goals(
-            result["precision"], result["build_s"], result["start_to_first_token_s"], result["resident_beyond_bytes"]
-        )
-    return []
 
 
 def _others() -> Iterator[str]:

@@ -121,7 +121,8 @@ def speeds(result: Result) -> Iterator[Speed]:
         yield from _alone(result)
 
 
-def _numbers(engine: str, described: Result) -> Numbers:
+def numbers_of(engine: str, described: Result) -> Numbers:
+    """Return what an engine's description in a result file says, or what is known of files from before it did."""
     if "activations" in described:
         return Numbers.of(described)
     return _earlier(engine, described.get("settings", {}))
@@ -147,7 +148,7 @@ def _speed(
     result: Result, engine: str, described: Result, workload: str, tokens: int, seconds: Sequence[float]
 ) -> Speed:
     return Speed(
-        result["shape"], engine, _numbers(engine, described), workload, tokens / statistics.median(seconds),
+        result["shape"], engine, numbers_of(engine, described), workload, tokens / statistics.median(seconds),
         tokens / max(seconds), tokens / min(seconds), described.get("weights_bytes"), result,
     )  # fmt: skip
 
@@ -170,11 +171,6 @@ def remarks(result: Result) -> list[str]:
 def left_out(result: Result) -> list[str]:
     """Engines that were to run and could not, each with the reason."""
     return [f"{name}: {reason}" for name, reason in result.get("left_out", {}).items()]
-
-
-def kl_of(model: str, described: Result) -> float | None:
-    """Of an engine on this model by its numbers; None where these were not measured."""
-    return accuracy().get(model, {}).get(Numbers.of(described))
 
 
 def kl_class(engine: str, numbers: Numbers) -> float | None:
