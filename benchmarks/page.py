@@ -16,9 +16,11 @@ from benchmarks.runs import (
     Numbers,
     Result,
     Speed,
+    file_of,
     host,
     kind,
     kl_class,
+    kl_from,
     label,
     left_out,
     of_kind,
@@ -35,10 +37,10 @@ _ORDER = ("prefill-512", "prefill-4096", "decode-1", "decode-4", "decode-16")
 _HEAD = """# Performance
 
 Written by `python -m benchmarks.page` from the files in `benchmarks/results/`; do not edit. Every run of a claim is
-here, each with its median and, in brackets, its slowest and fastest sample. MB: of the engine's weights. Runs on
-different machines, or on one machine at different times, are not to be compared: shared machines change their memory's
-speed by half within minutes. What was measured side by side stands in one run. A + behind a commit: the tree had
-changes that were not committed.
+here, each with its median, in brackets its slowest and fastest sample, and the name of its file. MB: of the engine's
+weights. Runs on different machines, or on one machine at different times, are not to be compared: shared machines
+change their memory's speed by half within minutes. What was measured side by side stands in one run. A + behind a
+commit: the tree had changes that were not committed.
 
 **Weights / activations / head** name the numbers in which an engine computes. KL is the mean divergence to float32 in
 nats per token on a real model, SmolLM2-135M-Instruct (its Q4_1 file, dequantised, is the float32), for the same
@@ -127,11 +129,12 @@ def _speeds() -> Iterator[str]:
         names = {name: i + 1 for i, name in enumerate(dict.fromkeys(_run(s.run) for s in mine))}
         rows = []
         for (workload, engine, numbers), runs in _claims(mine):
-            told = "; ".join(f"{s} in {names[_run(s.run)]}" for s in runs)
-            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers), told])
+            speed = "; ".join(f"{s} in {names[_run(s.run)]}" for s in runs)
+            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers), speed])
         legend = "\n".join(f"{i}. {name}" for name, i in names.items())
         header = ("workload", "engine", "weights / activations / head", "MB", "KL", "median (slowest-fastest) in run")
-        yield f"### {subject}\n\n{table(header, rows)}\n\nRuns:\n\n{legend}"
+        told = [f"### {subject}", table(header, rows), "Runs:", legend, kl_from(mine)]
+        yield "\n\n".join(filter(None, told))
 
 
 def _run(result: Result) -> str:
@@ -225,7 +228,7 @@ def _engines() -> Iterator[str]:
     rows: dict[tuple[str, ...], None] = {}
     tried: list[tuple[str, ...]] = []
     for _, result in of_kind("peers"):
-        run = f"{result['date']}, {host(result)}"
+        run = f"{result['date']}, {host(result)}, {file_of(result)}"
         for name, e in result["engines"].items():
             settings = {key: value for key, value in e["settings"].items() if key != "tried"}
             found = "not compared" if "correlation" not in e else f"{e['correlation']:.3f}"

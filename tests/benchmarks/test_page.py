@@ -50,11 +50,12 @@ def test_kernels_for_gpus_are_told_one_by_one_of_the_newest_run_alone(monkeypatc
     def run(commit: str, spilled: int) -> dict[str, Any]:
         of = {"kernel": "attend", "about": "", "architecture": "sm_90", "registers": 100, "shared_bytes": 2048}
         two = [{**of, "spilled_bytes": spilled}, {**of, "kernel": "norm", "spilled_bytes": 0, "registers": 32}]
-        return {"date": "2026-01-31", "commit": commit, "machine": MACHINE, "kernels": two}
+        return {"date": "2026-01-31", "commit": commit, "machine": MACHINE, "kernels": two, "file": f"{commit}.json"}
 
     monkeypatch.setattr(page_rows, "of_kind", lambda kind: [("", run("old", 8)), ("", run("new", 4))])
     rows = list(page_rows._gpu_kernels())
     assert [label.split(", ")[1] for *_, label in rows] == ["old", "new", "new"]
+    assert [label.split(", ")[-1] for *_, label in rows] == ["`old.json`", "`new.json`", "`new.json`"]
     assert rows[0][1] == "2 of them, 100 registers at most, 2,048 bytes shared; 1 spill, 8 bytes"
     assert rows[1][:2] == ["GPU kernel, compiled alone: attend, sm_90", "100 registers, 2,048 bytes shared, 4 spilled"]
 
@@ -134,8 +135,8 @@ def test_numbers_of_files_are_on_the_page_and_in_the_readme() -> None:
         f"| decode-1 | millrace-w8a8 | {numbers} / attention by tiles | 5 | 0.0022 | 32 (16-64) in 1 |",
         f"| decode-1 | millrace-plain | {numbers} | 5 | 0.0011 | 21 (21-21) in 1 |",
         "| decode-1 | llama.cpp | Q8_0 / int8, groups of 32 / Q8_0 | 5 | 0.0044 | 13 (13-13) in 1 |",
-        "| llama.cpp | 1 | amx: no AMX | 0.987 | 2026-01-31, 2 cores of a CPU |",
-        "| llama.cpp | decode-1 | flash True: 0.25 | 2026-01-31, 2 cores of a CPU |",
+        "| llama.cpp | 1 | amx: no AMX | 0.987 | 2026-01-31, 2 cores of a CPU, `peers.json` |",
+        "| llama.cpp | decode-1 | flash True: 0.25 | 2026-01-31, 2 cores of a CPU, `peers.json` |",
     ):
         assert line in told.splitlines(), line
     table = readme.speed_table(readme.newest())
@@ -145,6 +146,7 @@ def test_numbers_of_files_are_on_the_page_and_in_the_readme() -> None:
         f"| millrace-plain | {ours} | 0.0011 |  | 21 |  |",
         "| llama.cpp | Q8_0 | 5 | int8, groups of 32 | Q8_0 | 0.0044 |  | 13 |  |",
         "Left out: openvino-int4: it computes another model.",
+        "Speeds from `peers.json`. KL from `perplexity.json`.",
     ):  # fmt: skip
         assert line in table.splitlines(), line
 
