@@ -11,6 +11,7 @@ from benchmarks.page import PAGE
 from benchmarks.record import RESULTS
 
 FILE = re.compile(r"`([^`\s]+\.json)`")
+RESULT = re.compile(r"`(?:benchmarks/results/)?([\w.-]+-20\d{6}T\d{6}Z-[0-9a-f]{7,8})(?:\.json)?`")
 RUN = re.compile(r"\) in (\d+)(?=;| \|)")  # of a run in the list behind a table of speeds
 
 
@@ -58,6 +59,16 @@ def generated(path: Path, begin: str, end: str) -> str:
 def test_every_figure_names_a_result_file_that_exists(document: str) -> None:
     assert FILE.search(document)
     assert faults(document, {path.name for path in RESULTS.glob("*.json")}) == []
+
+
+def test_result_files_that_documents_name_exist() -> None:
+    existing = {path.stem for path in RESULTS.glob("*.json")}
+    named = {
+        (path.name, name)
+        for path in (readme.README, *PAGE.parent.rglob("*.md"))
+        for name in RESULT.findall(path.read_text())
+    }
+    assert named and {(document, name) for document, name in named if name not in existing} == set()
 
 
 @pytest.mark.parametrize(
