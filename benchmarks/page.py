@@ -1,6 +1,6 @@
 """docs/performance.md, from all result files: `python -m benchmarks.page`.
 
-Every run of a claim is shown with its spread, not the best one; verdicts are those that the result files hold.
+Every run of a claim is shown with its spread, not the best one; `benchmarks.verdicts` judges the figures.
 """
 
 import argparse
@@ -10,15 +10,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compression, contexts, scores, start
+from benchmarks import compression, scores
 from benchmarks.page_rows import other_rows
 from benchmarks.runs import (
     Numbers,
     Result,
     Speed,
+    file_of,
     host,
     kind,
     kl_class,
+    kl_from,
     label,
     left_out,
     of_kind,
@@ -26,6 +28,7 @@ from benchmarks.runs import (
     results,
     speeds,
 )
+from benchmarks.verdicts import goals_of, is_later
 from millrace.compress.collect import SAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -34,10 +37,10 @@ _ORDER = ("prefill-512", "prefill-4096", "decode-1", "decode-4", "decode-16")
 _HEAD = """# Performance
 
 Written by `python -m benchmarks.page` from the files in `benchmarks/results/`; do not edit. Every run of a claim is
-here, each with its median and, in brackets, its slowest and fastest sample. MB: of the engine's weights. Runs on
-different machines, or on one machine at different times, are not to be compared: shared machines change their memory's
-speed by half within minutes. What was measured side by side stands in one run. A + behind a commit: the tree had
-changes that were not committed.
+here, each with its median, in brackets its slowest and fastest sample, and the name of its file. MB: of the engine's
+weights. Runs on different machines, or on one machine at different times, are not to be compared: shared machines
+change their memory's speed by half within minutes. What was measured side by side stands in one run. A + behind a
+commit: the tree had changes that were not committed.
 
 **Weights / activations / head** name the numbers in which an engine computes. KL is the mean divergence to float32 in
 nats per token on a real model, SmolLM2-135M-Instruct (its Q4_1 file, dequantised, is the float32), for the same
@@ -126,11 +129,12 @@ def _speeds() -> Iterator[str]:
         names = {name: i + 1 for i, name in enumerate(dict.fromkeys(_run(s.run) for s in mine))}
         rows = []
         for (workload, engine, numbers), runs in _claims(mine):
-            told = "; ".join(f"{s} in {names[_run(s.run)]}" for s in runs)
-            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers), told])
+            speed = "; ".join(f"{s} in {names[_run(s.run)]}" for s in runs)
+            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers), speed])
         legend = "\n".join(f"{i}. {name}" for name, i in names.items())
         header = ("workload", "engine", "weights / activations / head", "MB", "KL", "median (slowest-fastest) in run")
-        yield f"### {subject}\n\n{table(header, rows)}\n\nRuns:\n\n{legend}"
+        told = [f"### {subject}", table(header, rows), "Runs:", legend, kl_from(mine)]
+        yield "\n\n".join(filter(None, told))
 
 
 def _run(result: Result) -> str:
@@ -165,14 +169,12 @@ def kl(engine: str, numbers: Numbers) -> str:
 def _goals() -> Iterator[str]:
     rows = []
     for name, result in results():
-        found = [result["goal"]] if "goal" in result else result.get("goals")
-        goals = _judged_now(result) if found is None else found
         impossible = _above_one(result)
-        for g in goals:
+        for g in goals_of(result):
             reached = "" if g["reached"] is None else _figure(g["reached"])
             reached += " ({} to {})".format(*map(_figure, g["interval"])) if "interval" in g else ""
             bound = f"at most {g['goal']}" if g.get("at_most") else str(g["goal"])
-            verdict = g["verdict"] + (", judged later" if found is None else "")
+            verdict = g["verdict"] + (", judged later" if is_later(result) else "")
             if impossible and _of_bandwidth(g):
                 verdict = "no measurement: a share of this run is above 1"
             shape = next(
@@ -180,8 +182,11 @@ def _goals() -> Iterator[str]:
             )
             rows.append([f"{shape}: {g['what']}{_extrapolated(result)}", reached, bound, verdict, f"`{name}`"])
     yield (
-        "## Goals\n\nAs judged when they were measured; *judged later*: the file is older than its goals, which are"
-        " held against it here. Where one share of the bandwidth is above 1, no share of that run counts."
+        "## Goals\n\nJudged by today's rules, whatever the rules were when the figures were measured. A speed beside a"
+        " peer counts only if the engine's KL is no worse than the peer's, at two significant digits. The median of at"
+        " least five rounds decides, of all rounds of a run. If parts are left out of a fit in turn, the worst part"
+        " decides. A goal that names a method is met by that method alone. *Judged later*: the file is older than its"
+        " goals. If one share of the bandwidth is above 1, no share of that run counts."
     )
     yield table(("what", "reached", "goal", "verdict", "file"), [r for r in rows if r[3] != "not measured"])
 
@@ -210,17 +215,6 @@ def _of_bandwidth(goal: Result) -> bool:
     return "share of the read bandwidth" in goal["what"]
 
 
-def _judged_now(result: Result) -> list[Result]:
-    """By today's goals, for files from before they were written with them."""
-    if kind(result) == "contexts":
-        return contexts.goals(result["decode"], result["mixed"], result["kv_cache_dtype"], result["shape"])
-    if kind(result) == "start":
-        return start.goals(
-            result["precision"], result["build_s"], result["start_to_first_token_s"], result["resident_beyond_bytes"]
-        )
-    return []
-
-
 def _others() -> Iterator[str]:
     yield (
         "## Embeddings, contexts, starts, server, tensor models, sampling, masks, statistics, MMLU, products, rounding,"
@@ -234,7 +228,7 @@ def _engines() -> Iterator[str]:
     rows: dict[tuple[str, ...], None] = {}
     tried: list[tuple[str, ...]] = []
     for _, result in of_kind("peers"):
-        run = f"{result['date']}, {host(result)}"
+        run = f"{result['date']}, {host(result)}, {file_of(result)}"
         for name, e in result["engines"].items():
             settings = {key: value for key, value in e["settings"].items() if key != "tried"}
             found = "not compared" if "correlation" not in e else f"{e['correlation']:.3f}"

@@ -113,9 +113,8 @@ def _batching() -> Iterator[list[str]]:
     for _, r in of_kind("tensors.batching"):
         for way, who in names.items():
             rates = [sample[way] for sample in r["samples"]]
-            quiet = statistics.median(rates[i] for i in r["quiet_rounds"])
             spread = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
-            yield [f"{r['model']}, {who}: lines/s", f"{quiet:,.0f} in quiet rounds, {spread} in all", label(r)]
+            yield [f"{r['model']}, {who}: lines/s", spread, label(r)]
         sizes = sorted(r["batch_sizes"].items(), key=lambda one: -one[1])[:3]
         yield [f"{r['model']}, 16 clients: batches by size", ", ".join(f"{n} of {s}" for s, n in sizes), label(r)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from benchmarks.page import SHOWN, kl, megabytes, table
-from benchmarks.runs import REAL, Result, Speed, host, left_out, of_kind, remarks, speeds
+from benchmarks.runs import REAL, Result, Speed, file_of, host, kl_from, left_out, of_kind, remarks, speeds
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
@@ -36,7 +36,9 @@ def speed_table(result: Result) -> str:
     versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
     told = f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}; {versions}."
     builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
-    return "\n\n".join([table(header, rows), told, *builds])
+    found = [speed for cells in by_engine(result).values() for speed in cells.values()]
+    files = f"Speeds from {file_of(result)}. {kl_from(found)}".rstrip()
+    return "\n\n".join([table(header, rows), told, *builds, files])
 
 
 def picture(result: Result) -> str:

@@ -2,11 +2,11 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.record import RESULTS
@@ -78,7 +78,7 @@ def _earlier(engine: str, settings: Result) -> Numbers:
 def _read(path: Path) -> Result:
     """No file changes that is there: no run replaces another's."""
     result: Result = json.loads(path.read_text())
-    return result
+    return {**result, "file": path.name}
 
 
 def results() -> list[tuple[str, Result]]:
@@ -104,9 +104,20 @@ def host(result: Result) -> str:
 
 
 def label(result: Result) -> str:
-    """A run in a table: when, of which commit (+: with changes that were not committed), where."""
+    """A run in a table: when, of which commit (+: with changes that were not committed), where, in which file."""
     when = str(result.get("time") or result["date"])[:16].replace("T", " ")
-    return f"{when}, {result['commit']}, {host(result)}"
+    return f"{when}, {result['commit']}, {host(result)}, {file_of(result)}"
+
+
+def file_of(result: Result) -> str:
+    """Return the name of a run's result file, as a document shows it."""
+    return f"`{result['file']}`"
+
+
+def kl_from(found: Iterable[Speed]) -> str:
+    """Name the files of the KL that stands beside these speeds; empty if none has one."""
+    files = sorted({file for s in found if (file := kl_file(s.engine, s.numbers)) is not None})
+    return f"KL from {', '.join(f'`{file}`' for file in files)}." if files else ""
 
 
 def speeds(result: Result) -> Iterator[Speed]:
@@ -121,7 +132,8 @@ def speeds(result: Result) -> Iterator[Speed]:
         yield from _alone(result)
 
 
-def _numbers(engine: str, described: Result) -> Numbers:
+def numbers_of(engine: str, described: Result) -> Numbers:
+    """Return what an engine's description in a result file says, or what is known of files from before it did."""
     if "activations" in described:
         return Numbers.of(described)
     return _earlier(engine, described.get("settings", {}))
@@ -147,7 +159,7 @@ def _speed(
     result: Result, engine: str, described: Result, workload: str, tokens: int, seconds: Sequence[float]
 ) -> Speed:
     return Speed(
-        result["shape"], engine, _numbers(engine, described), workload, tokens / statistics.median(seconds),
+        result["shape"], engine, numbers_of(engine, described), workload, tokens / statistics.median(seconds),
         tokens / max(seconds), tokens / min(seconds), described.get("weights_bytes"), result,
     )  # fmt: skip
 
@@ -172,11 +184,6 @@ def left_out(result: Result) -> list[str]:
     return [f"{name}: {reason}" for name, reason in result.get("left_out", {}).items()]
 
 
-def kl_of(model: str, described: Result) -> float | None:
-    """Of an engine on this model by its numbers; None where these were not measured."""
-    return accuracy().get(model, {}).get(Numbers.of(described))
-
-
 def kl_class(engine: str, numbers: Numbers) -> float | None:
     """Of an engine that was timed, on the real model: of these very numbers, else of the peer that makes its weights
     in the same way (`benchmarks.recipes`). It is the weights' class: where rows of the real model do not divide into
@@ -185,11 +192,29 @@ def kl_class(engine: str, numbers: Numbers) -> float | None:
     return made_alike().get(engine) if found is None else found
 
 
+def kl_file(engine: str, numbers: Numbers) -> str | None:
+    """Return the name of the result file from which `kl_class` is."""
+    found = _measured().get(REAL, {}).get(numbers) or _alike().get(engine)
+    return None if found is None else found.file
+
+
+class _Divergence(NamedTuple):
+    kl: float
+    file: str
+
+
 @cache
 def made_alike() -> dict[str, float]:
     """By the catalogue's name, from the newest run of each."""
-    scores = (score for _, result in of_kind("perplexity") if result["model"] == REAL for score in result["scores"])
-    return {score["precision"]: score["mean_kl"] for score in scores if score["precision"] in CATALOGUE}
+    return {engine: found.kl for engine, found in _alike().items()}
+
+
+def _alike() -> dict[str, _Divergence]:
+    return {
+        score["precision"]: _Divergence(score["mean_kl"], result["file"])
+        for _, result in of_kind("perplexity") if result["model"] == REAL
+        for score in result["scores"] if score["precision"] in CATALOGUE
+    }  # fmt: skip
 
 
 def _text_of(result: Result) -> tuple[str, int]:
@@ -202,11 +227,16 @@ def accuracy() -> dict[str, dict[Numbers, float]]:
 
     Of runs that read the text of the newest one, cut as that was: KL depends on both.
     """
+    return {model: {numbers: found.kl for numbers, found in of.items()} for model, of in _measured().items()}
+
+
+def _measured() -> dict[str, dict[Numbers, _Divergence]]:
     runs = [result for _, result in of_kind("perplexity")]
     newest = {r["model"]: _text_of(r) for r in runs}
-    found: dict[str, dict[Numbers, float]] = {}
+    found: dict[str, dict[Numbers, _Divergence]] = {}
     for result in (r for r in runs if _text_of(r) == newest[r["model"]]):
         for score in result["scores"]:  # not its heads, whose reference is another
             if "activations" in score and score["kv"] not in ROUNDED_KV:
-                found.setdefault(result["model"], {})[Numbers.of(score)] = score["mean_kl"]
+                of_model = found.setdefault(result["model"], {})
+                of_model[Numbers.of(score)] = _Divergence(score["mean_kl"], result["file"])
     return found

@@ -17,7 +17,7 @@ from benchmarks.peers.samples import Samples
 from benchmarks.peers.weights import multiply_operations
 from benchmarks.peers.workloads import Phase
 from benchmarks.record import provenance
-from benchmarks.runs import kl_of
+from benchmarks.runs import kl_class, numbers_of
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
@@ -63,12 +63,13 @@ class Findings:
 
     def goals(self) -> list[dict[str, Any]]:
         s, name = self._samples, subject_name(self._course.shape)
-        return [o.as_dict() for o in outcomes(name, s.speedup, s.fastest, self.share, lambda e: self._kl(name, e))]
+        found = outcomes(name, s.speedup, s.fastest, self.share, self._kl, self._course.rounds)
+        return [o.as_dict() for o in found]
 
-    def _kl(self, model: str, engine: str) -> float | None:
-        """As a run of `benchmarks.perplexity` on this model measured it for the same numbers."""
+    def _kl(self, engine: str) -> float | None:
+        """As `benchmarks.perplexity` measured it on the real model, for these numbers or weights made alike."""
         described = self._found.engines.get(engine)
-        return None if described is None else kl_of(model, described)
+        return None if described is None else kl_class(engine, numbers_of(engine, described))
 
     def share(self, workload: str, engine: str) -> float | None:
         """Decode: of the read bandwidth, reading the weights once a step; prefill: of the instructions' peak."""

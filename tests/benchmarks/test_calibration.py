@@ -1,4 +1,4 @@
-"""What the benchmark of statistics judges: time by the fastest precision, memory by the whole process's."""
+"""What the benchmark of statistics judges: time by the slowest precision, memory by the whole process's."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_memory_is_judged_beside_the_weights(more: int, verdict: str) -> None:
         "bf16": {"seconds_of_all": 230.0, "peak_bytes": 1 << 30},
     }
     seconds, memory = calibration.goals(runs, 240.0, 1 << 30)
-    assert (seconds["reached"], seconds["verdict"]) == (230.0, "goal met")
+    assert (seconds["reached"], seconds["verdict"]) == (250.0, "missed")
     assert memory["reached"] == pytest.approx(2.0, abs=0.002) and memory["verdict"] == verdict
 
 

@@ -91,13 +91,20 @@ def test_goals_are_judged_by_shares_of_pairs() -> None:
         ("the better of AWQ and GPTQ", 0.6, 0.65, "met"), ("the better of AWQ and GPTQ", 0.6, 0.5, "missed"),
         ("the other of them", 0.82, 0.8, "missed"), (f"the {MIX}", 0.41, 0.4, "not decided"),
         ("KL of int8-sq", 0.0099, 0.01, "met"), ("KL of fp8", 0.0176, 0.01, "missed"),
-        ("KL of fp8-gptq", 0.0096, 0.01, "not decided"),
     ]  # fmt: skip
     half = 2.201 * 0.001 * (12 / 11) ** 0.5 / 12**0.5 / 0.5
     assert found[0]["interval"] == pytest.approx([0.6 - half, 0.6 + half], abs=1e-4)
     assert GPTQ in found[0]["what"] and AWQ in found[2]["what"] and len(found) == compression._GOALS
-    some = goals(costs(**{RTN: (0.5,) * 3, "fp8-gptq": (0.001,) * 3}))
-    assert [goal["what"] for goal in some] == ["KL of fp8-gptq"], "only what was measured"
+    some = goals(costs(**{RTN: (0.5,) * 3, "fp8": (0.001,) * 3, "fp8-gptq": (0.001,) * 3}))
+    assert [goal["what"] for goal in some] == ["KL of fp8"], "only what was measured, and what a goal names"
+
+
+def test_a_goal_is_met_by_the_method_that_it_names() -> None:
+    """Files from before judged another method by the goal of FP8 to nearest."""
+    for met in ("met", "goal met"):
+        assert compression.verdict({"what": "KL of fp8-gptq", "verdict": met}) == "missed: the goal names fp8"
+        assert compression.verdict({"what": "KL of fp8", "verdict": met}) == met
+    assert compression.verdict({"what": "KL of fp8-gptq", "verdict": "not decided"}) == "not decided"
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_a_run_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "shape": "minilm", "texts": 3, "tokens": 90, "threads": 2, "lengths": [8, 256], "goals": goals(SAMPLES),
         "engines": {"millrace-fp32": {"tokens_per_s": speed, "distance": 2.3e-7}}, "left_out": {"openvino-fp32": "why"},
         "date": "2026-01-31", "commit": "abc", "machine": {"cpu": "c", "cores": 2, "memory_bytes": 1},
-        "command": "python -m benchmarks.embeddings x",
+        "command": "python -m benchmarks.embeddings x", "file": "file.json",
     }  # fmt: skip
     told = table(result)
     assert "3,220 tokens/s (2,209-6,353), 2.3e-07" in told and "left out: openvino-fp32: why" in told

@@ -1,4 +1,4 @@
-"""What is told of the cost model beside published runs: the worst device, the mean of parts, errors by hand."""
+"""What is told of the cost model beside published runs: the worst device, the worst part, errors by hand."""
 
 from typing import Any
 
@@ -19,15 +19,15 @@ def engines(device: str, by_switch: bool, fitted: float, left_out: tuple[float, 
     }  # fmt: skip
 
 
-def test_goals_are_of_the_worst_device_and_of_the_mean_of_what_is_left_out() -> None:
+def test_goals_are_of_the_worst_device_and_of_the_worst_part_left_out() -> None:
     """Cards on PCIe have a goal of their own, and no part in the others."""
     told = [engines("a", True, 0.04, (0.01, 0.03)), engines("b", True, 0.09, (0.08,)),
             engines("c", False, 0.2, (9.0,))]  # fmt: skip
     errors = {"median": 0.05, "mape": 0.06, "n": 3}
     served = {"of": "all", "what": "x", "rate": {**errors, "median": 0.15}, "ttft": errors, "itl": errors}
     found = goals(told, served)
-    assert [one["reached"] for one in found] == [0.09, 0.04, 0.08, 0.2, 0.15, 0.05]
-    assert [one["verdict"] for one in found] == ["goal met"] * 3 + ["missed", "missed", "goal met"]
+    assert [one["reached"] for one in found] == [0.09, 0.08, 0.16, 0.2, 0.15, 0.05]
+    assert [one["verdict"] for one in found] == ["goal met"] * 2 + ["missed", "missed", "missed", "goal met"]
     said = summary({"engines": told, "server": [served], "goals": found})
     assert "0 1.0% and 2.0%; 1 3.0% and 6.0%" in said and "requests/s: 15.0%, at most 14%: missed" in said
 

@@ -33,9 +33,10 @@ def test_a_run_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"work": "decode-1", "speed_of_old": 1.004, "speed_of_itself": 0.998, "same_tokens": False}
     result = {
         "old": "abc", "runs": [{"shape": "s", "precision": "w4a8", "work": [one]}], "date": "2026-01-31",
-        "commit": "def", "machine": {"cpu": "c", "cores": 2},
+        "commit": "def", "file": "file.json", "machine": {"cpu": "c", "cores": 2},
     }  # fmt: skip
     monkeypatch.setattr(page_rows, "of_kind", lambda name: [("file.json", result)] if name == "versions" else [])
     (row,) = page_rows.other_rows()
     assert row[0] == "s w4a8, decode-1: speed of this commit, of abc's"
     assert row[1] == "1.004; of itself in a second process 0.998; OTHER TOKENS"
+    assert row[2].endswith(", `file.json`")

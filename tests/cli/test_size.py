@@ -164,5 +164,8 @@ def test_benchmarks_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
         other.write_text(json.dumps({**told, "request_throughput": 1.2 * (n + 1), "mean_tpot_ms": 6 + n}))
     left = json.loads(millrace(*asked[:2], *others, *asked[2:], "--leave-one-out", "--json").out)["left_out"]
     assert len({one["what"] for one in left}) == 5 and all(one["rate"]["n"] == 1 for one in left)
+    worst = max(left, key=lambda one: one["rate"]["mape"])
+    shown = millrace(*asked[:2], *others, *asked[2:], "--leave-one-out").out
+    assert f"worst error of requests/s {worst['rate']['mape']:.1%}: {worst['what']}" in shown
     millrace(*asked[:-2], "--precision", "fp4").assert_mistake("does not multiply fp4")
     millrace(*asked[:2], tmp_path / "none", *asked[3:]).assert_mistake("cannot be read")

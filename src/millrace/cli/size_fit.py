@@ -91,8 +91,8 @@ def _show_held(held: list[Held]) -> None:
     heading("Each by a fit to all others")
     table(["left out", "requests/s", "TTFT", "ITL"],
           [[one.what, *(f"{e.bias:+.1%}" for e in (one.rate, one.ttft, one.itl))] for one in held])  # fmt: skip
-    mean = sum(one.rate.mape for one in held) / len(held)
-    click.echo(f"  mean error of requests/s {mean:.1%}")
+    worst = max(held, key=lambda one: one.rate.mape)
+    click.echo(f"  worst error of requests/s {worst.rate.mape:.1%}: {worst.what}")
 
 
 def _write(file: Path | None, write: Callable[[Path], None]) -> None:
