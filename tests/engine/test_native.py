@@ -79,6 +79,25 @@ def test_whatever_a_resealed_encoder_says(engine: Engine, name: str, tmp_path: P
         Engine.open(resealed(engine.folder, tmp_path, change)).network(threads=1)
 
 
+def test_bounds_that_a_step_would_not_fit_are_refused_at_load(tmp_path: Path) -> None:
+    """With fewer rows of logits than sequences, a step in which all of them draw a token would raise."""
+    model = build(random_checkpoint(tmp_path / "model", "llama", seed=1), tmp_path / "good", "bf16", max_step_tokens=64)
+    assert [(s.name, s.high) for s in model.manifest.symbols[:2]] == [("T", 64), ("S", 8)]
+    rows, tokens = 2, 0  # places of R and T among the symbols
+    changes: list[tuple[int, Table, str]] = [(rows, {"high": n, "usual": 1}, f"and {n} rows of") for n in (1, 2, 7)]
+    changes += [(tokens, {"high": 7, "usual": 7}, "of 7 tokens"), (rows, {"usual": 4096}, "not in order")]
+    changes += [(rows, {"low": 9, "usual": 8}, "low 9, usual 8"), (tokens, {"low": 65}, "not in order")]
+    for i, (place, change, says) in enumerate(changes):
+        (bad := tmp_path / str(i)).mkdir()
+        broken = resealed(model.folder, bad, lambda m, p=place, c=change: m["symbols"][p].update(c))  # type: ignore[misc]
+        with pytest.raises(EngineError, match=says):
+            Engine.open(broken)
+    (few := tmp_path / "few").mkdir()
+    least = Engine.open(resealed(model.folder, few, lambda m: m["symbols"][rows].update(high=8, usual=8)))
+    with closing(least.executor(n_pages=8, threads=1)) as executor:
+        assert len(executor.run(prompts_as_step([[i + 1] for i in range(8)])).tokens) == 8
+
+
 def test_outputs_of_a_language_model_are_checked_too(tmp_path: Path) -> None:
     model = build(random_checkpoint(tmp_path / "model", "llama", seed=1), tmp_path / "good", "bf16")
     for i, change in enumerate(({"shape": ["R", 2**20]}, {"offset": None})):

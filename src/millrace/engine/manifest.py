@@ -238,6 +238,14 @@ def read_manifest(folder: Path) -> Manifest:
     symbols = [s.name for s in manifest.symbols]
     if manifest.is_language_model and (symbols != ["T", "S", "R"] or not manifest.vocab_size):
         raise damaged(folder, f"{MANIFEST} is of a language model without T, S and R, or without a vocabulary")
+    highs = {s.name: s.high for s in manifest.symbols}
+    if manifest.is_language_model and highs["S"] > min(highs["T"], highs["R"]):  # each has a token, and draws one
+        bounds = f"{highs['S']} sequences in steps of {highs['T']} tokens and {highs['R']} rows of logits"
+        raise damaged(folder, f"{MANIFEST} has {bounds}")
+    for symbol in manifest.symbols:
+        if not symbol.low <= symbol.usual <= symbol.high:
+            bounds = f"low {symbol.low}, usual {symbol.usual}, high {symbol.high}"
+            raise damaged(folder, f"{MANIFEST} has bounds of {symbol.name!r:.60} that are not in order: {bounds}")
     vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in ENCODER.outputs]
     shaped = all(len(shape) == 2 and shape[0] == "S" and isinstance(shape[1], int) for shape in vectors)
     if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):

@@ -1,0 +1,32 @@
+"""Memory that a native tokenizer library may still take, where the process has a limit of address space.
+
+These libraries end the process when an allocation fails, so a file that needs more is refused before they see it.
+"""
+
+import resource
+from pathlib import Path
+
+from millrace.errors import CheckpointError
+
+_STATM = Path("/proc/self/statm")  # Linux
+_BASE_BYTES = 16 << 20  # whatever the size of the file: tables of the library, and an allocator's step
+
+
+def check_room(data: bytes, per_byte: int, path: Path) -> None:
+    """Check that the limit of address space (ulimit -v) leaves what reading the file takes.
+
+    per_byte: address space that the library takes for each byte of the file
+    raises CheckpointError
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or not _STATM.exists():
+        return
+    used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+    needed = _BASE_BYTES + per_byte * len(data)
+    if limit - used < needed:
+        raise CheckpointError(
+            f"{path} cannot be read: the limit of {limit >> 20} MiB of address space leaves "
+            f"{max(limit - used, 0) >> 20} MiB",
+            f"{needed >> 20} MiB",
+            "raise the limit (ulimit -v), or remove it",
+        )
