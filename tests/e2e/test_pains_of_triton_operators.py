@@ -22,12 +22,20 @@ from millrace.serve import keys
 from millrace.serve.inference import instances
 from millrace.serve.key_file import KeyFile
 from millrace.serve.settings import ServerSettings
+from tests.e2e import triton_users
 from tests.e2e.triton_users import FLOATS, SAME, becomes, children, floats, words
 from tests.support.kserve import binary
 from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import ADD_SUB, in_process, serving, write_models
 
 LOCALHOST = Path(__file__).parents[1] / "serve" / "localhost.pem"  # a certificate for 127.0.0.1, of these tests alone
+
+
+@pytest.fixture(autouse=True)
+def own_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look only at processes of this test: one of an earlier test in this process may still be ending."""
+    before = triton_users.children()
+    monkeypatch.setattr(sys.modules[__name__], "children", lambda: triton_users.children() - before)
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ class Measuring(ModelBackend):
         return Measured(given)
 
 
+@pytest.mark.timing
 def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.serve.inference.loading.backend_named", lambda name: Measuring())
     monkeypatch.setattr(Measured, "threads", [])

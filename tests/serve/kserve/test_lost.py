@@ -34,6 +34,7 @@ def ask(url: str, body: object = None) -> tuple[int, bytes]:
 def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "RESTARTS_S", (0.3, 0.01))
     write(tmp_path, "m", HEAD + CODE + SAY, ANY % OWN)
+    before = frozenset(_models_processes())
     with serving(tmp_path) as url:
         of_model, infer = f"{url}/v2/models/m/ready", f"{url}/v2/models/m/infer"
         question = {"inputs": [{"name": "IN", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}
@@ -60,7 +61,7 @@ def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pyt
         until(lambda: ready() == (200, 200))
         pid()
         for number in range(3):  # without an answer between them
-            os.kill(process(), signal.SIGKILL)
+            os.kill(process(before), signal.SIGKILL)
             until(lambda: ready() == (400, 400))
             if number == 2:
                 break
@@ -71,17 +72,21 @@ def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pyt
         assert ready() == (400, 400) and ask(f"{url}/v2/health/live")[0] == 200
 
 
-def process() -> int:
+def process(before: frozenset[int]) -> int:
     """Return the model's process, without asking it. One that was killed may still be ending."""
     found: list[int] = []
 
     def is_alone() -> bool:
-        ids = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
-        found[:] = [p for p in ids if b"start.py" in _command_line(p)]
+        found[:] = [p for p in _models_processes() if p not in before]
         return len(found) == 1
 
     until(is_alone)
     return found[0]
+
+
+def _models_processes() -> list[int]:
+    ids = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
+    return [p for p in ids if b"start.py" in _command_line(p)]
 
 
 def _command_line(process_id: int) -> bytes:
