@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
+from millrace.runtime.schema import resolved
 from millrace.runtime.structured import StructuredOutputsParams
 
 Clause = tuple[Hashable, Sequence[Hashable]]  # the first can end, if all of the others can
@@ -87,7 +87,8 @@ def _schema_ends(asked: StructuredOutputsParams, root: Mapping[str, Any]) -> boo
         is_certain &= schema is root or "$id" not in schema  # below it, references are not the root's
         _check_least(asked, schema)
         todo += _inside(schema)
-        target = _target(root, schema["$ref"]) if "$ref" in schema else True
+        # anything meets `true`, which stands for what is not a place of the root
+        target = resolved(root, schema["$ref"], missing=True) if "$ref" in schema else True
         todo.append(target)
         clauses += _clauses(schema, target)
     return not is_certain or id(root) in closed(clauses)
@@ -134,22 +135,6 @@ def _several(schema: Mapping[str, Any], key: str) -> list[object]:
 def _named(schema: Mapping[str, Any], key: str) -> dict[str, object]:
     value = schema.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _target(root: object, reference: object) -> object:
-    """True, which is a schema that anything meets, where it is not a pointer to a place of the root."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return True
-    here: Any = root
-    for part in unquote(reference).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(here, dict) and name in here:
-            here = here[name]
-        elif isinstance(here, list) and re.fullmatch("[0-9]{1,6}", name) and int(name) < len(here):
-            here = here[int(name)]
-        else:
-            return True
-    return here
 
 
 def _clauses(schema: Mapping[str, Any], target: object) -> Iterator[Clause]:

@@ -97,10 +97,10 @@ def _within(schema: Schema, key: str, path: str) -> Iterator[tuple[object, str]]
         yield from ((part, f"{path}/{key}/{name}") for name, part in schema[key].items())
 
 
-def resolved(root: object, reference: object) -> object:
-    """Return what a JSON pointer into the root leads to, or None if it is none or leads nowhere."""
+def resolved(root: object, reference: object, missing: object = None) -> object:
+    """Return what a JSON pointer into the root leads to, or `missing` if it is none or leads nowhere."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
+        return missing
     here: Any = root
     for part in unquote(reference).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -109,7 +109,7 @@ def resolved(root: object, reference: object) -> object:
         elif isinstance(here, list) and re.fullmatch("[0-9]{1,6}", name) and int(name) < len(here):
             here = here[int(name)]
         else:
-            return None
+            return missing
     return here
 
 
