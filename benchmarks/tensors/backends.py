@@ -16,16 +16,15 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import count, provenance, write_result
-from benchmarks.tensors.load import CLIENT_CORE, SERVER_CORE, on_core
+from benchmarks.tensors.load import CLIENT_CORE, SERVER_CORE, listening, on_core
 from millrace.bench.server_process import ServerProcess
 
 N = 16  # elements of a vector
@@ -171,17 +170,10 @@ def write_network(path: Path) -> Path | None:
     return path
 
 
-@contextlib.contextmanager
-def peer(folder: Path, *arguments: str) -> Iterator[tuple[int, int]]:
+def peer(folder: Path, *arguments: str) -> contextlib.AbstractContextManager[tuple[int, int]]:
     """FastAPI: its process and its port."""
     (folder / "peer.py").write_text(PEER)
-    command = [sys.executable, str(folder / "peer.py"), *arguments]
-    with on_core(SERVER_CORE), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.pid, int(process.stdout.readline())
-        finally:
-            process.terminate()
+    return listening([sys.executable, str(folder / "peer.py"), *arguments])
 
 
 def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,14 @@ def on_core(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-@contextlib.contextmanager
-def peer(kind: str) -> Iterator[tuple[int, int]]:
+def peer(kind: str) -> contextlib.AbstractContextManager[tuple[int, int]]:
     """Its process and its port. kind: of `peers.py`"""
-    command = [sys.executable, "-m", "benchmarks.tensors.peers", kind]
+    return listening([sys.executable, "-m", "benchmarks.tensors.peers", kind])
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Run a server on its core; yield its process and the port that it prints first."""
     with on_core(SERVER_CORE), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
