@@ -27,18 +27,28 @@ LABEL = re.compile(r'<text x="4" y="(\d+)">([^<]*)</text>')
 Trace = dict[str, Any]
 
 
+class Gate(threading.Event):
+    """Steps pass once it is set. reached: one waits at it"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @contextmanager
-def timed(of: ExecutorLimits = ROOMY, prefix_cache: bool = True) -> Iterator[tuple[Running, threading.Event]]:
-    """Its steps begin when the event is set."""
-    clock, go = FakeClock(), threading.Event()
+def timed(of: ExecutorLimits = ROOMY, prefix_cache: bool = True) -> Iterator[tuple[Running, Gate]]:
+    """Its steps begin when the gate is set."""
+    clock, go = FakeClock(), Gate()
     go.set()  # for what the server computes before it is ready
 
     def compute(step: StepInputs) -> None:
-        assert go.wait(10)
+        go.reached.set()
+        assert go.wait(60)
         clock.now_s += 1e-3 * len(step.tokens)
 
     with running(Fake(limits=of, clock=clock, before_run=compute, prefix_cache=prefix_cache)) as server:
         go.clear()
+        go.reached.clear()
         try:
             yield server, go
         finally:
@@ -52,7 +62,7 @@ def ask(server: Running, name: str, prompt: list[int], n_tokens: int, **more: ob
     return reply
 
 
-def ask_all(server: Running, go: threading.Event, asked: dict[str, dict[str, Any]]) -> dict[str, Trace]:
+def ask_all(server: Running, go: Gate, asked: dict[str, dict[str, Any]]) -> dict[str, Trace]:
     """One after the other, all before the first step ends. By their names"""
     with ThreadPoolExecutor(len(asked)) as pool:
         replies, n_there = [], 0
@@ -65,6 +75,7 @@ def ask_all(server: Running, go: threading.Event, asked: dict[str, dict[str, Any
             replies.append(pool.submit(ask, server, name, **what))
             n_there += what.get("n", 1)
             until(all_are_there)
+            assert go.reached.wait(60), "the first step is that of the first alone"
         go.set()
         for reply in replies:
             reply.result(20)

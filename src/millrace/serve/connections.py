@@ -10,32 +10,24 @@ import enum
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from millrace.serve.errors import HttpError, problem_of
 from millrace.serve.serving import Connections
-from millrace.serve.wire import Parser, fault_of_head, without_upgrade
+from millrace.serve.shortcut import Answering, Shortcut
+from millrace.serve.wire import Parser, Together, fault_of_head, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
 MAX_PIPELINED = 8  # requests of one connection that wait behind the one that is being answered
 MAX_WAITING_BYTES = 64 * 1024  # of heads and bodies that came while others waited
 FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refused in the middle of a packet
+HOLD_S = 0.05  # so long the shortcut waits for the body behind a head that it knows
 LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
-
-
-class Shortcut(Protocol):
-    """Answers requests in the call that reads them: those that are, but for their body, as one that came before."""
-
-    def came(self, method: str, path: bytes, headers: Sequence[tuple[bytes, bytes]], packet: bytes) -> None:
-        """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
-
-    def answer(self, packet: bytes, dates: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-        """The whole response to `packet`; None: it must go the usual way. dates: headers that every response has"""
 
 
 class _Reading(enum.Enum):
@@ -45,36 +37,6 @@ class _Reading(enum.Enum):
     HEAD = enum.auto()
     BODY = enum.auto()
     NOTHING = enum.auto()  # the connection was refused: what still comes is thrown away
-
-
-class _Together:
-    """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head: bytes | None = None
-        self._has_begun = False
-
-    def write(self, data: bytes) -> None:
-        if not self._has_begun:
-            self._has_begun, self._head = True, data
-            asyncio.get_running_loop().call_soon(self._flush)
-            return
-        if self._head is not None:
-            data, self._head = self._head + data, None
-        self._transport.write(data)
-
-    def _flush(self) -> None:
-        if self._head is not None:
-            data, self._head = self._head, None
-            self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):
@@ -91,6 +53,8 @@ class Connection(HttpToolsProtocol):
         self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
         self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
+        self._head = b""  # that came alone: most clients send their body after it
+        self._held: asyncio.TimerHandle | None = None  # the usual path has not read `_head`, and will then
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
         self._sends_no_more = self._was_asked = False  # the client has closed its side; and was told that we are here
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
@@ -105,12 +69,16 @@ class Connection(HttpToolsProtocol):
         self._admitted = self._all.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._held is not None:
+            self._taken_head()
         self._abandon()
         super().connection_lost(exc)
         self._all.leave(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
         """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
+        if self._held is not None:
+            self._read_head()
         http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
         self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
         if self._sends_no_more:
@@ -118,26 +86,76 @@ class Connection(HttpToolsProtocol):
         return self._sends_no_more
 
     def data_received(self, data: bytes) -> None:
-        if self._shortcut is None or self._reading is not _Reading.START or not self.is_waiting:
+        if self._held is not None:
+            data = self._taken_head() + data
+        if self._shortcut is None:
             self._read(data)
+        elif not self._begins:
+            head, self._head, n_heads = self._head, b"", self._n_heads
+            self._read(data)
+            if head:
+                self._show(self._shortcut, head + data, n_heads)
+        elif self._shortcut.knows(data):
+            self._unset_keepalive_if_required()
+            self._head, self._held = data, self.loop.call_later(HOLD_S, self._read_head)
         elif not self._answered_at_once(self._shortcut, data):
-            n_heads = self._n_heads
+            n_heads = self._n_heads + 1
             self._read(data)
-            is_one = self._reading is _Reading.START and self._n_heads == n_heads + 1 and not self.pipeline
-            if is_one and self.scope["http_version"] == "1.1":
-                self._shortcut.came(self.scope["method"], self.scope["raw_path"], self.headers, data)
+            if self.is_incomplete and self._n_heads == n_heads and data.endswith(b"\r\n\r\n"):
+                self._head = data
+            else:
+                self._show(self._shortcut, data, n_heads)
+
+    @property
+    def _begins(self) -> bool:
+        """What comes is the begin of a request, and nothing is in front of it."""
+        return self._reading is _Reading.START and self.is_waiting
+
+    def _show(self, shortcut: Shortcut, packet: bytes, n_heads: int) -> None:
+        """Let it remember what the usual path has just read, if that was one request and nothing else."""
+        is_one = self._reading is _Reading.START and self._n_heads == n_heads and not self.pipeline
+        if is_one and self.scope["http_version"] == "1.1":
+            shortcut.came(self.scope["method"], self.scope["raw_path"], self.headers, packet)
+
+    def _taken_head(self) -> bytes:
+        """What was held."""
+        assert self._held is not None, "a head is held"
+        self._held.cancel()
+        head, self._head, self._held = self._head, b"", None
+        return head
+
+    def _read_head(self) -> None:
+        """Its body is long in coming: the usual path waits for it."""
+        head = self._taken_head()
+        self._read(head)
+        self._head = head if self._reading is _Reading.BODY else b""
 
     def _answered_at_once(self, shortcut: Shortcut, data: bytes) -> bool:
         if self.flow.write_paused or not self._admitted or self.transport.is_closing():
             return False
-        response = shortcut.answer(data, self.server_state.default_headers)
+        response = shortcut.begin(data, self.server_state.default_headers, self._send_direct)
         if response is None:
             return False
         self._unset_keepalive_if_required()  # from here on it is `_check_silence` that looks
-        self.transport.write(response)
-        self.server_state.total_requests += 1
+        if isinstance(response, bytes):
+            self.transport.write(response)
+            self.server_state.total_requests += 1
+        else:
+            self.cycle = self._running = cast(RequestResponseCycle, response)
         self._changed(_Reading.START)
         return True
+
+    def _send_direct(self, answered: Answering, response: bytes) -> None:
+        """The response of a request that took the shortcut."""
+        answered.response_started = answered.response_complete = True
+        self.transport.write(response)
+        if not answered.keep_alive:
+            self.transport.close()
+        if self.pipeline or not answered.keep_alive:
+            self.on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self._changed(self._reading)
 
     def _read(self, data: bytes) -> None:
         if not self._admitted and not self.is_refused:
@@ -210,7 +228,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        cycle.transport = cast(asyncio.Transport, _Together(self.transport))
+        cycle.transport = cast(asyncio.Transport, Together(self.transport))
         super()._start_asgi_task(cycle, app)
 
     def shutdown(self) -> None:

@@ -11,10 +11,11 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from millrace.serve.connections import Connection, Shortcut
+from millrace.serve.connections import Connection
 from millrace.serve.limits import ConnectionLimits, number_of_connections
 from millrace.serve.serving import Connections
 from millrace.serve.settings import ServerSettings
+from millrace.serve.shortcut import Shortcut
 
 TICK_S = 0.1
 SWEEP_TICKS = 5

@@ -187,6 +187,36 @@ def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
     return None
 
 
+class Together:
+    """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self._has_begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun, self._head = True, data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            data, self._head = self._head, None
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 T = TypeVar("T")
 FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do
 CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope

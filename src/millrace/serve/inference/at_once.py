@@ -10,7 +10,6 @@ from millrace.serve.inference.backend import asked_of
 from millrace.serve.inference.batching import BatchQueue
 from millrace.serve.inference.instances import Worker, as_status
 from millrace.serve.inference.model import NO_RESPONSE, Answered
-from millrace.serve.inference.pace import QUICK_NS
 from millrace.serve.inference.request import InferRequest, InferResponse, Parameter
 from millrace.serve.inference.statistics import Statistics
 from millrace.serve.inference.status import Code, StatusError
@@ -47,8 +46,7 @@ class AtOnce:
         except BaseException as error:
             raise self._failed(error, like, came_ns, began_ns) from error
         done_ns = time.monotonic_ns()
-        if done_ns - began_ns > QUICK_NS:  # others may take its place in the event loop's thread
-            self._idle[0].took(inputs, done_ns - began_ns)
+        self._idle[0].took(inputs, done_ns - began_ns)  # by which it may lose its place in the event loop's thread
         if not alone:
             self._loop.call_later(SETTLED_S, self._statistics.settle)
         alone.append((came_ns, began_ns, done_ns, like.batch_size))

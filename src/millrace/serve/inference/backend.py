@@ -101,8 +101,8 @@ class Instance(ABC):
         """All that `execute` does with the inputs of one request, where that is all that it looks at."""
         return None
 
-    def took(self, n_bytes: int, took_ns: int) -> None:
-        """What `alone` gave has computed inputs of so many bytes."""
+    def took(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
+        """It has computed inputs of so many bytes. cpu_ns: of its thread, if that may have waited for others"""
         return
 
     def memory_bytes(self) -> int | None:
@@ -147,10 +147,10 @@ class Batched(Instance):
         first = requests[0]
         is_plain = len(requests) == 1 and not self._is_ragged
         inputs = first.inputs if is_plain else self._ragged.gathered(requests)
-        computing_ns = time.monotonic_ns()
+        computing_ns, before_ns = time.monotonic_ns(), time.thread_time_ns()
         outputs = self.compute(inputs)
-        computed_ns = time.monotonic_ns()
-        self.took(sum(array.nbytes for array in inputs.values()), computed_ns - computing_ns)
+        computed_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns() - before_ns
+        self.took(sum(array.nbytes for array in inputs.values()), computed_ns - computing_ns, cpu_ns)
         for request in requests:
             request.computing_ns, request.computed_ns = computing_ns, computed_ns
         if is_plain:

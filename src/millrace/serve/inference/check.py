@@ -256,7 +256,7 @@ def check_shape(name: str, datatype: str, shape: Sequence[int]) -> int:
         what = f"{len(shape)} dimensions, at most {MOST_DIMENSIONS} are supported"
         raise invalid(f"invalid shape for input '{name}': {what}")
     n = prod(shape)
-    n_beside_0 = prod(d for d in shape if d)  # without elements, too, no array has larger dimensions
+    n_beside_0 = n or prod(d for d in shape if d)  # without elements, too, no array has larger dimensions
     if n_beside_0 > MOST_BYTES:
         raise invalid(
             f"invalid shape for input '{name}': shape {shown(shape)} causes total element count to exceed maximum size "

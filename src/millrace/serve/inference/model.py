@@ -6,7 +6,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,17 +205,15 @@ class Model(ABC):
         """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""
         done: asyncio.Future[InferResponse] = self._loop.create_future()
 
-        def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+        def answered(response: InferResponse | None, error: StatusError | None) -> None:
             if done.done():
                 return
-            if error is not None:
-                done.set_exception(error)
-            elif response is not None and final:
+            if response is not None:
                 done.set_result(response)
-            elif final:
-                done.set_exception(StatusError(Code.INTERNAL, NO_RESPONSE))
+            elif error is not None:
+                done.set_exception(error)
 
-        self.submit(request, receive)
+        self.submit(request, only_response(answered))
         try:
             return await done
         except asyncio.CancelledError:
@@ -258,6 +256,18 @@ class Model(ABC):
 
     def told(self) -> dict[str, Any]:
         return self.statistics.told(self.name, self.version)
+
+
+def only_response(answered: Callable[[InferResponse | None, StatusError | None], None]) -> Receiver:
+    """Receives the one response of a model that is not decoupled, or the error in its place."""
+
+    def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+        if error is not None:
+            answered(None, error)
+        elif final:
+            answered(response, None if response is not None else StatusError(Code.INTERNAL, NO_RESPONSE))
+
+    return receive
 
 
 Answered = tuple[Mapping[str, Array], Mapping[str, Parameter]]  # an InferResponse's

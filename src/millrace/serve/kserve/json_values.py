@@ -1,5 +1,6 @@
 """Values of a tensor as JSON has them, as an array; and the words of Triton's JSON for what is wrong."""
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 
 MOST_DEPTH = 100
-_FLOATS = ("FP32", "FP64")
+_CODES = {"FP32": "f", "FP64": "d"}  # of the module array
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
@@ -31,18 +32,21 @@ def flat_array(name: str, datatype: str, data: Any) -> Array:
     if datatype == BYTES:
         _only(kinds, {str}, "string", "string")
         return objects([text.encode("utf-8", "surrogatepass") for text in flat])
+    if datatype in _CODES:
+        _only(kinds, {int, float}, "number", "double")
+        try:  # beyond FP32 is infinite, as in C
+            return np.frombuffer(array(_CODES[datatype], flat), DTYPES[datatype])
+        except OverflowError as error:
+            raise unparsed("data", str(error)) from None
     if datatype == "BOOL":
         _only(kinds, {bool}, "boolean", "boolean")
-    elif datatype in _FLOATS:
-        _only(kinds, {int, float}, "number", "double")
     elif datatype[0] == "U":
         word = "unsigned-integer"
         _only(kinds, {int} if not flat or min(map(_number, flat)) >= 0 else set(), word, word)
     else:
         _only(kinds, {int}, "signed-integer", "signed-integer")
     try:
-        with np.errstate(over="ignore"):  # beyond FP32 is infinite, as in C
-            return np.array(flat, dtype=DTYPES[datatype])
+        return np.array(flat, dtype=DTYPES[datatype])
     except OverflowError as error:
         raise unparsed("data", str(error)) from None
 

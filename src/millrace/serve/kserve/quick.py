@@ -9,7 +9,7 @@ the model is busy, was loaded anew, or the server drains.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
@@ -24,12 +24,11 @@ from millrace.serve.inference.request import InferRequest, InferResponse, Parame
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import Array
 from millrace.serve.keys import Keys
-from millrace.serve.kserve import encoding
-from millrace.serve.kserve.heads import END, ID, JSON_LENGTH, LENGTH, REQUEST_ID, Filled, Head, head_of
-from millrace.serve.kserve.http import addressed, error_of, header_length, infer_headers
+from millrace.serve.kserve.direct import Direct, DirectAnswer, InferHead
+from millrace.serve.kserve.heads import ID, REQUEST_ID, Filled, Head, head_of
+from millrace.serve.kserve.http import error_of, infer_headers
 from millrace.serve.kserve.infer_body import HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written
-from millrace.serve.kserve.routes import BELOW, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.serving import Serving
 from millrace.serve.wire import id_of
@@ -37,10 +36,6 @@ from millrace.serve.wire import id_of
 MOST_KNOWN = 4  # heads that a connection remembers
 Header = tuple[bytes, bytes]
 Likeness = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, dtypes and shapes
-_MODELS = f"{BELOW}/models/".encode()
-# Whoever writes others may mean something by them, now or in a later version.
-_HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
-                       b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
 
 
 class InputPlace(NamedTuple):
@@ -72,16 +67,12 @@ class _Known:
     head: Head
     filled: Filled  # as it last was
     n_bytes: int  # of its tensors
-    path: str
-    route: str  # as the metrics call it
-    name: str
-    version: int | None  # that was asked for
+    told: InferHead
     model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
     tensors: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
     wanted: HttpWanted
-    headers: dict[bytes, bytes]
-    told: _Told | None = None  # the last answer
+    last: _Told | None = None  # the last answer
 
 
 class Quick:
@@ -89,6 +80,7 @@ class Quick:
 
     def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
         self.repository, self.backend, self.keys, self.serving = backend.repository, backend, keys, serving
+        self.direct = Direct(backend, keys, serving)
 
     def connection(self) -> "QuickConnection":
         return QuickConnection(self)
@@ -106,34 +98,35 @@ class QuickConnection:
 
     def came(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
         """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
-        if method != "POST" or not path.endswith(b"/infer") or not path.startswith(_MODELS):
+        if method == "POST" and path.endswith(b"/infer"):
+            found = self._of.direct.heads.add(path, headers, packet)
+            if found is not None:
+                self._look(found, packet)
+
+    def _look(self, told: InferHead, packet: bytes) -> None:
+        """What its model answers at once is remembered, if it comes twice. told: its head"""
+        if told.n_json is None or told.coding != "identity":
             return
-        by_name = dict(headers)
-        if len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
+        try:
+            model = self._of.repository.get(told.name, told.version)
+        except StatusError:
             return
-        head = head_of(packet, by_name)
+        # where nothing is JSON, heads of different lengths are alike
+        if not model.answers_at_once(told.n_body - told.n_json):
+            return
+        head = head_of(packet, told.headers)
         if head is not None and head == self._head:
-            found = self._read(path.decode("ascii"), by_name, packet, head)
+            found = self._read(told, model, packet, head)
             self._known = [found, *self._known][:MOST_KNOWN] if found is not None else self._known
         self._head = head
 
-    def _read(self, path: str, headers: dict[bytes, bytes], packet: bytes, head: Head) -> _Known | None:
-        if headers.get(b"connection", b"keep-alive").lower() != b"keep-alive":
-            return None
-        if encoding.chosen(headers.get(b"accept-encoding", b"").decode("latin-1")) != "identity":
-            return None
-        body, n_json = packet[packet.find(END) + len(END) :], header_length(headers[JSON_LENGTH])
+    def _read(self, told: InferHead, model: Model, packet: bytes, head: Head) -> _Known | None:
+        body, n_json = packet[told.n_bytes :], told.n_json
         assert n_json is not None, "it has that header"
-        n_bytes = len(body) - n_json  # where nothing is JSON, heads of different lengths are alike
+        n_bytes = len(body) - n_json
+        if any(k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._known):
+            return None
         try:
-            name, version, action = addressed(path.split("/")[3:])
-            if action != "infer":
-                return None
-            model = self._of.repository.get(name, version)
-            if not model.answers_at_once(len(packet)) or any(
-                k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._known
-            ):
-                return None
             request, wanted = read_infer(body, n_json, model.name, model.checker)
         except StatusError:
             return None
@@ -141,17 +134,30 @@ class QuickConnection:
         if tensors is None:
             return None
         request.inputs = {}
-        route = pattern_of(path)
         filled = head.filled(packet)
         assert filled is not None, "it is its head"
-        return _Known(
-            head, filled, n_bytes, path[:300], route, name, version, ref(model), tensors, request, wanted, headers
-        )
+        return _Known(head, filled, n_bytes, told, ref(model), tensors, request, wanted)
 
     # ------------------------------------------------------------------ what comes again
 
+    def knows(self, head: bytes) -> bool:
+        """As the connection's `Shortcut` has it."""
+        return self._of.direct.heads.knows(head)
+
+    def begin(
+        self, packet: bytes, dates: Sequence[Header], send: Callable[[DirectAnswer, bytes], None]
+    ) -> DirectAnswer | bytes | None:
+        """As the connection's `Shortcut` has it."""
+        if self._known and (response := self.answer(packet, dates)) is not None:
+            return response
+        head = self._of.direct.heads.found(packet)
+        if head is None:
+            return None
+        self._look(head, packet)
+        return self._of.direct.begin(head, packet, dates, send)
+
     def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
-        """The whole response to `packet`; None: it must go the usual way. dates: headers that every response has"""
+        """The whole response to `packet`; None: it is none of those. dates: headers that every response has"""
         for known in self._known:
             holes = known.filled.again(packet)
             if holes is None:
@@ -160,7 +166,7 @@ class QuickConnection:
                     continue
                 known.filled, holes = filled, filled.again(packet)
                 assert holes is not None, "it is the same packet"
-            model = ready(self._of.backend, known.name, known.version, known.model, len(packet))
+            model = ready(self._of.backend, known.told.name, known.told.version, known.model, known.n_bytes)
             return self._granted(known, model, packet, holes, dates) if model is not None else None
         return None
 
@@ -169,7 +175,7 @@ class QuickConnection:
     ) -> bytes | None:
         """holes: what is in them"""
         try:
-            given = known.headers.get(b"authorization"), known.headers.get(b"x-api-key")
+            given = known.told.headers.get(b"authorization"), known.told.headers.get(b"x-api-key")
             grant = self._of.keys.grant(*given, counts_refusals=False)
         except HttpError:
             return None  # which is refused the usual way
@@ -182,7 +188,7 @@ class QuickConnection:
         self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes:
         began_ns, front = time.monotonic_ns(), known.filled.end
-        request_id = id_of(holes.get(REQUEST_ID) or known.headers.get(REQUEST_ID))
+        request_id = id_of(holes.get(REQUEST_ID) or known.told.headers.get(REQUEST_ID))
         if (own := holes.get(ID)) is not None:
             known.like.id = own.decode()
         try:
@@ -196,8 +202,8 @@ class QuickConnection:
             refused = error_of(error)
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._of.backend.log.add("POST", known.path, request_id, status, took_ms)
-        self._of.serving.metrics.answered(known.route, "POST", status)
+        self._of.backend.log.add("POST", known.told.path, request_id, status, took_ms)
+        self._of.serving.metrics.answered(known.told.route, "POST", status)
         told = b"x-request-id: %b\r\n\r\n" % request_id.encode()
         return b"".join((STATUS_LINE[status], _lines(dates), head, told, body))
 
@@ -239,7 +245,7 @@ def _written(
 
     own: the id, where that is another one each time
     """
-    told = known.told
+    told = known.last
     if told is not None and not parameters and len(own) == told.n_id and is_like(told.like, outputs):
         return told.headers, b"".join((told.front, own, told.back, *[array.tobytes() for array in outputs.values()]))
     body, n_json = written(model, known.like, InferResponse(outputs, parameters), known.wanted)
@@ -249,7 +255,7 @@ def _written(
     if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
         front = b'{"id":"' if own else b""
         assert body.startswith(front + own), body[:80]
-        known.told = _Told(likeness(outputs), len(own), headers, front, body[len(front) + len(own) : n_json])
+        known.last = _Told(likeness(outputs), len(own), headers, front, body[len(front) + len(own) : n_json])
     return headers, body
 
 

@@ -46,6 +46,7 @@ class _Known:
     name: str
     version: int | None  # that was asked for
     model: "ref[Model]"
+    n_bytes: int  # of its tensors
     places: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
     wanted: GrpcWanted
@@ -66,9 +67,9 @@ class QuickCalls:
 
     def came(self, data: bytes, told: Any, model: Model) -> None:
         """told: the ModelInferRequest that `data` is, which is on its way to be answered"""
-        if len(data) > FREE_BYTES or not model.answers_at_once(len(data)):
-            return
         raw = list(told.raw_input_contents)
+        if len(data) > FREE_BYTES or not model.answers_at_once(sum(map(len, raw))):
+            return
         front, fixed = _around(data, _RAW_INPUT, raw)
         if len(raw) != len(told.inputs) or not _is_whole(front) or len(front) > MOST_BYTES:
             return
@@ -111,7 +112,7 @@ class QuickCalls:
         if own is not None:
             (_, front), *others = fixed
             fixed = [(0, front[: own.start]), (own.stop, front[own.stop :]), *others]
-        return _Known(fixed, own, told.model_name, version, ref(model), places, request, wanted)
+        return _Known(fixed, own, told.model_name, version, ref(model), sum(map(len, raw)), places, request, wanted)
 
     # ------------------------------------------------------------------ what comes again
 
@@ -128,7 +129,7 @@ class QuickCalls:
                     if not own.isascii():  # which may be no UTF-8
                         continue
                     known.like.id = own.decode()
-                model = ready(self._backend, known.name, known.version, known.model, len(data))
+                model = ready(self._backend, known.name, known.version, known.model, known.n_bytes)
                 if model is None:
                     return None
                 inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in known.places}

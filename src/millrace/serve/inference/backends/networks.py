@@ -86,9 +86,9 @@ class Network(Batched):
         self._pace = Pace()
         refuse_accelerators(self.inner)
 
-    def took(self, n_bytes: int, took_ns: int) -> None:
+    def took(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
         """A small network that is quicker than a thread wakes up is computed in the event loop's."""
-        self._pace.took(n_bytes, took_ns)
+        self._pace.took(n_bytes, took_ns, cpu_ns)
         self.quick_bytes = self._pace.quick_bytes
 
     def check(self, inputs: Sequence[Told], outputs: Sequence[Told]) -> None:

@@ -1,0 +1,280 @@
+"""Inference requests over HTTP that are answered without ASGI: no parser, no task, no scope.
+
+A client sends the same HTTP head again and again; only the body differs. A head that the usual path has parsed and
+admitted is kept, byte for byte, with what it says: the model, the lengths, the credentials. A packet with the same head
+and a body of the announced length is such a request. Its body is read as the usual path reads it, its model is asked as
+the usual path asks it, and the answer is written when it comes. Everything else takes the usual path: another head, a
+body in several packets or above `FREE_BYTES`, a stream, a request while something is traced or the server drains.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from millrace.errors import BusyError
+from millrace.serve.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
+from millrace.serve.inference.model import Model, only_response
+from millrace.serve.inference.request import Bill, InferRequest, InferResponse
+from millrace.serve.inference.status import StatusError
+from millrace.serve.inference.tensors import held_bytes
+from millrace.serve.keys import Keys
+from millrace.serve.kserve import encoding
+from millrace.serve.kserve.heads import END, JSON_LENGTH, LENGTH, REQUEST_ID
+from millrace.serve.kserve.http import Reply, addressed, error_of, error_reply, header_length, infer_headers
+from millrace.serve.kserve.infer_body import HttpWanted, read_infer
+from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.routes import BELOW, pattern_of
+from millrace.serve.kserve.served import RepositoryBackend
+from millrace.serve.serving import LARGE_BODY, Serving
+from millrace.serve.tracebacks import without_frames
+from millrace.serve.wire import FREE_BYTES, RequestLog, id_of, log_request
+
+Header = tuple[bytes, bytes]
+MOST_HEADS, MOST_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
+_MODELS = f"{BELOW}/models/".encode()
+# Headers that change nothing here, or that are read below. Any other one takes the usual path.
+_HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
+                       b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InferHead:
+    """What an HTTP head says. n_body, n_json: bytes of the body, and of the JSON that begins it (None: all of it)"""
+
+    n_bytes: int
+    name: str
+    version: int | None
+    n_body: int
+    n_json: int | None
+    path: str  # as the log has it
+    route: str  # as the metrics call it
+    coding: str  # of the answer
+    headers: Mapping[bytes, bytes]
+
+
+class HeadCache:
+    """HTTP heads of inference requests, of all connections of one server; the least recently used leave first."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: of a body"""
+        self._most_bytes = min(most_bytes, FREE_BYTES)
+        self._heads: OrderedDict[bytes, InferHead] = OrderedDict()
+
+    def found(self, packet: bytes) -> InferHead | None:
+        """What the head of `packet` says, if its body follows as a whole; None if the usual path must read it."""
+        end = packet.find(END, 0, MOST_HEAD_BYTES) + len(END)
+        raw = packet[:end]
+        head = self._heads.get(raw)
+        if head is None or len(packet) - end != head.n_body:
+            return None
+        self._heads.move_to_end(raw)
+        return head
+
+    def knows(self, raw: bytes) -> bool:
+        """Whether this is such a head, without its body."""
+        head = self._heads.get(raw)
+        return head is not None and head.n_body > 0
+
+    def add(self, path: bytes, headers: Sequence[Header], packet: bytes) -> InferHead | None:
+        """The head of `packet`, a POST of HTTP/1.1 to `path`; None if something in it needs the usual path."""
+        if not path.startswith(_MODELS):
+            return None
+        end, by_name = packet.find(END) + len(END), dict(headers)
+        if end > MOST_HEAD_BYTES or len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
+            return None
+        length = by_name.get(LENGTH, b"")
+        if not length.isdigit() or len(length) > 9 or not int(length) == len(packet) - end <= self._most_bytes:
+            return None
+        if by_name.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+            return None
+        said = path.decode("ascii")
+        try:
+            name, version, action = addressed(said.split("/")[3:])
+            n_json = header_length(by_name.get(JSON_LENGTH))
+        except StatusError:
+            return None
+        if action != "infer":
+            return None
+        coding = encoding.chosen(by_name.get(b"accept-encoding", b"identity").decode("latin-1"))
+        found = InferHead(end, name, version, int(length), n_json, said[:300], pattern_of(said), coding, by_name)
+        self._heads[packet[:end]] = found
+        if len(self._heads) > MOST_HEADS:
+            self._heads.popitem(last=False)
+        return found
+
+
+class Direct:
+    """Of one server."""
+
+    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
+        self.backend, self.keys, self.serving = backend, keys, serving
+        self.heads = HeadCache(backend.bodies.max_bytes)
+
+    def begin(
+        self, head: InferHead, packet: bytes, dates: Sequence[Header], send: Callable[["DirectAnswer", bytes], None]
+    ) -> "DirectAnswer | bytes | None":
+        """The whole response, or a request that `send` gets the response of later; None: take the usual path.
+
+        head: of `packet`. dates: headers that every response has
+        """
+        model = self._model(head)
+        if model is None:
+            return None
+        try:
+            given = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
+            grant = self.keys.grant(*given, counts_refusals=False)
+        except HttpError:
+            return None  # the usual path refuses it
+        answer = DirectAnswer(self, head, model, grant.end, dates, send)
+        return answer.begin(packet[head.n_bytes :], grant.tenant) or answer
+
+    def _model(self, head: InferHead) -> Model | None:
+        backend = self.backend
+        repository = backend.repository
+        if repository.common.tracer.is_on or self.serving.tracer.is_on or not backend.has_room:
+            return None
+        if backend.shared is not None and backend.shared.slow_bytes > LARGE_BODY:
+            return None  # reading it may take long
+        try:
+            model = repository.get(head.name, head.version)
+        except StatusError:
+            return None
+        return None if model.is_decoupled else model
+
+
+class _Set:
+    """What uvicorn wakes if a client leaves: asyncio.Event's method."""
+
+    __slots__ = ("set",)
+
+    def __init__(self, called: Callable[[], None]) -> None:
+        self.set = called
+
+
+class DirectAnswer:
+    """One request, from its body to its response; in place of uvicorn's RequestResponseCycle."""
+
+    scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
+    __slots__ = (
+        "_admitted", "_began_ns", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun", "_is_over", "_model",
+        "_request", "_response", "_send", "_wanted", "_writing", "disconnected", "keep_alive", "message_event",
+        "response_complete", "response_started",
+    )  # fmt: skip
+
+    def __init__(
+        self, direct: Direct, head: InferHead, model: Model, end_grant: Callable[[int], None], dates: Sequence[Header],
+        send: Callable[["DirectAnswer", bytes], None],
+    ) -> None:  # fmt: skip
+        self._direct, self._head, self._model, self._end_grant = direct, head, model, end_grant
+        self._dates, self._send, self._began_ns = dates, send, time.monotonic_ns()
+        self._id = id_of(head.headers.get(REQUEST_ID))
+        self._request: InferRequest | None = None
+        self._wanted: HttpWanted | None = None
+        self._response: bytes | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._admitted = direct.backend.admitted()
+        self._is_begun = self._is_over = False
+        self.disconnected = self.response_started = self.response_complete = False
+        self.keep_alive = True
+        self.message_event = _Set(self._looked)
+
+    def begin(self, body: bytes, tenant: str) -> bytes | None:
+        """The response, if it is there at once."""
+        backend = self._direct.backend
+        self._direct.serving.load.n += 1
+        self._admitted.__enter__()
+        try:
+            request, self._wanted = read_infer(
+                body, self._head.n_json, self._model.name, self._model.checker, backend.shared
+            )
+            request.bill, request.tenant = Bill(), tenant
+            self._request = request
+            self._model.submit(request, only_response(self._answered))
+        except StatusError as error:
+            self._answered(None, error)
+        self._is_begun = True
+        return self._response
+
+    # ------------------------------------------------------------------ its end
+
+    def _answered(self, response: InferResponse | None, error: StatusError | None) -> None:
+        """By its model, or by what is wrong with it."""
+        if self._is_over:
+            return
+        if response is not None and (n_bytes := held_bytes(response.outputs.values())) > LARGE_BODY:
+            self._writing = asyncio.ensure_future(self._written_aside(response, n_bytes))
+        else:
+            self._finish(self._reply(response, error))
+
+    async def _written_aside(self, response: InferResponse, n_bytes: int) -> None:
+        try:
+            reply = await self._direct.backend.aside(lambda: self._reply(response, None), n_bytes)
+        except BusyError as busy:
+            problem = problem_of(busy, accepting=True)
+            reply = error_reply(problem.status, problem.message)
+        if not self._is_over:
+            self._finish(reply)
+
+    def _reply(self, response: InferResponse | None, error: StatusError | None) -> Reply:
+        try:
+            if response is not None:
+                assert self._request is not None and self._wanted is not None, "it was read"
+                body, n_json = written(self._model, self._request, response, self._wanted)
+                headers, coding = infer_headers(n_json), self._head.coding
+                if coding != "identity":
+                    body = encoding.encoded(body, coding)
+                    headers.append((b"content-encoding", coding.encode()))
+                return Reply(200, body, headers)
+        except StatusError as unfit:
+            error = unfit
+        except Exception as bug:  # as at the edge: one request ends with it, not the server
+            log.exception("request %s: a bug in the server", self._id)
+            without_frames(bug)
+            return error_reply(BUG.status, BUG.message)
+        assert error is not None, "there is a response, or an error"
+        return error_of(without_frames(error))
+
+    def _finish(self, reply: Reply) -> None:
+        self._end(reply.status)
+        self._response = b"".join(
+            (
+                STATUS_LINE[reply.status],
+                *[b"%b: %b\r\n" % header for header in self._dates],
+                *[b"%b: %b\r\n" % (name.lower(), value) for name, value in reply.headers],
+                b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
+                reply.body,
+            )
+        )
+        if self._is_begun:
+            self._send(self, self._response)
+
+    def _end(self, status: int) -> None:
+        """Whatever it held is free, and its line is in the log."""
+        self._is_over = True
+        direct, head, took_ms = self._direct, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
+        self._admitted.__exit__(None, None, None)
+        bill = self._request.bill if self._request is not None else None
+        prompt, generated = (bill.prompt, bill.generated) if bill is not None else (0, 0)
+        self._end_grant(prompt + generated)
+        if prompt or generated:
+            log_request(RequestLog("POST", head.path, self._id, status, took_ms, None, prompt, generated or None))
+        else:
+            direct.backend.log.add("POST", head.path, self._id, status, took_ms)
+        direct.serving.metrics.answered(head.route, "POST", status)
+        direct.serving.load.n -= 1
+
+    def _looked(self) -> None:
+        """The connection has news: if its client has left, nobody waits for the answer."""
+        if not self.disconnected or self._is_over:
+            return
+        self._end(CLIENT_CLOSED)
+        if self._request is not None:
+            self._model.cancel(self._request)
+        if self._writing is not None:
+            self._writing.cancel()
