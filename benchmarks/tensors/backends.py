@@ -1,97 +1,39 @@
-"""What real tensor backends cost, beside FastAPI with the same function: CPU of the server, and latency.
+"""What real tensor backends cost, beside FastAPI and grpcio with the same function: CPU of the server, and latency.
 
-    python -m benchmarks.tensors.backends [--seconds 4] [--rounds 5]
+    python -m benchmarks.tensors.backends [--seconds 2] [--rounds 5]
 
-A plain `model.py` that adds two vectors (in the server's process, and in one of its own) and, where it is installed, a
-small network by `onnxruntime`; over HTTP, as JSON, from 1, 8 and 64 connections. Beside each FastAPI on uvicorn with a
-Pydantic model and the same function (`def` and `async def`), or the same session. CPU is that of the server with all of
-its processes. Servers take turns; medians of the rounds. The client is of this process, on the other core. Writes
-results/backends-TIME-COMMIT.json.
+The models of `backend_models.py`: a plain `model.py` that adds two vectors (in the server's process, and in one of its
+own), an ensemble of two of them, a small network by ONNX Runtime and by OpenVINO where they are installed, and the
+bundled language model; over HTTP as JSON, and over gRPC with raw tensors, from 1, 8 and 64 connections. CPU is that of
+the server with all of its processes. Servers take turns; medians of the rounds. The client is of this process, on the
+other core. Writes results/backends-TIME-COMMIT.json.
 """
 
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.record import count, provenance, write_result
-from benchmarks.tensors.load import CLIENT_CORE, SERVER_CORE, listening, on_core
+from benchmarks.tensors.backend_models import MODELS, TEXT, TOKENS, N, write_repository
+from benchmarks.tensors.load import CLIENT_CORE, SERVER_CORE, on_core
+from benchmarks.tensors.request import GRPC_METHOD, GRPC_SERVICE, message_classes
 from millrace.bench.server_process import ServerProcess
 
-N = 16  # elements of a vector
 CONNECTIONS = (1, 8, 64)
 _TICKS = os.sysconf("SC_CLK_TCK")
-_TENSORS = f"""
-input [ {{ name: "A" data_type: TYPE_FP32 dims: [ {N} ] }}, {{ name: "B" data_type: TYPE_FP32 dims: [ {N} ] }} ]
-output [ {{ name: "C" data_type: TYPE_FP32 dims: [ {N} ] }} ]
-"""
-_OWN = 'parameters { key: "MILLRACE_PROCESS" value { string_value: "own" } }'
-MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            a = pb_utils.get_input_tensor_by_name(request, "A").as_numpy()
-            b = pb_utils.get_input_tensor_by_name(request, "B").as_numpy()
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("C", a + b)]))
-        return responses
-"""
-PEER = """
-import socket, sys
-import numpy as np
-import uvicorn
-from fastapi import FastAPI
-from pydantic import BaseModel
-
-
-class Asked(BaseModel):
-    a: list[float]
-    b: list[float]
-
-
-app = FastAPI()
-session = None
-if len(sys.argv) > 1:
-    import onnxruntime
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(sys.argv[1], options, ["CPUExecutionProvider"])
-
-
-def computed(asked):
-    a, b = np.array(asked.a, np.float32), np.array(asked.b, np.float32)
-    return {"c": (a + b if session is None else session.run(None, {"A": a, "B": b})[0]).tolist()}
-
-
-@app.post("/def")
-def plain(asked: Asked):
-    return computed(asked)
-
-
-@app.post("/async")
-async def coroutine(asked: Asked):
-    return computed(asked)
-
-
-with socket.create_server(("127.0.0.1", 0)) as sock:
-    print(sock.getsockname()[1], flush=True)
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False,
-                            log_level="warning")
-    uvicorn.Server(config).run(sockets=[sock])
-"""
+_STOP_S = 20
 
 
 def processes(pid: int) -> list[int]:
@@ -111,91 +53,132 @@ def cpu_s(pid: int) -> float:
     return ticks / _TICKS
 
 
+Asking = Callable[[float, list[float]], Awaitable[None]]  # until when; how long each request took, in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One server's way to one function."""
+
+    pid: int
+    ask: Asking
+
+
 def packet(path: str, body: object) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
-async def _asking(port: int, data: bytes, until_s: float, took_s: list[float]) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while (began_s := time.perf_counter()) < until_s:
-        writer.write(data)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200"), head
-        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        await reader.readexactly(int(lengths[0].partition(b":")[2]))
-        took_s.append(time.perf_counter() - began_s)
-    writer.close()
+def over_http(port: int, path: str, body: object) -> Asking:
+    data = packet(path, body)
+
+    async def ask(until_s: float, took_s: list[float]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while (began_s := time.perf_counter()) < until_s:
+            writer.write(data)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            await reader.readexactly(int(lengths[0].partition(b":")[2]))
+            took_s.append(time.perf_counter() - began_s)
+        writer.close()
+
+    return ask
 
 
-def sample(port: int, pid: int, data: bytes, connections: int, seconds: float) -> dict[str, float]:
+def over_grpc(port: int, name: str) -> Asking:
+    """With a channel, and so a connection, of its own."""
+    import grpc
+
+    asked, _ = message_classes()
+    vector = vectors().tobytes()
+    made = asked(model_name=name, raw_input_contents=[vector, vector])
+    for side in "AB":
+        made.inputs.add(name=side, datatype="FP32", shape=[N])
+    data = made.SerializeToString()
+
+    async def ask(until_s: float, took_s: list[float]) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+            call = channel.unary_unary(f"/{GRPC_SERVICE}/{GRPC_METHOD}")
+            while (began_s := time.perf_counter()) < until_s:
+                await call(data)
+                took_s.append(time.perf_counter() - began_s)
+
+    return ask
+
+
+def vectors() -> Any:
+    return np.arange(N, dtype=np.float32) / 2
+
+
+def sample(target: Target, connections: int, seconds: float) -> dict[str, float]:
     took_s: list[float] = []
 
     async def run() -> None:
         until_s = time.perf_counter() + seconds
-        await asyncio.gather(*(_asking(port, data, until_s, took_s) for _ in range(connections)))
+        await asyncio.gather(*(target.ask(until_s, took_s) for _ in range(connections)))
 
-    before = cpu_s(pid)
+    before = cpu_s(target.pid)
     with on_core(CLIENT_CORE):
         asyncio.run(run())
-    cpu_us = (cpu_s(pid) - before) * 1e6 / len(took_s)
-    p50, p99 = (statistics.quantiles(took_s, n=100)[i] * 1e3 for i in (49, 98))
+    cpu_us = (cpu_s(target.pid) - before) * 1e6 / len(took_s)
+    p50, p99 = (statistics.quantiles(took_s, n=100)[i] * 1e3 for i in (49, 98)) if len(took_s) > 1 else took_s * 2
     return {"cpu_us": round(cpu_us, 1), "p50_ms": round(p50, 3), "p99_ms": round(p99, 3), "n": len(took_s)}
 
 
-def write_repository(root: Path, network: Path | None) -> Path:
-    models = {"here": f'backend: "python" {_TENSORS}', "own": f'backend: "python" {_OWN} {_TENSORS}'}
-    for name, config in models.items():
-        (root / name / "1").mkdir(parents=True)
-        (root / name / "1" / "model.py").write_text(MODEL)
-        (root / name / "config.pbtxt").write_text(config)
-    if network is not None:
-        (root / "onnx" / "1").mkdir(parents=True)
-        (root / "onnx" / "1" / "model.onnx").write_bytes(network.read_bytes())
-        (root / "onnx" / "config.pbtxt").write_text(f'backend: "onnxruntime" {_TENSORS}')
-    return root
+def peer_targets(function: str, network: Path, running: contextlib.ExitStack) -> dict[str, Target]:
+    command = [sys.executable, "-m", "benchmarks.tensors.backend_models", function, str(network)]
+    pid, http, grpc = running.enter_context(peer(command))
+    if function == "llm":
+        return {"fastapi def, llm": Target(pid, over_http(http, "/def", {"text_input": TEXT, "max_tokens": TOKENS}))}
+    body = {"a": vectors().tolist(), "b": vectors().tolist()}
+    found = {f"fastapi {p}, {function}": Target(pid, over_http(http, f"/{p}", body)) for p in ("def", "async")}
+    return found | {f"grpcio, {function}": Target(pid, over_grpc(grpc, function))}
 
 
-def write_network(path: Path) -> Path | None:
-    """A + B, as a network; None where it cannot be made, or run."""
-    if not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime")):
-        return None
-    import onnx
-    from onnx import TensorProto, helper
+@contextlib.contextmanager
+def peer(command: list[str]) -> Any:
+    """Its process, and its ports of HTTP and gRPC."""
+    import subprocess
 
-    a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [N]) for name in "ABC")
-    graph = helper.make_graph([helper.make_node("Add", ["A", "B"], ["C"])], "sum", [a, b], [c])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
+    with on_core(SERVER_CORE), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            http, grpc = map(int, process.stdout.readline().split())
+            yield process.pid, http, grpc
+        finally:
+            process.terminate()
+            process.wait(_STOP_S)
 
 
-def peer(folder: Path, *arguments: str) -> contextlib.AbstractContextManager[tuple[int, int]]:
-    """FastAPI: its process and its port."""
-    (folder / "peer.py").write_text(PEER)
-    return listening([sys.executable, str(folder / "peer.py"), *arguments])
+def our_targets(names: list[str], pid: int, http: int, grpc: int) -> dict[str, Target]:
+    inputs = [{"name": s, "shape": [N], "datatype": "FP32", "data": vectors().tolist()} for s in "AB"]
+    found = {}
+    for name in names:
+        if MODELS[name] == "llm":
+            body = {"text_input": TEXT, "max_tokens": TOKENS, "temperature": 0}
+            found[f"{name}, http"] = Target(pid, over_http(http, f"/v2/models/{name}/generate", body))
+        else:
+            body = {"inputs": inputs}
+            found[f"{name}, http"] = Target(pid, over_http(http, f"/v2/models/{name}/infer", body))
+            found[f"{name}, grpc"] = Target(pid, over_grpc(grpc, name))
+    return found
 
 
 def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
-    network = write_network(folder / "model.onnx")
-    repository = write_repository(folder / "models", network)
-    vector = [i / 2 for i in range(N)]
-    inputs = [{"name": name, "shape": [N], "datatype": "FP32", "data": vector} for name in "AB"]
+    network = folder / "model.onnx"
+    names = write_repository(folder / "models", network)
     with contextlib.ExitStack() as running:
         with on_core(SERVER_CORE):
-            ours = running.enter_context(ServerProcess(None, ("--model-repository", str(repository))))
-        our_port = int(ours.url.rpartition(":")[2])
-        pid, port = running.enter_context(peer(folder))
-        asked = {"a": vector, "b": vector}
-        engines: dict[str, tuple[int, int, bytes]] = {
-            name: (our_port, ours.pid, packet(f"/v2/models/{name}/infer", {"inputs": inputs}))
-            for name in sorted(p.name for p in repository.iterdir())
-        }
-        engines |= {f"fastapi {path}": (port, pid, packet(f"/{path}", asked)) for path in ("def", "async")}
-        if network is not None:
-            pid, port = running.enter_context(peer(folder, str(network)))
-            engines |= {f"fastapi onnx {path}": (port, pid, packet(f"/{path}", asked)) for path in ("def", "async")}
-        found = {n: in_turn(engines, n, rounds, seconds) for n in CONNECTIONS}
+            arguments = ("--model-repository", str(folder / "models"), "--grpc-port", "0")
+            ours = running.enter_context(ServerProcess(None, arguments))
+        http, grpc = (int(url.rpartition(":")[2]) for url in (ours.url, ours.grpc_url))
+        targets = our_targets(names, ours.pid, http, grpc)
+        for function in dict.fromkeys(MODELS[name] for name in names):
+            targets |= peer_targets(function, network, running)
+        found = {n: in_turn(targets, n, rounds, seconds) for n in CONNECTIONS}
         ours.terminate()
         ours.wait()
     medians = {n: {name: _median(samples) for name, samples in of_n.items()} for n, of_n in found.items()}
@@ -204,13 +187,13 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def in_turn(
-    engines: Mapping[str, tuple[int, int, bytes]], connections: int, rounds: int, seconds: float
+    targets: Mapping[str, Target], connections: int, rounds: int, seconds: float
 ) -> dict[str, list[dict[str, float]]]:
     """The first round warms up."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
     for i in range(rounds + 1):
-        for name, (port, pid, data) in engines.items():
-            one = sample(port, pid, data, connections, seconds)
+        for name, target in targets.items():
+            one = sample(target, connections, seconds)
             if i:
                 found[name].append(one)
     return found
@@ -223,13 +206,13 @@ def _median(samples: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=2.0)
     said = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = run(said.rounds, said.seconds, Path(folder))
     for n, of_n in result["medians"].items():
         for name, one in of_n.items():
-            print(f"{n:3} connections  {name:20} {one['cpu_us']:7.0f} us CPU  p50 {one['p50_ms']:.3f} ms")
+            print(f"{n:3} connections  {name:24} {one['cpu_us']:7.0f} us CPU  p50 {one['p50_ms']:.3f} ms")
     write_result("backends", result)
 
 
