@@ -1,6 +1,7 @@
-// What one instruction set offers: the program's kernels and the vector passes of sampling.
+// What one instruction set offers: the program's kernels, the vector passes of sampling, the loops of the probe.
 #pragma once
 #include "kernels_generated.hpp"
+#include "probe.hpp"
 #include "step_context.hpp"
 
 namespace millrace {
@@ -39,6 +40,7 @@ struct Isa {
   KernelTable kernels;
   SamplePasses sample;
   int64_t scratch_bytes;  // a worker's scratch for the kernels, whatever the step
+  const ProbeLoops* probe;
 };
 
 #if defined(__x86_64__)

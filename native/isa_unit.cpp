@@ -15,6 +15,7 @@
 
 namespace millrace {
 
+extern const ProbeLoops MILLRACE_JOIN(probe_, MILLRACE_ISA);
 extern const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA);
 const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA) = {
     MILLRACE_STRING(MILLRACE_ISA),
@@ -22,6 +23,7 @@ const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA) = {
     {MILLRACE_ISA::row_look, MILLRACE_ISA::row_weigh, MILLRACE_ISA::row_exp2, MILLRACE_ISA::row_find,
      MILLRACE_ISA::row_collect, MILLRACE_ISA::row_count, MILLRACE_ISA::row_mass, MILLRACE_ISA::row_rank},
     MILLRACE_ISA::scratch_bytes(),
+    &MILLRACE_JOIN(probe_, MILLRACE_ISA),
 };
 
 }  // namespace millrace

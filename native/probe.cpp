@@ -50,15 +50,8 @@ std::atomic<uint64_t> sink;  // so that no result is dead
 }  // namespace
 
 const ProbeLoops& probe_loops(const char* isa) {
-  for (const Isa* const* usable = usable_isas(); *usable; ++usable) {
-    if (std::strcmp((*usable)->name, isa) != 0) continue;
-#if defined(__x86_64__)
-    if (std::strcmp(isa, "amx") == 0) return probe_amx;
-    if (std::strcmp(isa, "avx512") == 0) return probe_avx512;
-    if (std::strcmp(isa, "avx2") == 0) return probe_avx2;
-#endif
-    return probe_scalar;
-  }
+  for (const Isa* const* usable = usable_isas(); *usable; ++usable)
+    if (std::strcmp((*usable)->name, isa) == 0) return *(*usable)->probe;
   throw std::runtime_error(std::string(isa) + " cannot run here: " + isa_lacking(isa));
 }
 

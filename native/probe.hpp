@@ -19,13 +19,6 @@ struct ProbeLoops {
   RateLoop rates[4];  // by Precision
 };
 
-#if defined(__x86_64__)
-extern const ProbeLoops probe_amx;
-extern const ProbeLoops probe_avx512;
-extern const ProbeLoops probe_avx2;
-#endif
-extern const ProbeLoops probe_scalar;
-
 const ProbeLoops& probe_loops(const char* isa);  // throws std::runtime_error for one that cannot run here
 
 // One figure per round: bytes a second that `threads` threads together read, each again and again from its own

@@ -3,12 +3,7 @@
 
 #include "probe.hpp"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-#if defined(__AMX_BF16__)
-#include "lanes/amx.hpp"
-#endif
+#include MILLRACE_LANES
 
 #define MILLRACE_STRING_(x) #x
 #define MILLRACE_STRING(x) MILLRACE_STRING_(x)
@@ -49,7 +44,7 @@ float bf16(int64_t rounds) {
   return _mm512_cvtss_f32(all);
 }
 
-[[maybe_unused]] float int8(int64_t rounds) {
+float int8(int64_t rounds) {
   __m512i sum[kChains];
   for (auto& s : sum) s = _mm512_setzero_si512();
   const __m512i a = _mm512_set1_epi8(1);
@@ -60,47 +55,7 @@ float bf16(int64_t rounds) {
   return static_cast<float>(_mm512_cvtsi512_si32(all));
 }
 
-#if defined(__AMX_BF16__)
-void zero_tiles() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(6);
-}
-
-// Four sums of 16 x 16, each from 32 products.
-float tiles(int64_t rounds) {
-  const MILLRACE_ISA::Tiles configured(16, 16);
-  zero_tiles();
-  for (int64_t r = 0; r < rounds; ++r) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_dpbf16ps(3, 4, 6);
-  }
-  return 0;
-}
-
-// The same of 64 integer products.
-float byte_tiles(int64_t rounds) {
-  const MILLRACE_ISA::Tiles configured(16, 16);
-  zero_tiles();
-  for (int64_t r = 0; r < rounds; ++r) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 6);
-    _tile_dpbssd(2, 4, 6);
-    _tile_dpbssd(3, 4, 6);
-  }
-  return 0;
-}
-constexpr RateLoop kTiles{tiles, 4 * 16 * 16 * 32 * 2}, kInt8{byte_tiles, 4 * 16 * 16 * 64 * 2};
-#else
-constexpr RateLoop kTiles{}, kInt8{int8, kChains * 64 * 2};
-#endif
-
-constexpr RateLoop kRates[] = {{fp32, kChains * 16 * 2}, {bf16, kChains * 32 * 2}, kInt8, kTiles};
+constexpr RateLoop kFp32{fp32, kChains * 16 * 2}, kBf16{bf16, kChains * 32 * 2}, kVectors{int8, kChains * 64 * 2};
 
 #elif defined(__AVX2__)
 
@@ -137,7 +92,7 @@ float int8(int64_t rounds) {
   return static_cast<float>(_mm256_cvtsi256_si32(all));
 }
 
-constexpr RateLoop kRates[] = {{fp32, kRegisters * 8 * 2}, {}, {int8, kPairs * 32 * 2}, {}};
+constexpr RateLoop kFp32{fp32, kRegisters * 8 * 2}, kBf16{}, kVectors{int8, kPairs * 32 * 2};
 
 #else
 
@@ -161,7 +116,54 @@ float fp32(int64_t rounds) {
   return all;
 }
 
-constexpr RateLoop kRates[] = {{fp32, kChains * 2}, {}, {}, {}};
+constexpr RateLoop kFp32{fp32, kChains * 2}, kBf16{}, kVectors{};
+
+#endif
+
+#if defined(MILLRACE_TILES)
+
+using namespace MILLRACE_ISA;  // where tiles are emulated, it has the instructions as functions
+
+void zero_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(6);
+}
+
+// Four sums of 16 x 16, each from 32 products.
+float tiles(int64_t rounds) {
+  const MILLRACE_ISA::Tiles configured(16, 16);
+  zero_tiles();
+  for (int64_t r = 0; r < rounds; ++r) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_dpbf16ps(3, 4, 6);
+  }
+  return 0;
+}
+
+// The same of 64 integer products.
+float byte_tiles(int64_t rounds) {
+  const MILLRACE_ISA::Tiles configured(16, 16);
+  zero_tiles();
+  for (int64_t r = 0; r < rounds; ++r) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 6);
+    _tile_dpbssd(2, 4, 6);
+    _tile_dpbssd(3, 4, 6);
+  }
+  return 0;
+}
+
+constexpr RateLoop kTiles{tiles, 4 * 16 * 16 * 32 * 2}, kInt8{byte_tiles, 4 * 16 * 16 * 64 * 2};
+
+#else
+
+constexpr RateLoop kTiles{}, kInt8 = kVectors;
 
 #endif
 
@@ -179,7 +181,7 @@ uint64_t read(const uint8_t* data, int64_t bytes) {
 
 extern const ProbeLoops MILLRACE_JOIN(probe_, MILLRACE_ISA);
 const ProbeLoops MILLRACE_JOIN(probe_, MILLRACE_ISA) = {
-    MILLRACE_STRING(MILLRACE_ISA), read, {kRates[0], kRates[1], kRates[2], kRates[3]},
+    MILLRACE_STRING(MILLRACE_ISA), read, {kFp32, kBf16, kInt8, kTiles},
 };
 
 }  // namespace millrace

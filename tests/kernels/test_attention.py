@@ -20,6 +20,7 @@ from millrace.kernels.declare import MAX_KNOBS, Space
 from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
+from tests.support.emulated_amx import EMULATED
 from tests.support.engines import prompts_as_step
 from tests.support.one_step import Machine, as_bytes, i32
 from tests.support.tolerance import assert_no_worse
@@ -194,11 +195,21 @@ def test_large_heads(format: Format, shape: tuple[int, int, int], machine: Machi
 
 @pytest.mark.parametrize("format, seed", crossed(range(3), often=lambda seed: seed == 0))
 def test_chunks_pages_threads_and_isas_give_equal_bits(format: Format, seed: int) -> None:
+    equal_however_cut(format, seed, usable_isas())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_so_it_is_by_emulated_tiles(seed: int) -> None:
+    equal_however_cut(BF16_BY_TILES, seed, [usable_isas()[0], EMULATED])
+
+
+def equal_however_cut(format: Format, seed: int, isas: Iterable[str]) -> None:
     """However a prompt is cut, wherever its pages lie (full of another's garbage), whoever computes: the same bits."""
     rng = np.random.default_rng(seed)
     q, k, v = random_qkv(LONG, 6, 2, head(format), seed)
     expected = None
-    for isa in usable_isas():
+    for isa in isas:
         for threads in (1, 2):
             pages = Pages(6, 2, head(format), format, Machine(isa, threads))
             table = [int(p) for p in rng.permutation(64)[:9]]
@@ -235,6 +246,15 @@ CONTEXTS = [(1040, 1), (590, 5), (255, 40), (0, 70)]  # (tokens before, of the s
 
 @pytest.mark.parametrize("format", crossed(often=lambda: False))
 def test_no_knob_changes_a_bit(format: Format) -> None:
+    equal_whatever_the_knobs(format, usable_isas())
+
+
+@pytest.mark.nightly
+def test_no_knob_changes_a_bit_by_emulated_tiles() -> None:
+    equal_whatever_the_knobs(BF16_BY_TILES, [usable_isas()[0], EMULATED])
+
+
+def equal_whatever_the_knobs(format: Format, isas: Iterable[str]) -> None:
     """Decode, a few rows, a chunk and a prompt in one step, however they are cut into tasks, whoever computes these."""
     heads, kv_heads = 6, 2
     tables = [
@@ -244,7 +264,7 @@ def test_no_knob_changes_a_bit(format: Format) -> None:
     step = several([(*context, table) for context, table in zip(CONTEXTS, tables, strict=True)])
     q, k, v = (np.concatenate([d[i][first:] for d, (first, _) in zip(data, CONTEXTS, strict=True)]) for i in range(3))
     draw, expected = random.Random(0), None
-    for isa in usable_isas():
+    for isa in isas:
         for threads in (2, 5):
             pages = Pages(heads, kv_heads, head(format), format, Machine(isa, threads), max_tokens=1040)
             for (first, _), table, (q1, k1, v1) in zip(CONTEXTS, tables, data, strict=True):

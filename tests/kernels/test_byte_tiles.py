@@ -1,7 +1,4 @@
-"""Products of 8-bit activations by AMX's tiles: the bits of those in lanes, whatever the rows, groups and scales.
-
-Where there is no AMX, the knob asks in vain and lanes are compared with lanes.
-"""
+"""Products of 8-bit activations by AMX's tiles: the bits of those in lanes, whatever the rows, groups and scales."""
 
 import numpy as np
 import pytest
@@ -18,9 +15,10 @@ from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import n_groups, row_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.kernels.matmul.pack import pack_codes, scaling
+from tests.support.emulated_amx import TILED_ISAS
 from tests.support.one_step import Machine, run_kernel
 
-BEST, NEXT = (*usable_isas(), "scalar")[:2]
+LANED = next(isa for isa in usable_isas() if isa not in TILED_ISAS)  # where the knob asks in vain
 LANES, TILES = 14, 32  # the knob tile_rows
 Operands = dict[str, NDArray[np.generic] | None]
 SHAPES = [  # rows, N, K, group: beside blocks of 16 and 32 rows, passes of 64, panels of 32, tiles of 64 inputs
@@ -88,40 +86,45 @@ def product(
     return run_kernel("matmul", operands, params, [rows], machine)["y"]
 
 
+@pytest.fixture(params=TILED_ISAS)
+def tiled(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "N", "K", "group"), SHAPES)
-def test_bits_are_those_of_lanes(kind: str, rows: int, N: int, K: int, group: int) -> None:
+def test_bits_are_those_of_lanes(kind: str, rows: int, N: int, K: int, group: int, tiled: str) -> None:
     format = KINDS[kind]
     w = matrix(format, N, K, format.group or group)
-    tiles = product(rows, w, Machine(BEST, 1 + rows % 3, TILES))
-    assert (tiles == product(rows, w, Machine(BEST, 1, LANES))).all()
-    assert (tiles == product(rows, w, Machine(NEXT, 1))).all()
+    tiles = product(rows, w, Machine(tiled, 1 + rows % 3, TILES))
+    assert (tiles == product(rows, w, Machine(tiled, 1, LANES))).all()
+    assert (tiles == product(rows, w, Machine(LANED, 1))).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "N", "K", "group", "x_group"), FINER)
 def test_so_they_are_with_smaller_groups_of_rows(
-    kind: str, rows: int, N: int, K: int, group: int, x_group: int
+    kind: str, rows: int, N: int, K: int, group: int, x_group: int, tiled: str
 ) -> None:
     format = KINDS[kind]
     w = matrix(format, N, K, format.group or group)
     own = x_group if w.group > x_group else 8
-    tiles = product(rows, w, Machine(BEST, 1 + rows % 3, TILES), own)
-    assert (tiles == product(rows, w, Machine(BEST, 1, LANES), own)).all()
-    assert (tiles == product(rows, w, Machine(NEXT, 1), own)).all()
-    assert (tiles != product(rows, w, Machine(BEST, 1, LANES))).any()
+    tiles = product(rows, w, Machine(tiled, 1 + rows % 3, TILES), own)
+    assert (tiles == product(rows, w, Machine(tiled, 1, LANES), own)).all()
+    assert (tiles == product(rows, w, Machine(LANED, 1), own)).all()
+    assert (tiles != product(rows, w, Machine(tiled, 1, LANES))).any()
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "w4a8 with minimums"])
 @pytest.mark.parametrize("rows", [5, 32, 81])
 @pytest.mark.parametrize("way", [{"gated": True}, {"packed": True}, {"gated": True, "packed": True}, {"more": True}])
-def test_the_epilogue_is_the_same(kind: str, rows: int, way: dict[str, bool]) -> None:
+def test_the_epilogue_is_the_same(kind: str, rows: int, way: dict[str, bool], tiled: str) -> None:
     w = matrix(KINDS[kind], 192, 160, 32)
-    lanes, tiles = (product(rows, w, Machine(BEST, 2, knob), **way) for knob in (LANES, TILES))
+    lanes, tiles = (product(rows, w, Machine(tiled, 2, knob), **way) for knob in (LANES, TILES))
     assert (tiles == lanes).all() and tiles.any()
 
 
-def test_a_row_beyond_numbers_is_seen() -> None:
+def test_a_row_beyond_numbers_is_seen(tiled: str) -> None:
     """Its scale is NaN; zeros behind a group's end do not hide it, and other rows do not feel it."""
     w = matrix(KINDS["w8a8"], 40, 100, 32)
     x = np.random.default_rng(7).standard_normal((40, 100), np.float32)
@@ -132,11 +135,11 @@ def test_a_row_beyond_numbers_is_seen() -> None:
         "x_stride": rows.shape[1], "y_stride": 40,
     }  # fmt: skip
     operands: Operands = {"x": rows, "w": pack_codes(w, WeightFormat.W8), "y": np.zeros((40, 40), np.float32)}
-    y = run_kernel("matmul", operands, params, [40], Machine(BEST, 1, TILES))["y"].view(np.float32).reshape(40, 40)
+    y = run_kernel("matmul", operands, params, [40], Machine(tiled, 1, TILES))["y"].view(np.float32).reshape(40, 40)
     assert np.isnan(y[33]).all() and np.isfinite(np.delete(y, 33, axis=0)).all()
 
 
-def test_nothing_is_left_of_another_product() -> None:
+def test_nothing_is_left_of_another_product(tiled: str) -> None:
     """A worker's scratch still holds the codes of a larger one, where this one's last group ends in zeros."""
     calls, weights, memory = b"", b"", b""
     rng = np.random.default_rng(8)
@@ -159,11 +162,11 @@ def test_nothing_is_left_of_another_product() -> None:
         calls=calls, n_calls=2, weights=np.frombuffer(weights, np.uint8), weights_bytes=len(weights),
         activation_bytes=len(memory), symbols={Symbol("rows"): 32},
     )  # fmt: skip
-    network = NativeNetwork(program, threads=1, isa=BEST)
+    network = NativeNetwork(program, threads=1, isa=tiled)
     network.set_tactics([(i, 1, (TILES,) + (0,) * (MAX_KNOBS - 1)) for i in range(2)])
     network.activations()[:] = np.frombuffer(memory, np.uint8)
     network.compute([32])
     y = network.activations()[-32 * 32 * 4 :].copy()
     network.close()
     arrays: Operands = {"x": x, "w": pack_codes(w, WeightFormat.W8), "y": np.zeros((32, 32), np.float32)}
-    assert (y == run_kernel("matmul", arrays, params, [32], Machine(NEXT))["y"]).all()
+    assert (y == run_kernel("matmul", arrays, params, [32], Machine(LANED))["y"]).all()

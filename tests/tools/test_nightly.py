@@ -91,6 +91,27 @@ def test_a_release_fails_for_what_is_stale_and_for_instruction_sets_that_nobody_
     assert "kernels is stale: run `make nightly PARTS=kernels`" in said and "no result covers avx2" in said
 
 
+def test_emulation_is_reported_and_does_not_count_as_hardware(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emulating = replace(OK, name="emulating", files=("native",), emulates=("amx",))
+    monkeypatch.setattr(nightly, "PARTS", (emulating,))
+    monkeypatch.setattr(nightly, "usable_isas", lambda: ["avx512", "avx2", "scalar"])
+    monkeypatch.setattr(nightly, "is_stale", lambda part, result: False)
+    assert nightly.run(emulating)["emulated"] == ["amx"]
+    assert nightly.status(NOW) == 0 and "ran on no machine with: amx (emulated only)\n" in capsys.readouterr().out
+    assert nightly.status(NOW, release=True) == 1
+    assert "no result covers amx (emulated only): run a part" in capsys.readouterr().out
+    monkeypatch.setattr(nightly, "usable_isas", lambda: ["amx", "avx512", "avx2", "scalar"])
+    nightly.run(emulating)
+    assert nightly.status(NOW, release=True) == 0 and "emulated" not in capsys.readouterr().out
+    monkeypatch.setattr(nightly, "usable_isas", lambda: ["avx512", "avx2", "scalar"])
+    nightly.run(emulating)
+    monkeypatch.setattr(nightly, "is_stale", lambda part, result: True)
+    nightly.status(NOW)
+    assert "emulated" not in capsys.readouterr().out, "nor does a stale result"
+
+
 def test_every_part_covers_files_of_the_product() -> None:
     for part in PARTS:
         assert part.files and all((ROOT / file).exists() for file in part.files), part.name

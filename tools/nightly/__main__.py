@@ -68,6 +68,8 @@ def run(part: Part) -> Result:
         "part": part.name, "green": green, "commit": _commit(), "time": now.strftime("%Y-%m-%dT%H:%M:%S+00:00"),
         "seconds": round(time.monotonic() - started), "figures": figures, "isas": usable_isas(),
     }  # fmt: skip
+    if part.emulates:
+        result["emulated"] = list(part.emulates)
     if part.cases:  # a red night is run again as it was, until it is mended
         result["next_seed"] = seed + 1 if green else seed
         result["cases_so_far"] = int(before.get("cases_so_far", 0)) + (part.cases if green else 0)
@@ -139,11 +141,12 @@ def is_stale(part: Part, result: Result) -> bool:
 def status(now: datetime.datetime, release: bool = False) -> int:
     """Print each part's age, and what is stale. Return 1 if `_wrong` finds something.
 
-    release: also if a result is stale, or no green one that is not stale ran the kernels of an instruction set
+    release: also if a result is stale, or no green one that is not stale ran the kernels of an instruction set on
+    hardware; emulation is reported, and does not count
     """
     known: Mapping[str, str] = json.loads(KNOWN.read_text())
     bad = [f"{name}: no such part" for name in known if name not in {p.name for p in PARTS}]
-    stale, exercised = [], set[str]()
+    stale, exercised, emulated = [], set[str](), set[str]()
     for part in PARTS:
         result = last(part)
         state = "absent"
@@ -155,16 +158,17 @@ def status(now: datetime.datetime, release: bool = False) -> int:
             stale += [part.name] if is_old else []
             if part.runs_kernels and result["green"] and not is_old:
                 exercised.update(result.get("isas", ()))
+                emulated.update(result.get("emulated", ()))
         print(f"  {part.name:22} {state}")
         bad += _wrong(part, result, known)
-    missing = [isa for isa in ISAS if isa not in exercised]
+    missing = {isa: f"{isa} (emulated only)" if isa in emulated else isa for isa in ISAS if isa not in exercised}
     if stale:
         print(f"stale: {', '.join(stale)}")
     if missing:
-        print(f"kernels as they are ran on no machine with: {', '.join(missing)}")
+        print(f"kernels as they are ran on no machine with: {', '.join(missing.values())}")
     if release:
         bad += [f"{name} is stale: run `make nightly PARTS={name}`" for name in stale]
-        bad += [f"no result covers {isa}: run a part that has kernels on a machine with it" for isa in missing]
+        bad += [f"no result covers {isa}: run a part that has kernels on a machine with it" for isa in missing.values()]
     print("\n".join(bad))
     return 1 if bad else 0
 

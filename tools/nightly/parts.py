@@ -27,6 +27,7 @@ class Part:
     packages: tuple[str, ...] = ()  # what its environment has beside ours; then {python} is that environment's
     environment: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()  # of the product and its tests that it covers: its result is stale if these changed
+    emulates: tuple[str, ...] = ()  # instruction sets whose kernels it runs on emulated instructions, not on hardware
 
     @property
     def runs_kernels(self) -> bool:
@@ -63,6 +64,8 @@ OCR = "tests/nightly/test_ocr.py"
 JSON_SCHEMA = "tests/nightly/test_json_schema.py"
 ANSWERS = "tests/nightly/test_answers.py"
 TUTORIAL = "tests/nightly/test_tutorial.py"
+EMULATED_AMX = ("tests/kernels", "tests/engine/test_emulated_amx.py")
+BY_EMULATED_AMX = "amx_emulated or emulated_amx or emulated_tiles"  # in names of tests
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
@@ -143,9 +146,17 @@ PARTS = (
     ),
     Part(
         "slow-tests", "tests that take minutes",
-        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}",
-         f"--ignore={ANSWERS}"),
+        ("{python}", "-m", "pytest", "-m", "nightly", "-k", f"not ({BY_EMULATED_AMX})", "--skips", "known",
+         f"--ignore={TUTORIAL}", f"--ignore={ANSWERS}"),
         files=(*_marked("nightly"), "docs/extending", *ENGINES, *SERVER),
+    ),
+    Part(
+        "emulated-amx", "all kernels and the recorded logits of AMX's unit on emulated tiles, which need no AMX",
+        ("{python}", "-m", "pytest", "-m", "not timing", "-k", BY_EMULATED_AMX, "--skips", "known", *EMULATED_AMX),
+        files=(*EMULATED_AMX, "tests/engine/golden.json", "tests/engine/test_golden.py", "tests/native/emulated",
+               "tests/support/emulated_amx.py", "src/millrace/kernels", "src/millrace/engine", "native",
+               "CMakeLists.txt"),
+        emulates=("amx",),
     ),
     Part(
         "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",

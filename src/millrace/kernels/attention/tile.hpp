@@ -5,7 +5,7 @@
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kSpan = 256;            // keys between two merges: four pages
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
 constexpr int kAttentionRows = 16;    // query rows that share one pass over keys and values,
 #else
 constexpr int kAttentionRows = 12;

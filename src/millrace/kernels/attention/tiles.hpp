@@ -36,7 +36,7 @@ inline void weigh_row_by_tiles(AttentionTile& t, int r, int from, int count, int
   store(t.span_out[r] + d, acc[0][0]);
 }
 
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
 
 // Later rows of a sequence find its keys and values in the caches.
 inline bool reads_first(const AttentionTile& t) { return t.tokens[0] == t.c->sequences.starts[t.sequence]; }
@@ -118,7 +118,7 @@ void weigh_by_tiles(AttentionTile& t, int from, int count, int64_t d) {
 
 // How the sums of tiles take their steps; see native.hpp.
 struct TileSteps {
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
   Tiles tiles;
   explicit TileSteps(const AttentionTile& t) : tiles(t.rows, t.rows) {}
 #else
@@ -127,7 +127,7 @@ struct TileSteps {
   static constexpr bool kZeroTimesNan = true;
 
   static void score(AttentionTile& t, uint8_t* block, int at) {
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
     if (t.a->head_dim % kTileKeys == 0) return score_by_tiles(t, block, at);
 #endif
     for (int r = 0; r < t.rows; ++r) score_row_by_tiles(t, r, block, at);
@@ -135,7 +135,7 @@ struct TileSteps {
 
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
     const int64_t width = t.cache->layout.value_width();
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
     if (rows == t.rows) {
       int64_t d = 0;
       for (; d + 32 <= width; d += 32) weigh_by_tiles<true>(t, from, count, d);

@@ -2,39 +2,12 @@
 #pragma once
 #include "avx512.hpp"
 
+#define MILLRACE_TILES  // kernels use tiles
+
 namespace millrace::MILLRACE_ISA {
 
 inline I less_bytes(I a, int n) { return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(static_cast<char>(n)))}; }
 
-// Tiles 0 to 3 are sums of 16 x 16, floats or integers, 4 and 5 the rows of x, 6 and 7 the weights. While this lives, the
-// thread's tiles are set for so many rows in the upper and the lower half, of `depth` bytes each; nobody else may use
-// them, as a function that is called must not. The intrinsics do not say that they read and write memory: `fence` stands
-// where that matters.
-class Tiles {
- public:
-  Tiles(int upper, int lower, int64_t depth = 64) {
-    alignas(64) Shapes shapes = {1, 0, {}, {}, {}};
-    for (int t = 0; t < 8; ++t) {
-      const bool weights = t >= 6, below = t == 2 || t == 3 || t == 5;
-      shapes.row_bytes[t] = static_cast<uint16_t>(t == 4 || t == 5 ? depth : 64);
-      shapes.rows[t] = static_cast<uint8_t>(weights ? depth / 4 : below ? lower : upper);
-      if (shapes.rows[t] == 0) shapes.row_bytes[t] = 0;  // a tile without rows has no columns
-    }
-    fence();
-    _tile_loadconfig(&shapes);
-  }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-
-  static void fence() { asm volatile("" ::: "memory"); }
-
- private:
-  struct Shapes {  // as ldtilecfg reads it
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-};
-
 }  // namespace millrace::MILLRACE_ISA
+
+#include "tiles.hpp"

@@ -7,7 +7,7 @@
 
 namespace millrace::MILLRACE_ISA {
 
-#if defined(__AMX_INT8__)
+#if defined(MILLRACE_TILES)
 
 constexpr int64_t kBlockRows = kTileBlockRows;  // two tiles of x against the two halves of a panel
 constexpr int64_t kManyRows = 24;    // from which on it pays to bring panels
@@ -43,6 +43,10 @@ struct BroughtPanel {
         codes(reinterpret_cast<uint8_t*>(minimums + n_groups * kPanel)) {}
 };
 
+// What is stored for the code 0, and taken off here: of bytes, lanes may do it in their products instead (kByteZero).
+template <bool W4, Scaling S>
+constexpr int kStoredZero = W4 ? kZeroCode<W4, S> : 128;
+
 template <bool W4, Scaling S>
 void bring_group(const BroughtPanel& b, const TileInput& in, PanelGroups<W4, S>& w, const GroupTiles& cut, int64_t width,
                  int64_t group) {
@@ -54,12 +58,12 @@ void bring_group(const BroughtPanel& b, const TileInput& in, PanelGroups<W4, S>&
     for (int64_t k = 0; k < width; k += 8, to += 256)
       for (int v = 0; v < 2; ++v) {
         const I both = in.load_ahead(w.codes + k * 16 + v * 64);
-        store_i(to + v * 64, less_bytes(both & nibble, kZeroCode<W4, S>));
-        store_i(to + 128 + v * 64, less_bytes(shift_right(both, 4) & nibble, kZeroCode<W4, S>));
+        store_i(to + v * 64, less_bytes(both & nibble, kStoredZero<W4, S>));
+        store_i(to + 128 + v * 64, less_bytes(shift_right(both, 4) & nibble, kStoredZero<W4, S>));
       }
   } else {
     for (int64_t at = 0; at < width * kPanel; at += kLine, to += kLine)
-      store_i(to, less_bytes(in.load_ahead(w.codes + at), kZeroCode<W4, S>));
+      store_i(to, less_bytes(in.load_ahead(w.codes + at), kStoredZero<W4, S>));
   }
   for (; to < end; to += kLine) store_i(to, splat_i(0));
   for (int v = 0; v < 2; ++v) {

@@ -126,7 +126,7 @@ template <Class C, Scaling S, int MR>
 void tile(const TileInput& in, float* total) {
   if constexpr (C == Class::f32) tile_f32<MR>(in, total);
   if constexpr (C == Class::bf16) tile_bf16<MR>(in, total);
-#if !defined(__AMX_BF16__)
+#if !defined(MILLRACE_TILES)
   if constexpr (C == Class::bf16_tiles) tile_bf16_tiles<MR>(in, total);
 #endif
   if constexpr (C == Class::w8a8) tile_q8<MR, false, S>(in, total);
@@ -177,7 +177,7 @@ inline int64_t task_panels(const StepContext& c, int64_t panels, int64_t panel_s
 template <Class C, Scaling S>
 void multiply_panels(const MatmulArgs& a, const TileInput& in, int64_t panel_stride, int64_t rows, int64_t most,
                      int64_t panel, int64_t end) {
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
   if constexpr (C == Class::bf16_tiles) {
     for (int64_t row = 0; row < rows; row += most)
       rows_by_tiles(a, in, panel_stride, row, static_cast<int>(rows - row < most ? rows - row : most), panel, end);
@@ -208,7 +208,7 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group, a.scaling);
   const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, a.x_group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
   const int64_t asked = c.tactic->tile_rows();
-#if defined(__AMX_INT8__)
+#if defined(MILLRACE_TILES)
   if constexpr (C == Class::w8a8 || C == Class::w4a8) {
     if (goes_by_tiles(in, rows, asked)) {
       const int64_t size = task_panels(c, panels, panel_stride), tasks = (panels - 1) / size + 1, part = part_rows(in, rows);

@@ -33,7 +33,7 @@ template <int MR, int L, class Line>
     for (int v = 0; v < L; ++v) acc[r][v] = acc[r][v] + (even[r][v] + odd[r][v]);
 }
 
-#if defined(__AMX_BF16__)
+#if defined(MILLRACE_TILES)
 
 constexpr int64_t kTileHeight = 16, kTileBytes = 64;
 constexpr int kTilesRows = 32;  // two tiles of x against the two halves of a panel
