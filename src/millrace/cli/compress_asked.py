@@ -50,6 +50,15 @@ class Sampling:
     def n(self) -> int:
         return self.samples or SAMPLES
 
+    @property
+    def options(self) -> list[str]:
+        """Of a command line: the same statistics again."""
+        kept = [] if self.statistics is None else ["--statistics", str(self.statistics)]
+        if self.samples_from is None:
+            return kept
+        n = [] if self.samples is None else ["--samples", str(self.samples)]
+        return ["--samples-from", self.samples_from, *n, *kept]
+
     def check(self, asks: str, needed: bool, calibration: str | None, dry_run: bool = False) -> None:
         """asks: who needs statistics, or does not, in words. raises ConfigError for options that do not go together"""
         if not needed:
