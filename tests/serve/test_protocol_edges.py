@@ -273,13 +273,13 @@ LARGE: list[tuple[str, dict[str, Any], Any]] = [
 def test_large_tools_are_read_beside_the_event_loop(
     server: Running, way: str, tool: dict[str, Any], choice: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, checked = list[str](), tools_module._function
+    threads, checked = list[str](), tools_module.checked_functions
 
     def watched(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return checked(*given)
 
-    monkeypatch.setattr(tools_module, "_function", watched)
+    monkeypatch.setattr(tools_module, "checked_functions", watched)
     assert ask(server, way, tools=[tool], tool_choice=choice).status_code == 200
     assert threads == ["millrace-replies"]
 
