@@ -7,6 +7,7 @@ import pytest
 
 from millrace.cli import compress_advise
 from millrace.compile.find import BUNDLED
+from millrace.compress.presets import BATCH
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
 
@@ -89,7 +90,7 @@ def test_four_bits_are_measured_as_w4a8_too(
 def test_help_says_what_a_batch_is_for_advice(millrace: Millrace) -> None:
     shown = " ".join(millrace("compress", "--help").out.split())
     said = shown.partition("--batch N")[2].partition("--advise Make")[0]
-    assert f"Sequences of the large batch, with --advise; default: {compress_advise.BATCH}." in said
+    assert f"Sequences of the large batch, with --advise; default: {BATCH}." in said
     assert "must not exist, but for --measure and --advise" in shown
 
 

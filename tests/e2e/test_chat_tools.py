@@ -25,7 +25,7 @@ def test_tools_are_in_the_prompt_as_the_server_has_them(llm: LLM, tiny: Live) ->
     tools: list[dict[str, object]] = [{"type": "function", "function": function}]
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     hello: list[dict[str, object]] = [{"role": "user", "content": "Is it raining?"}]
-    called = [*hello, {"role": "assistant", "content": None, "tool_calls": [call]},
+    called: list[dict[str, object]] = [*hello, {"role": "assistant", "content": None, "tool_calls": [call]},
               {"role": "tool", "tool_call_id": "c1", "content": "yes"}]  # fmt: skip
     answers = llm.chat([hello, called], SamplingParams(max_tokens=4), tools=tools)
     for messages, answer in zip((hello, called), answers, strict=True):

@@ -3,13 +3,12 @@
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -41,6 +40,7 @@ from millrace.compress.compress import by_rounding, compress
 from millrace.compress.folder import beside
 from millrace.compress.measure import Loss, Reference, loss_of, windows_for
 from millrace.compress.plan import Job, plan
+from millrace.compress.presets import BATCH
 from millrace.compress.recipe import PRESETS
 from millrace.compress.speed import ROUNDS, Speeds, paces
 from millrace.compress.statistics import Statistics
@@ -52,20 +52,7 @@ from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.open import Opened, open_engine
 from millrace.runtime.settings import RunSettings
 
-BATCH = 16  # sequences of the large batch, where nobody says
 _TUNE_S, _MOST_BATCH = 2.0, 1024
-Command = Callable[..., None]
-_OPTIONS = (
-    click.option("--advise", is_flag=True, help="Make no checkpoint: try methods side by side on this machine, and say "
-                 "which to take for what. -o is the folder of results; a run that was ended goes on there."),
-    click.option("--presets", metavar="NAME,...", help="Those to try with --advise; default: all."),
-)  # fmt: skip
-
-
-def advise_options(command: Command) -> Command:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def advised(

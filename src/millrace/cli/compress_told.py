@@ -16,7 +16,7 @@ from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS
 from millrace.compress.search import Goal, most_bytes
 from millrace.errors import CheckpointError
-from millrace.evaluate.windows import LENGTH
+from millrace.evaluate.sizes import LENGTH
 from millrace.report.numbers import count
 
 WORST = 3  # layers that are named

@@ -14,11 +14,12 @@ from millrace.compile.source import Source
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.evaluate.agreement import agreement
-from millrace.evaluate.calibration import SHORTEST, Calibration
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import BLOCK, Score
 from millrace.evaluate.pieces import ReadText, answers, read, score
 from millrace.evaluate.simulated import fp8_rows, read_with_fp8
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.sizes import LENGTH, SHORTEST
+from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
 
 _ROWS = 64  # of logits in a step
