@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.serve.support import post
-from tests.serve.thinkers import MESSAGES, RESPONSES, Thinker, thinker_of
+from tests.serve.thinkers import CHAT, MESSAGES, RESPONSES, Thinker, thinker_of
 
 ASK = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Looking."}]}
@@ -115,6 +115,24 @@ def test_many_unknown_types(model: Thinker) -> None:
     items = [{"type": f"item {i}"} for i in range(1200)]
     reply = post(model.served.url, RESPONSES, {"model": "fake", "input": [ASK, *items], "max_output_tokens": 2})
     assert reply.status_code == 400 and "more than 1024 different unknown types" in reply.text
+
+
+def test_custom_calls_of_a_chat(model: Thinker) -> None:
+    """Of another server, as Chat Completions have them."""
+    model.executor.says, model.executor.opened = "Done.", ""
+    call = {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": "*** Begin"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Go."}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "patched"},
+    ]  # fmt: skip
+    reply = post(model.served.url, CHAT, {"model": "fake", "messages": messages, "max_tokens": 20})
+    assert reply.status_code == 200, reply.text
+    prompt = model.executor.prompt
+    assert "apply_patch" in prompt and "*** Begin" in prompt and prompt.index("*** Begin") < prompt.index("patched")
+    for wrong in ({"id": "c", "type": "custom"}, {"id": "c", "type": "function"}, {"id": "c", "type": "other"}):
+        messages[1]["tool_calls"] = [wrong]
+        reply = post(model.served.url, CHAT, {"model": "fake", "messages": messages, "max_tokens": 20})
+        assert reply.status_code == 400 and "tool_calls[0]" in reply.text, reply.text
 
 
 def test_tools_of_anthropics_servers(model: Thinker) -> None:
