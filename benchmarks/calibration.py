@@ -25,8 +25,10 @@ from benchmarks import shapes
 from benchmarks.record import count, judged, provenance, write_result
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.source import Source
-from millrace.compress.collect import SAMPLES, collect, samples
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.compress.collect import collect, samples
+from millrace.compress.presets import SAMPLES
+from millrace.evaluate.sizes import LENGTH
+from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 

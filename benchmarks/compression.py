@@ -39,16 +39,18 @@ from millrace.compile.source import Source
 from millrace.compress.budget import candidates
 from millrace.compress.calibrated import by_statistics
 from millrace.compress.candidates import Shelf, recipe_of, survey
-from millrace.compress.collect import SAMPLES, collect, samples
+from millrace.compress.collect import collect, samples
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.cost import nbytes
 from millrace.compress.measure import Reference
 from millrace.compress.mix import mixed
 from millrace.compress.plan import plan
+from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import PRESETS, Recipe
 from millrace.compress.statistics import Statistics
 from millrace.evaluate.divergence import Score
-from millrace.evaluate.windows import LENGTH, Windows, windows_of
+from millrace.evaluate.sizes import LENGTH
+from millrace.evaluate.windows import Windows, windows_of
 from millrace.kernels.precision import Precision
 
 WINDOWS = 12  # that are judged on

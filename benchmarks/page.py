@@ -29,7 +29,7 @@ from benchmarks.runs import (
     speeds,
 )
 from benchmarks.verdicts import goals_of, is_later
-from millrace.compress.collect import SAMPLES
+from millrace.compress.presets import SAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 SHOWN = {"prefill-512": "prompt of 512", "decode-1": "1 user", "decode-16": "16 users"}

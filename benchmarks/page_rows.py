@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 
 from benchmarks.runs import label, of_kind
-from millrace.compress.collect import SAMPLES
+from millrace.compress.presets import SAMPLES
 
 
 def other_rows() -> Iterator[list[str]]:

@@ -38,6 +38,7 @@ def speed_table(result: Result) -> str:
     builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
     found = [speed for cells in by_engine(result).values() for speed in cells.values()]
     files = f"Speeds from {file_of(result)}. {kl_from(found)}".rstrip()
+    files += f" `docs/{PICTURE.name}` shows the same figures."
     return "\n\n".join([table(header, rows), told, *builds, files])
 
 

@@ -26,9 +26,10 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.find import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibrated import by_statistics
-from millrace.compress.collect import SAMPLES, collect
+from millrace.compress.collect import collect
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.plan import plan
+from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import PRESETS
 from millrace.compress.statistics import Statistics
 

@@ -20,9 +20,10 @@ from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES
 from benchmarks.start import timed
 from millrace.bench.server_process import ServerProcess
-from millrace.cli.size_verify import told
+from millrace.cli.size_verifying import told
 from millrace.engine.engine import Engine
-from millrace.size.verify import MEDIAN, P90, VerifySettings, verify
+from millrace.size.settings import VerifySettings
+from millrace.size.verify import MEDIAN, P90, verify
 
 
 def run(name: str, model: Path, folder: Path, asked: VerifySettings, precision: str | None) -> dict[str, Any]:

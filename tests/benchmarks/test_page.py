@@ -146,7 +146,7 @@ def test_numbers_of_files_are_on_the_page_and_in_the_readme() -> None:
         f"| millrace-plain | {ours} | 0.0011 |  | 21 |  |",
         "| llama.cpp | Q8_0 | 5 | int8, groups of 32 | Q8_0 | 0.0044 |  | 13 |  |",
         "Left out: openvino-int4: it computes another model.",
-        "Speeds from `peers.json`. KL from `perplexity.json`.",
+        "Speeds from `peers.json`. KL from `perplexity.json`. `docs/speed.svg` shows the same figures.",
     ):  # fmt: skip
         assert line in table.splitlines(), line
 

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.cli import demo, doctor
+from millrace.cli import examining, showing
 from millrace.cli.main import run
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED
@@ -55,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, roofline: Roofline) -> list[tuple[
         asked.append((isa, threads))
         return roofline
 
-    for module in (demo, doctor):
+    for module in (showing, examining):
         monkeypatch.setattr(module, "roofline_here", measure)
     return asked
 

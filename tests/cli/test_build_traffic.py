@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from millrace.cli.build_flags import TrafficSettings
 from millrace.cli.build_told import Figures
-from millrace.cli.build_traffic import TrafficSettings, chosen
+from millrace.cli.build_traffic import chosen
 from millrace.compile.find import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine

@@ -7,6 +7,7 @@ import pytest
 
 from millrace.cli import compress_advise
 from millrace.compile.find import BUNDLED
+from millrace.compress.presets import BATCH
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
 
@@ -56,10 +57,40 @@ def test_methods_side_by_side(
     other.assert_mistake("has figures of batch 2", "name another folder")
 
 
+def test_four_bits_are_measured_as_w4a8_too(
+    millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of its own, of the loss and speed that `millrace build --precision w4a8` of that folder has."""
+    monkeypatch.setattr(compress_advise, "_TUNE_S", 0)
+    monkeypatch.setattr(compress_advise, "ROUNDS", 1)
+    source, out = write_checkpoint(tmp_path / "c", width=64, inner=64), tmp_path / "out"
+    asked = ("compress", source, "-o", out, "--advise", "--batch", 2, "--presets", "int4-wo")
+    told = json.loads(millrace(*asked, "--json").out)
+    own, eight = told["rows"]
+    assert (own["precision"], eight["precision"]) == ("", "w4a8") and own["name"] == eight["name"] == "int4-wo"
+    assert (own["loss"]["precision"], eight["loss"]["precision"]) == ("w4a16", "w4a8")
+    assert own["speed"]["made_precision"].startswith("default w4a16")
+    assert eight["speed"]["made_precision"].startswith("default w4a8")
+    assert eight["bytes"] == own["bytes"] and eight["loss"]["kl"] != own["loss"]["kl"]
+    assert {p.name for p in out.iterdir()} == {"about.json", "advice.html", "int4-wo.json", "int4-wo.w4a8.json"}
+    (out / "int4-wo.w4a8.json").unlink()
+    shown = millrace(*asked)
+    assert shown.code == 0 and "int4-wo as w4a8" in shown.out, shown.err
+    again = json.loads((out / "int4-wo.w4a8.json").read_text())
+    assert again["loss"] == eight["loss"], "as of a folder of an older version, it is measured now"
+    commands = [line.strip() for line in shown.out.partition("to make it")[2].splitlines()]
+    made = next(line for line in commands if "--recipe int4-wo" in line).split()
+    made[made.index("-o") + 1] = str(tmp_path / "made")
+    millrace(*made[1:], "--no-evaluate")
+    millrace("build", tmp_path / "made", "-o", tmp_path / "engine", "--precision", "w4a8", "--no-evaluate", "--tune", 0)
+    manifest = json.loads((tmp_path / "engine" / "manifest.json").read_text())
+    assert manifest["precision"]["default"] == "w4a8", "the command that is advised makes what was measured"
+
+
 def test_help_says_what_a_batch_is_for_advice(millrace: Millrace) -> None:
     shown = " ".join(millrace("compress", "--help").out.split())
     said = shown.partition("--batch N")[2].partition("--advise Make")[0]
-    assert f"Sequences of the large batch, with --advise; default: {compress_advise.BATCH}." in said
+    assert f"Sequences of the large batch, with --advise; default: {BATCH}." in said
     assert "must not exist, but for --measure and --advise" in shown
 
 

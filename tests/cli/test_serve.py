@@ -15,7 +15,7 @@ import pytest
 
 from millrace.bench.demo_load import Ask, ask
 from millrace.bench.server_process import ServerProcess
-from millrace.cli import doctor
+from millrace.cli import examining
 from millrace.cli import serving as serve_command
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.order import Policy, first_come, longest_prefix, shortest_first
@@ -65,9 +65,9 @@ def test_the_least_time_of_a_step_beside_what_it_takes(
         return {name.partition("{")[0].removeprefix("millrace:"): float(value) for name, value in pairs}
 
     assert gauges() == {}, "nobody has measured this machine"
-    monkeypatch.setattr(doctor, "load", lambda: 99.0)
+    monkeypatch.setattr(examining, "load", lambda: 99.0)
     assert json.loads(millrace("doctor", "--json").out)["kept"] is None
-    monkeypatch.setattr(doctor, "load", lambda: 0.0)
+    monkeypatch.setattr(examining, "load", lambda: 0.0)
     assert Path(json.loads(millrace("doctor", "--json").out)["kept"]).is_file()
     found = gauges()
     assert 0 < found["decode_step_bound_seconds"] < found["decode_step_seconds"] < 1

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from millrace.cli import size, size_asked
+from millrace.cli import size, size_asked, sizing
 from millrace.compile.rooflines import keep_roofline
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import capacity
-from millrace.size.question import GROUPS
+from millrace.size.settings import GROUPS
 from tests.cli.conftest import Millrace
 
 ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500", "--no-simulate")
@@ -68,7 +68,7 @@ def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
 
 def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong answer is asked again, and an empty one takes the default."""
-    monkeypatch.setattr(size, "_is_terminal", lambda: True)
+    monkeypatch.setattr(sizing, "_is_terminal", lambda: True)
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
     monkeypatch.setattr(capacity, "_TURNS", 1)
     typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n-5\n\nfirst 0\nfirst 500 ms\nH100\n"
@@ -131,7 +131,7 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
                      (Compute("bf16", rate(1e11), rate(2e11), None),))  # fmt: skip
     asked = ("size", "--model", "smollm2-135m", "--isl", "64", "--osl", "16", "--rate", "0.1", "--ttft-ms", "9000",
              "--hardware", "this", "--json", "--no-simulate")  # fmt: skip
-    monkeypatch.setattr(size, "measured_here", lambda: found)
+    monkeypatch.setattr(sizing, "measured_here", lambda: found)
     first = millrace(*asked)
     assert (
         first.err.count("Measuring this machine") == 1 and json.loads(first.out)["answer"]["point"]["system_size"] == 1

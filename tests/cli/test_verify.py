@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace import __version__
-from millrace.cli import verify
+from millrace.cli import verifying as verify
 from millrace.cli.main import run
 
 REQUEST: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "receipt": True}

@@ -5,8 +5,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millrace.compress.advice import PAGE, About, Row, advice, cells, open_folder, read_row, write_page, write_row
+from millrace.compress.advice import (
+    PAGE,
+    About,
+    Row,
+    advice,
+    cells,
+    open_folder,
+    precisions_of,
+    read_row,
+    write_page,
+    write_row,
+)
 from millrace.compress.measure import Loss
+from millrace.compress.recipe import PRESETS, parsed
 from millrace.compress.speed import Pace, Rate, Speeds
 from millrace.errors import ConfigError
 
@@ -25,7 +37,7 @@ def row(name: str, kl: float, nbytes: int, *rates: float, spread: float = 0.01) 
 
 
 def words(*rows: Row) -> dict[str, str]:
-    return dict(advice(rows, ABOUT))
+    return {each.target: each.words for each in advice(rows, ABOUT)}
 
 
 def test_the_best_of_those_that_lose_little_and_what_more_loss_buys() -> None:
@@ -53,6 +65,45 @@ def test_a_method_that_slows_prompts_is_not_advised_without_saying_so() -> None:
         "int4: 2.50 times the source's speed (250 tokens/s), but long prompts at 0.16 times, KL 0.009"
     )
     assert found["16 answers at a time"].startswith("eight: 1.50 times the source's speed (150 tokens/s), KL")
+
+
+def as_w4a8(own: Row, kl: float, *rates: float) -> Row:
+    return msgspec.structs.replace(row(own.name, kl, own.bytes, *rates), precision="w4a8")
+
+
+def test_four_bits_are_offered_as_w4a8_within_the_bound() -> None:
+    four, eight = row("four", 0.117, 270, 250, 60, 16), row("eight", 0.004, 520, 180, 150, 80)
+    offered = as_w4a8(four, 0.121, 240, 170, 190)
+    found = words(eight, four, offered)
+    assert found["memory"] == (
+        "eight: 52% of the source's bytes, KL 0.004. four has 27% of the source's bytes, but long prompts at 0.16 "
+        "times, for KL 0.117: of its likeliest tokens 47% are others. four as w4a8 has 16 answers at a time at 1.70 "
+        "rather than 0.60 times and long prompts at 1.90 rather than 0.16 times, KL 0.121 rather than 0.117"
+    )
+    assert "four as w4a8 has 1.90 times the source's speed (190 tokens/s), for KL 0.121" in found["long prompts"]
+    memory = next(each for each in advice([eight, four, offered], ABOUT) if each.target == "memory")
+    assert memory.rows == (eight, four, offered)
+    dear = words(eight, four, as_w4a8(four, 0.128, 240, 170, 190))["memory"]
+    assert dear.endswith("for KL 0.117: of its likeliest tokens 47% are others"), "0.011 besides is beyond the bound"
+    slow = words(eight, four, as_w4a8(four, 0.121, 240, 60, 16))["memory"]
+    assert "w4a8" not in slow, "it is ahead in nothing"
+
+
+def test_w4a8_beyond_the_bound_is_not_offered_where_its_own_precision_is_within() -> None:
+    four = row("four", 0.009, 270, 250, 60, 16)
+    within, beyond = as_w4a8(four, 0.0099, 240, 170, 190), as_w4a8(four, 0.012, 240, 170, 190)
+    found = words(four, within)
+    assert found["long prompts"] == "four as w4a8: 1.90 times the source's speed (190 tokens/s), KL 0.0099"
+    assert found["memory"].startswith("four: 27% of the source's bytes, but long prompts at 0.16 times, KL 0.009. four")
+    assert "w4a8" not in words(four, beyond)["memory"]
+    assert "leave it as it is: four," in words(four, beyond)["long prompts"]
+
+
+def test_which_presets_are_measured_as_w4a8() -> None:
+    found = {name for name, recipe in PRESETS.items() if precisions_of(recipe) == ("", "w4a8")}
+    assert found == {"int4-wo", "int4-wo-mse", "int4-gptq", "int4-gptq-clip", "int4-awq", "w4afp8-awq"}
+    meant = parsed({"version": 1, "bits": 4, "activations": 8}, "x")
+    assert precisions_of(meant) == ("",), "it runs as W4A8 already"
 
 
 def test_within_the_noise_what_loses_least_is_taken() -> None:

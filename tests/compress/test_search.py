@@ -20,10 +20,11 @@ from millrace.compress.calibrated import by_statistics, statistics_of
 from millrace.compress.candidates import FLOAT, TREATMENTS, Shelf, activation_errors, offered, recipe_of, survey
 from millrace.compress.collect import samples
 from millrace.compress.compress import compress
-from millrace.compress.cost import Target, product_of
+from millrace.compress.cost import product_of
 from millrace.compress.measure import Loss, measure
 from millrace.compress.mix import Candidate, Mix
 from millrace.compress.plan import Job, plan
+from millrace.compress.presets import Target
 from millrace.compress.recipe import PRESETS, read_recipe
 from millrace.compress.search import RECIPE, Found, Goal, Texts, search
 from millrace.compress.statistics import InputStatistics, Statistics

@@ -145,7 +145,10 @@ def test_arguments_of_calls_say_what_to_use(llm: LLM) -> None:
         with pytest.raises(MillraceError) as error:
             llm.generate(**given)
         assert fragment in str(error.value)
-    for extra, fragment in (({"tools": [{}]}, "calls of tools"), ({"temperature": 0}, "SamplingParams(temperature")):
+    for extra, fragment in (
+        ({"tools": [{}]}, "tools[0].type is None"),
+        ({"temperature": 0}, "SamplingParams(temperature"),
+    ):
         with pytest.raises(MillraceError) as error:
             llm.chat(hello, **extra)
         assert fragment in str(error.value)

@@ -10,8 +10,9 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
-from millrace.evaluate.calibration import SHORTEST, TOKENS, VARIED, Calibration
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.calibration import TOKENS, VARIED, Calibration
+from millrace.evaluate.sizes import LENGTH, SHORTEST
+from millrace.evaluate.windows import Windows
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 
 from millrace.runtime.cache_options import CacheOptions
 from millrace.runtime.loop import EngineLoop
+from millrace.runtime.tool_specs import checked_functions
 from millrace.serve import tools as tools_module
 from millrace.serve.errors import HttpError
 from millrace.serve.responses import store as store_module
@@ -273,13 +274,13 @@ LARGE: list[tuple[str, dict[str, Any], Any]] = [
 def test_large_tools_are_read_beside_the_event_loop(
     server: Running, way: str, tool: dict[str, Any], choice: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, checked = list[str](), tools_module._function
+    threads, checked = list[str](), checked_functions
 
     def watched(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return checked(*given)
 
-    monkeypatch.setattr(tools_module, "_function", watched)
+    monkeypatch.setattr(tools_module, "checked_functions", watched)
     assert ask(server, way, tools=[tool], tool_choice=choice).status_code == 200
     assert threads == ["millrace-replies"]
 

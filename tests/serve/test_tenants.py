@@ -11,6 +11,7 @@ import pytest
 from millrace.serve.inference.request import END, START, InferRequest
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
+from tests.serve.test_keys import written
 from tests.support.kserve_grpc import connected, one, refusal
 from tests.support.python_models import HEAD, write
 from tests.support.repository import identity, in_process, write_models
@@ -99,7 +100,7 @@ def test_a_model_is_changed_by_the_key_that_loaded_it(served: Threaded) -> None:
         status, words = control(served, "second", action)
         assert status == 400 and "model 'm' was loaded with another API key" in words
         status, words = control(served, "second", action, "start")
-        assert status == 400 and "model 'start' was loaded when the server was started" in words
+        assert status == 400 and "model 'start' was loaded by the server's operator" in words
     with connected(served.grpc_url) as client:
         for call in ("RepositoryModelLoad", "RepositoryModelUnload"):
             metadata = [("authorization", "Bearer second")]
@@ -110,6 +111,27 @@ def test_a_model_is_changed_by_the_key_that_loaded_it(served: Threaded) -> None:
     assert control(served, "first", "unload")[0] == 200
     assert control(served, "second", "load")[0] == 200, "what is gone belongs to nobody"
     assert control(served, "first", "unload")[0] == 400
+
+
+def test_an_admin_key_changes_every_model(tmp_path: Path) -> None:
+    """Those of the server's start, too; a model that another key loaded stays that key's."""
+    write_models(tmp_path / "models", {name: identity("FP32", "-1") for name in ("start", "m", "own")})
+    keys = written(tmp_path / "keys", "first name=a\nsecond name=b\noperator name=c role=admin\n")
+    flags: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("start",), "grpc_port": 0}
+    with in_process(tmp_path / "models", ServerSettings(port=0, key_file=keys), **flags) as served:
+        status, words = control(served, "first", "unload", "start")
+        assert status == 400 and "by the server's operator" in words and "a key with role=admin can" in words
+        assert control(served, "operator", "load", "start")[0] == 200
+        assert control(served, "first", "load", "start")[0] == 400, "it is still the operator's"
+        assert control(served, "operator", "unload", "start")[0] == 200
+        assert control(served, "first", "load")[0] == 200 == control(served, "operator", "load")[0]
+        assert control(served, "second", "unload")[0] == 400 and control(served, "first", "load")[0] == 200
+        with connected(served.grpc_url) as client:
+            metadata = [("authorization", "Bearer operator")]
+            client.call("RepositoryModelUnload", metadata, model_name="m")
+            client.call("RepositoryModelLoad", metadata, model_name="own")
+        assert httpx.get(f"{served.url}/v2/models/m/ready", headers=bearer("second")).status_code == 400
+        assert control(served, "second", "unload", "own")[0] == 400
 
 
 def test_one_key_changes_whatever_there_is(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.tool_specs import MAX_TOOLS
 from millrace.serve.tools import Tools, tools_of
-from millrace.serve.usable_tools import MAX_TOOLS
 from tests.serve.support import VOCABULARY, tokenizer
 
 ADD: dict[str, Any] = {

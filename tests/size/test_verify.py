@@ -12,7 +12,8 @@ from millrace.bench.run import Record
 from millrace.errors import ConfigError
 from millrace.runtime.step_cost import Schedule
 from millrace.size.profiled import OwnSteps
-from millrace.size.verify import Part, Probe, Times, VerifySettings, arrivals_of, figures
+from millrace.size.settings import VerifySettings
+from millrace.size.verify import Part, Probe, Times, arrivals_of, figures
 from millrace.size.virtual import Arrival
 from tests.size.test_stepfit import LAW, rows
 

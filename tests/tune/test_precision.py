@@ -23,8 +23,9 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.native import NativeExecutor
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate import pieces
-from millrace.evaluate.calibration import SHORTEST, Calibration
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import compared, log_probabilities
+from millrace.evaluate.sizes import SHORTEST
 from millrace.graph.types import Array
 from millrace.model.module import Weights
 from millrace.tune.precision import PrecisionPricer, label

@@ -4,8 +4,9 @@
     python -m tools.clients openai --url http://127.0.0.1:8000     a server that runs already
 
 Installs the client's packages into build/clients/NAME, serves SmolLM2-135M-Instruct (or `tiny`, where the catalogue
-says so), and runs scripts/NAME_client.py there, which prints one line of JSON for each thing that it tried. Exit code
-0: all worked but the gaps that the catalogue expects.
+says so), and runs scripts/NAME_client.py there, which prints one line of JSON for each thing that it tried. Agents
+(codex, claude-code) come by npm, some 400 MB each, and ask a server whose model is scripted. Exit code 0: all worked
+but the gaps that the catalogue expects.
 """
 
 import argparse
@@ -14,13 +15,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from millrace.bench.server_process import ServerProcess
 from tools.clients.catalogue import CLIENTS, Gap
-from tools.nightly.packages import BUILD, environment, smollm2
+from tools.clients.scripted import scripted
+from tools.nightly.packages import BUILD, environment, npm_commands, smollm2
 
 HERE = Path(__file__).parent
 FOLDER = BUILD / "clients"
@@ -39,12 +41,12 @@ def served(url: str | None, tiny: bool) -> Iterator[str]:
         yield server.url
 
 
-def tried(python: Path, script: Path, url: str) -> tuple[list[dict[str, Any]], str]:
-    """What the script reports, and what it wrote to stderr."""
+def tried(python: Path, script: Path, url: str, commands: Path | None = None) -> tuple[list[dict[str, Any]], str]:
+    """What the script reports, and what it wrote to stderr. commands: a folder of some that it calls"""
     home = FOLDER / "home"
     home.mkdir(parents=True, exist_ok=True)
     variables = {
-        "PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(home), "OPENAI_API_KEY": "none",
+        "PATH": f"{commands or python.parent}:{os.environ['PATH']}", "HOME": str(home), "OPENAI_API_KEY": "none",
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "HF_HUB_OFFLINE": "1",
         "OPENAI_AGENTS_DISABLE_TRACING": "1", "DO_NOT_TRACK": "1", "LANG": "C.UTF-8",
     }  # fmt: skip
@@ -82,9 +84,15 @@ def main() -> int:
     parser.add_argument("--url", help=f"a server that runs already, with its model named {MODEL}")
     args = parser.parse_args()
     client = CLIENTS[args.client]
-    python = environment(FOLDER / args.client, client.packages)
-    with served(args.url, client.tiny) as url:
-        lines, errors = tried(python, HERE / "scripts" / f"{args.client.replace('-', '_')}_client.py", url)
+    script, folder = HERE / "scripts" / f"{args.client.replace('-', '_')}_client.py", FOLDER / args.client
+    if client.npm:
+        commands = npm_commands(folder, client.npm)
+        with scripted(MODEL) if args.url is None else nullcontext(args.url) as url:
+            lines, errors = tried(Path(sys.executable), script, url, commands)
+    else:
+        python = environment(folder, client.packages)
+        with served(args.url, client.tiny) as url:
+            lines, errors = tried(python, script, url)
     for line in lines:
         expected = f" (expected: {client.gaps[line['check']].why})" if line["check"] in client.gaps else ""
         print(f"{'ok  ' if line['ok'] else 'FAIL'} {line['check']}{expected} {'' if line['ok'] else line['why']}")
@@ -95,7 +103,7 @@ def main() -> int:
     print(
         json.dumps(
             {
-                "packages": client.packages,
+                "packages": [client.npm] if client.npm else client.packages,
                 "worked": worked,
                 "gaps": {name: gap.why for name, gap in client.gaps.items()},
             }

@@ -21,11 +21,13 @@ class Client:
     """`gaps`: the checks that are expected to fail.
 
     tiny: its server has the bundled model in float32, with whose numbers the client compares; else SmolLM2
+    npm: the package of an agent's command, whose server has a scripted model
     """
 
     packages: tuple[str, ...]
     gaps: Mapping[str, Gap] = field(default_factory=dict)
     tiny: bool = False
+    npm: str = ""
 
 
 CLIENTS: Mapping[str, Client] = {
@@ -47,4 +49,6 @@ CLIENTS: Mapping[str, Client] = {
     "lm-eval": Client(
         ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "lm-eval[api]==0.4.13"), tiny=True
     ),
+    "codex": Client((), npm="@openai/codex@0.171.0"),
+    "claude-code": Client((), npm="@anthropic-ai/claude-code@2.1.332"),
 }

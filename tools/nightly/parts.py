@@ -135,7 +135,7 @@ FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program",
            "tensors", "structured")  # fmt: skip
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
-    "dspy", "aiperf", "guidellm", "lm-eval", "anthropic", "ollama",
+    "dspy", "aiperf", "guidellm", "lm-eval", "anthropic", "ollama", "codex", "claude-code",
 )  # fmt: skip
 PARTS = (
     Part(

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-PATTERNS = ("constant", "poisson", "gamma")
-
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from millrace.bench.answer import Answer
 from millrace.bench.intervals import Interval
 from millrace.bench.metrics import NOT_COUNTED, OURS
+from millrace.bench.names import READING
 from millrace.bench.run import Record
 from millrace.errors import ConfigError, nearest
 from millrace.evaluate.paired import wilson
@@ -14,7 +15,6 @@ SHORT = {
     "ttft": "time_to_first_token", "ttst": "time_to_second_token", "itl": "inter_token_latency",
     "tpot": "inter_token_latency", "latency": "request_latency", "e2el": "request_latency",
 }  # fmt: skip
-READING = "reading-speed"
 READING_MS = (90.0, 200.0)  # a token: as fast as people read, and as slow as they bear
 _METRICS = {m.name: m for m in OURS if m.unit == "ms"}
 # What a user felt who came when the load wanted it, not when a client had a place for it (coordinated omission)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from millrace.bench.arrivals import PATTERNS
-from millrace.bench.endpoints import ENDPOINTS
+from millrace.bench.names import ENDPOINT_NAMES, PATTERNS
 from millrace.settings import Settings, setting
 
 _MANY = 10_000_000
@@ -14,7 +13,7 @@ _TIMES_S = {"low": 0, "high": 1e7}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSettings(Settings):
     model: str = setting("", "name of the model, as the server knows it")
-    endpoint: str = setting("chat", "endpoint of OpenAI's protocol, or Triton's `generate`", choices=tuple(ENDPOINTS))
+    endpoint: str = setting("chat", "endpoint of OpenAI's protocol, or Triton's `generate`", choices=ENDPOINT_NAMES)
     streaming: bool = setting(True, "streamed answers; without, only whole latencies are known")
     per_chunk_usage: bool = setting(False, "ask for the tokens of each chunk (millrace, vLLM and SGLang tell them)")
     ignore_eos: bool = setting(False, "ask for answers of exactly their length (millrace, vLLM and SGLang do)")

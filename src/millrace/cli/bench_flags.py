@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from millrace.bench.goodput import READING
+from millrace.bench.names import READING
 from millrace.bench.settings import ALIASES, LoadSettings
 from millrace.cli.screen import note
 from millrace.errors import ConfigError, MachineError

@@ -6,42 +6,15 @@ from typing import Any
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
+from millrace.cli.build_flags import TrafficSettings
 from millrace.compile.build import DEFAULT_BATCH, STEP_TOKENS
 from millrace.compile.cases import USUAL_ROWS
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import contexts
 from millrace.errors import ConfigError
-from millrace.settings import Settings, setting
 from millrace.tune.hours import Part, apart, day_and_night
 from millrace.tune.recording import Recording, read_recording
 from millrace.tune.traffic import BUSY, Asked, Proposal, check_enough, propose
-
-PARTS = ("all", "day", "night", "both")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrafficSettings(Settings):
-    """What an engine is to be made for."""
-
-    traffic: str | None = setting(
-        None,
-        "a recording of `millrace serve --record`, or a trace with lengths: it decides context, batch, KV memory and "
-        "the rows that are timed, where no flag says them",
-        metavar="FILE",
-    )
-    traffic_covers: float | None = setting(
-        None, "percent of the recorded requests that are to fit into the context; default: 100", low=50, high=100
-    )
-    traffic_part: str | None = setting(
-        None, "where day and night differ: of which of them; both: two engines; default: all", choices=PARTS
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("traffic_covers", "traffic_part"):
-            if self.traffic is None and getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is given without --traffic", "the recording that is meant", "name it")
 
 
 @dataclass(frozen=True, slots=True)

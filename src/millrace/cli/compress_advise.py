@@ -1,14 +1,14 @@
 """`millrace compress --advise`: every method on this machine for this model, side by side, and which to take."""
 
+import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -17,9 +17,10 @@ from millrace.cli.compress_told import show_advice
 from millrace.cli.eval_asked import precision_of
 from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
-from millrace.compile.builder import build_engine
+from millrace.compile.builder import asked_precision, build_engine
 from millrace.compile.find import model_folder
 from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
 from millrace.compress.advice import (
     HEADER,
     PAGE,
@@ -28,6 +29,7 @@ from millrace.compress.advice import (
     advice,
     cells,
     open_folder,
+    precisions_of,
     read_row,
     write_page,
     write_row,
@@ -36,8 +38,9 @@ from millrace.compress.calibrated import by_statistics
 from millrace.compress.collect import digest_of
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.folder import beside
-from millrace.compress.measure import Reference, loss_of, windows_for
+from millrace.compress.measure import Loss, Reference, loss_of, windows_for
 from millrace.compress.plan import Job, plan
+from millrace.compress.presets import BATCH
 from millrace.compress.recipe import PRESETS
 from millrace.compress.speed import ROUNDS, Speeds, paces
 from millrace.compress.statistics import Statistics
@@ -49,20 +52,7 @@ from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.open import Opened, open_engine
 from millrace.runtime.settings import RunSettings
 
-BATCH = 16  # sequences of the large batch, where nobody says
 _TUNE_S, _MOST_BATCH = 2.0, 1024
-Command = Callable[..., None]
-_OPTIONS = (
-    click.option("--advise", is_flag=True, help="Make no checkpoint: try methods side by side on this machine, and say "
-                 "which to take for what. -o is the folder of results; a run that was ended goes on there."),
-    click.option("--presets", metavar="NAME,...", help="Those to try with --advise; default: all."),
-)  # fmt: skip
-
-
-def advise_options(command: Command) -> Command:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def advised(
@@ -83,9 +73,11 @@ def advised(
     with ended_in_order(), progress(asked.as_json) as report:
         rows, about = _advised(asked.model, trials, asked.env, report)
     if asked.as_json:
-        print_json(msgspec.to_builtins({"about": about, "rows": rows, "advice": dict(advice(rows, about))}))
+        found = {a.target: a.words for a in advice(rows, about)}
+        commands = _commands(asked.model, rows, about, asked.sampling)
+        print_json(msgspec.to_builtins({"about": about, "rows": rows, "advice": found, "commands": commands}))
     else:
-        _show(rows, about, trials.folder)
+        _show(asked.model, rows, about, trials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +116,12 @@ def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[li
         text=digest_of(text), threads=usable_cores(), isa=usable_isas()[0], bytes_before=checkpoint.tensors.nbytes,
     )  # fmt: skip
     open_folder(asked.folder, about)  # before anything that takes minutes
-    left = [name for name in asked.names if read_row(asked.folder, name, known) is None]
+    wanted = [(name, precision) for name in asked.names for precision in precisions_of(PRESETS[name])]
+    left: dict[str, list[str]] = {}
+    for name, precision in wanted:
+        own = read_row(asked.folder, name, known)
+        if not (own and own.refused) and read_row(asked.folder, name, known, precision) is None:
+            left.setdefault(name, []).append(precision)
     with ExitStack() as stack:
         statistics, seconds = None, None
         if any(PRESETS[name].usual.calibrated for name in left):
@@ -140,11 +137,11 @@ def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[li
             trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, asked.batch)
             for number, name in enumerate(left):
                 report(name, number, len(left))
-                made = trial.row(name, seconds, report)
-                write_row(asked.folder, made)
-                seconds = None if made.statistics else seconds
-        rows = [row for name in asked.names if (row := read_row(asked.folder, name, known)) is not None]
-        write_page(asked.folder, rows, about, size)
+                for made in trial.rows(name, left[name], seconds, report):
+                    write_row(asked.folder, made)
+                    seconds = None if made.statistics else seconds
+        rows = [row for name, precision in wanted if (row := read_row(asked.folder, name, known, precision))]
+        write_page(asked.folder, rows, about, size, _commands(model, rows, about, asked.sampling))
     said_if_untold(max((row.loss.source_perplexity for row in rows if row.loss is not None), default=0.0), checkpoint)
     return rows, about
 
@@ -160,24 +157,29 @@ class _Trial:
     work: Path
     batch: int
 
-    def row(self, name: str, statistics_s: float | None, report: Progress) -> Row:
-        def said(what: str, done: int, total: int) -> None:
-            report(f"{name}: {what}", done, total)
-
+    def rows(self, name: str, precisions: Sequence[str], statistics_s: float | None, report: Progress) -> Iterator[Row]:
+        """Of one folder, a row for each precision. statistics_s: what collecting took, for the first row"""
         try:
             job = plan(self.checkpoint, PRESETS[name])
         except CheckpointError as error:  # a method that a layer of this model cannot take
-            return Row(name=name, refused=error.what)
+            yield Row(name=name, refused=error.what)
+            return
+
+        def said(what: str, done: int, total: int) -> None:
+            report(f"{name}: {what}", done, total)
+
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
             out, started_s = Path(folder) / name, time.perf_counter()
             self._made(job, out, said)
             seconds = time.perf_counter() - started_s
             used = self.statistics.about.text if self.statistics and job.calibrated else ""
-            return Row(
-                name=name, statistics=used, bits_per_weight=job.bits_per_weight, bytes=job.bytes_after,
-                seconds=seconds, statistics_s=statistics_s if job.calibrated else None,
-                loss=loss_of(self.reference, Checkpoint.open(out), said), speed=self._speed(out, Path(folder), said),
-            )  # fmt: skip
+            for precision in precisions:
+                yield Row(
+                    name=name, precision=precision, statistics=used, bits_per_weight=job.bits_per_weight,
+                    bytes=job.bytes_after, seconds=seconds, statistics_s=statistics_s if job.calibrated else None,
+                    loss=self._loss(out, precision, said), speed=self._speed(out, precision, Path(folder), said),
+                )  # fmt: skip
+                statistics_s = None
 
     def _made(self, job: Job, out: Path, report: Progress) -> None:
         if job.calibrated:
@@ -186,8 +188,13 @@ class _Trial:
         else:
             compress(job, out, by_rounding, report)
 
-    def _speed(self, out: Path, folder: Path, report: Progress) -> Speeds:
-        with _engine(out, folder / "engine", self.batch, report) as made:
+    def _loss(self, out: Path, precision: str, report: Progress) -> Loss:
+        made, build = Checkpoint.open(out), BuildSettings(precision=precision or None)
+        asked = asked_precision(build, Source.from_checkpoint(made).own_precision)
+        return loss_of(self.reference, made, report, asked)
+
+    def _speed(self, out: Path, precision: str, folder: Path, report: Progress) -> Speeds:
+        with _engine(out, folder / f"engine{precision}", self.batch, report, precision or None) as made:
             found = paces(self.source.native, made.native, report, ROUNDS, (1, self.batch))
             return Speeds(
                 machine=cpu_model(), threads=usable_cores(), isa=made.isa, paces=found,
@@ -196,18 +203,39 @@ class _Trial:
 
 
 @contextmanager
-def _engine(checkpoint: Path, folder: Path, batch: int, report: Progress) -> Iterator[Opened]:
+def _engine(
+    checkpoint: Path, folder: Path, batch: int, report: Progress, precision: str | None = None
+) -> Iterator[Opened]:
     """Built beside all else, with this machine's tactics, and loaded. raises MachineError where memory holds it not"""
-    build = BuildSettings(tune=_TUNE_S, evaluate=False, max_batch=max(batch, 1))
+    build = BuildSettings(precision=precision, tune=_TUNE_S, evaluate=False, max_batch=max(batch, 1))
     engine = build_engine(checkpoint.name, checkpoint, folder, build, progress=report)
     with closing(open_engine(checkpoint.name, engine, RunSettings(), batch)) as found:
         yield found
 
 
-def _show(rows: Sequence[Row], about: About, folder: Path) -> None:
+def _commands(model: str, rows: Sequence[Row], about: About, sampling: Sampling) -> list[str]:
+    """That make what is advised, each once."""
+    found: dict[str, None] = {}
+    for row in (row for each in advice(rows, about) for row in each.rows):
+        made = f"{about.source.removesuffix('.gguf')}-{row.name}"
+        text = sampling.options if PRESETS[row.name].usual.calibrated else []
+        found[shlex.join(["millrace", "compress", model, "-o", made, "--recipe", row.name, *text])] = None
+        if row.precision:
+            build = ["millrace", "build", made, "-o", f"{made}.engine", "--precision", row.precision]
+            found[shlex.join(build)] = None
+    return list(found)
+
+
+def _show(model: str, rows: Sequence[Row], about: About, asked: _Trials) -> None:
     heading(f"{about.source} on {about.machine}, {about.threads} threads, {about.isa}")
     table([h.replace("N", str(about.batch)) for h in HEADER], cells(rows, about, size))
     note("speeds: tokens a second, and in brackets times the source's in the same rounds")
+    if any(row.precision for row in rows):
+        note("as w4a8: the same checkpoint, its 4-bit weights with 8-bit activations; its own are 16-bit")
     heading("which to take")
-    pairs(advice(rows, about))
-    note(f"{folder / PAGE} has it as a page")
+    pairs([(each.target, each.words) for each in advice(rows, about)])
+    commands = _commands(model, rows, about, asked.sampling)
+    if commands:
+        heading("to make it")
+        pairs([("", line) for line in commands])
+    note(f"{asked.folder / PAGE} has it as a page")

@@ -13,16 +13,18 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.screen import Progress, note
 from millrace.compile.find import model_folder
 from millrace.compress.calibrated import is_of, needs, read_sampled, same_file, sampled, statistics_of
-from millrace.compress.collect import SAMPLES, digest_of
+from millrace.compress.collect import digest_of
 from millrace.compress.folder import beside
 from millrace.compress.measure import why_not
 from millrace.compress.plan import Job
+from millrace.compress.presets import SAMPLES
 from millrace.compress.statistics import ABOUT, Statistics, read_about
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.sizes import LENGTH
+from millrace.evaluate.windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,15 @@ class Sampling:
     @property
     def n(self) -> int:
         return self.samples or SAMPLES
+
+    @property
+    def options(self) -> list[str]:
+        """Of a command line: the same statistics again."""
+        kept = [] if self.statistics is None else ["--statistics", str(self.statistics)]
+        if self.samples_from is None:
+            return kept
+        n = [] if self.samples is None else ["--samples", str(self.samples)]
+        return ["--samples-from", self.samples_from, *n, *kept]
 
     def check(self, asks: str, needed: bool, calibration: str | None, dry_run: bool = False) -> None:
         """asks: who needs statistics, or does not, in words. raises ConfigError for options that do not go together"""

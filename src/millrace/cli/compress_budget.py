@@ -8,10 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
-
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_advise import BATCH
 from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, readable, said_if_untold, statistics_for
 from millrace.cli.compress_engine import built
 from millrace.cli.compress_told import show_search
@@ -19,11 +16,11 @@ from millrace.cli.screen import Progress, heading, pairs, print_json, progress, 
 from millrace.cli.signals import ended_in_order
 from millrace.compress.budget import MaxLoss
 from millrace.compress.candidates import Shelf
-from millrace.compress.cost import ROWS, Target
 from millrace.compress.folder import check_place
 from millrace.compress.measure import Loss, held_out_for, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
+from millrace.compress.presets import ROWS, Target
 from millrace.compress.recipe import PRESETS
 from millrace.compress.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
 from millrace.errors import ConfigError
@@ -31,26 +28,7 @@ from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 
-_MOST_ROWS = 4096
 _SHOWN = 12  # mixes of a table
-Command = Callable[..., None]
-_OPTIONS = (
-    click.option("--max-loss", metavar="1%|kl:0.01",
-                 help="Instead of --recipe: search the cheapest mix of formats that loses at most so much. 1%: growth "
-                      "of perplexity, on the text and as KL foretells it; kl:0.01: nats a token."),
-    click.option("--target", type=click.Choice([*map(str, Target)]), help="What is to be small, with --max-loss: "
-                 "the time of a step of few rows or of many, timed on this machine, or bytes; default: latency."),
-    click.option("--batch", type=click.IntRange(1, _MOST_ROWS), metavar="N",
-                 help=f"Rows of a step, with --max-loss; default: {ROWS[Target.LATENCY]} for latency, "
-                      f"{ROWS[Target.THROUGHPUT]} for throughput. Sequences of the large batch, with --advise; "
-                      f"default: {BATCH}."),
-)  # fmt: skip
-
-
-def budget_options(command: Command) -> Command:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def searched(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.build import show
+from millrace.cli.building import show
 from millrace.cli.compress_asked import Asked
 from millrace.cli.screen import progress
 from millrace.cli.signals import ended_in_order

@@ -7,6 +7,7 @@ from typing import Any
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress_asked import Sampling
 from millrace.cli.screen import heading, note, pairs, print_json, size, table
+from millrace.compress.advice import precisions_of
 from millrace.compress.calibrated import Needs, needs
 from millrace.compress.candidates import rounding_seconds, stored_formats
 from millrace.compress.compress import Result
@@ -15,7 +16,7 @@ from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS
 from millrace.compress.search import Goal, most_bytes
 from millrace.errors import CheckpointError
-from millrace.evaluate.windows import LENGTH
+from millrace.evaluate.sizes import LENGTH
 from millrace.report.numbers import count
 
 WORST = 3  # layers that are named
@@ -90,6 +91,8 @@ def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling
     if first is not None:
         pairs([("statistics", _statistics(first, tokens))])
     note("each is then measured and timed beside the source, which takes longer than making most of them")
+    if any(len(precisions_of(job.recipe)) > 1 for job in jobs):
+        note("4-bit weights are measured twice: as they are, with 16-bit activations, and as w4a8, with 8-bit ones")
 
 
 def _planned(checkpoint: Checkpoint, name: str) -> Job | str:

@@ -3,17 +3,17 @@
 Each figure is in the folder's record as soon as it is there: what a run that was ended had measured stays.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress_asked import command_line, one_text, said_if_untold
+from millrace.cli.compress_flags import QUESTIONS
 from millrace.cli.eval_asked import Asked, precision_of
 from millrace.cli.eval_questions import answers_to_mmlu
 from millrace.cli.models import opened
@@ -35,27 +35,7 @@ from millrace.evaluate.windows import Windows
 from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.settings import RunSettings
 
-QUESTIONS = 10  # of each subject, where nobody says: some minutes for a small model
 TUNE_S = 2.0  # as `millrace build` has it: of the engines that are cached
-Command = Callable[..., Any]
-
-
-def proof_options(command: Command) -> Command:
-    """Those that `Proof` takes."""
-    for option in (
-        click.option("--questions", type=click.IntRange(1), metavar="N",
-                     help=f"Of each subject of MMLU; default: {QUESTIONS}."),
-        click.option("--mmlu", type=click.Path(path_type=Path), metavar="FOLDER",
-                     help="Also ask both models MMLU's questions, and tell which answers flipped."),
-        click.option("--measure-speed", is_flag=True,
-                     help="Also measure prefill and decode of both: two engines are built and cached for it."),
-        click.option("--calibration", metavar="FILE",
-                     help="Text in UTF-8 to measure the loss on; default: some pages that come along."),
-        click.option("--evaluate/--no-evaluate", default=True,
-                     help="Measure what it costs in answers, beside the source."),
-    ):  # fmt: skip
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True, slots=True)

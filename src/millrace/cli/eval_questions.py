@@ -16,9 +16,10 @@ from millrace.errors import MachineError
 from millrace.evaluate import choice, generation
 from millrace.evaluate.generation import Ask, Generates, Judge, Said, asks, judges
 from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, check_same, check_whole, read
-from millrace.evaluate.mmlu import MAX_SHOTS, ORIGINAL, Mmlu, read_subjects
+from millrace.evaluate.mmlu import ORIGINAL, Mmlu, read_subjects
 from millrace.evaluate.paired import Paired, Verdict, wilson
 from millrace.evaluate.questions import Questions, read_questions
+from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.runtime.generate import incoming
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened

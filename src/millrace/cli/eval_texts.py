@@ -18,8 +18,9 @@ from millrace.evaluate.choice import digest
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kept import About, Kept
 from millrace.evaluate.perplexity import LM_EVAL, Cut, Sums, cut, measure, perplexities, window_of
+from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.texts import read_text
-from millrace.evaluate.windows import LENGTH, Windows, windows
+from millrace.evaluate.windows import Windows, windows
 from millrace.runtime.open import Opened
 
 _MOST_BYTES = 16 << 20

@@ -3,8 +3,6 @@
 import click
 
 from millrace.cli.options import json_option
-from millrace.cli.screen import note, print_json, progress, size
-from millrace.compile.find import model_folder
 from millrace.env import Env
 
 EPILOG = """\b
@@ -24,11 +22,6 @@ def command(env: Env, model: str, as_json: bool) -> None:
     ($HF_HOME); HF_TOKEN is used where set. `serve` and the others download by themselves; this is for machines that
     will be without a network.
     """
-    with progress(as_json) as report:
-        name, folder = model_folder(model, env, report)
-    files = folder.iterdir() if folder.is_dir() else [folder]  # a GGUF file is one that is here already
-    nbytes = sum(f.stat().st_size for f in files if f.is_file())
-    if as_json:
-        print_json({"name": name, "folder": str(folder), "bytes": nbytes})
-    else:
-        note(f"{model}: {size(nbytes)} in {folder}")
+    from millrace.cli.pulling import run  # imported when it runs: --help needs none of it
+
+    run(env=env, model=model, as_json=as_json)

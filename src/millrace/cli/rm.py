@@ -2,10 +2,7 @@
 
 import click
 
-from millrace.cli.list import described, told_apart
 from millrace.cli.options import json_option
-from millrace.cli.screen import note, print_json, size
-from millrace.compile.cache import EngineCache
 from millrace.env import Env
 
 EPILOG = """\b
@@ -23,11 +20,6 @@ def command(env: Env, names: tuple[str, ...], as_json: bool) -> None:
 
     NAME is one engine's, or a model's for all of its engines, as `millrace list` shows them.
     """
-    cache = EngineCache(env.cache)
-    known = described(cache.entries())  # while it can still be read
-    apart, removed = told_apart(known), cache.remove(names)
-    if as_json:
-        print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
-    for entry in () if as_json else removed:
-        about = ", ".join(filter(None, (known.get(entry.name, {}).get("precision"), apart.get(entry.name))))
-        note(f"removed {entry.name}{f' ({about})' if about else ''}, {size(entry.nbytes)}")
+    from millrace.cli.removing import run  # imported when it runs: --help needs none of it
+
+    run(env=env, names=names, as_json=as_json)

@@ -4,10 +4,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 from millrace.errors import RequestError
-from millrace.runtime.params import SamplingParams
 from millrace.settings import Settings, flag_of, setting
+
+if TYPE_CHECKING:
+    from millrace.runtime.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,10 @@ class SamplingFlags(Settings):
     min_p: float | None = setting(None, "leave out tokens less likely than this share of the likeliest one")
     seed: int | None = setting(None, "the same seed gives the same answer; default: drawn, and told")
 
-    def params(self, n: int = 1) -> SamplingParams:
+    def params(self, n: int = 1) -> "SamplingParams":
         """raises RequestError naming the option that is out of range"""
+        from millrace.runtime.params import SamplingParams  # which --help does not need
+
         with as_options():
             return SamplingParams(n=n, **asdict(self))
 

@@ -1,8 +1,6 @@
 """`millrace size`: from a business question to the systems to buy."""
 
-import sys
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +8,8 @@ import click
 
 from millrace.cli import size_fit, size_verify
 from millrace.cli.options import json_option, settings_options
-from millrace.cli.page_file import check_page, write_page
-from millrace.cli.screen import note, print_json, progress, size
-from millrace.cli.size_asked import ask
-from millrace.cli.size_told import show, show_shared
-from millrace.compile.rooflines import kept_roofline
-from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.kernels.library import usable_isas
-from millrace.machine.cpu import usable_cores
-from millrace.machine.roofline import Roofline
-from millrace.size.answer import answered
-from millrace.size.hardware import measured_here
-from millrace.size.page import size_page
-from millrace.size.question import GROUPS, Question, read_answers
-from millrace.size.shared import shared
-from millrace.size.told import told
+from millrace.size.settings import GROUPS
 
 EPILOG = """\b
 Examples:
@@ -52,6 +36,11 @@ class _ByQuestion(click.Group):
         self.format_commands(ctx, formatter)
 
 
+def _is_said(ctx: click.Context, name: str) -> bool:
+    """Whether the flag is on the command line."""
+    return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+
+
 @click.group(cls=_ByQuestion, invoke_without_command=True, epilog=EPILOG)
 @settings_options(*GROUPS)
 @click.option(
@@ -72,53 +61,15 @@ def command(
     Six questions: which model; tokens in; tokens out; requests a second at the peak; what users may wait for; which
     hardware. Every figure says where it comes from and how far it may be off.
     """
-    said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if _is_said(ctx, name)}
+    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
     if ctx.invoked_subcommand is not None:
-        if said or answers or report or as_json:
+        if answers or report or as_json or said:
             raise ConfigError(f"answers before `{ctx.invoked_subcommand}`", "its own flags behind it", "move them")
         return
-    if report is not None:
-        check_page(report)
-        if len(answers) > 1:
-            raise ConfigError("--report with several models", "one of them", "write a page for each")
-    asked = [{**read_answers(file), **said} for file in answers] or [said]
-    if not answers and not said:
-        if not _is_terminal() or as_json:
-            raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
-                              "`millrace size --help` has examples")  # fmt: skip
-        asked = [ask()]
-    questions = [Question.of(one) for one in asked]
-    with progress(quiet=as_json) as tell:
-        found = [answered(one, here=partial(_here, ctx.obj), tell=tell) for one in questions]
-    together = shared(found) if len(found) > 1 else None
-    if as_json:
-        print_json(
-            {"models": [told(one) for one in found], "together": asdict(together)} if together else told(found[0])
-        )
-    else:
-        for one in found:
-            show(one)
-        if together:
-            show_shared(together)
-    if report is not None:
-        note(f"{report}: {size(write_page(report, size_page(found[0])))}, for a browser")
+    from millrace.cli.sizing import run  # imported when it runs: --help needs none of it
+
+    run(ctx, answers=answers, report=report, as_json=as_json, **said)
 
 
 command.add_command(size_fit.command, "fit")
 command.add_command(size_verify.command, "verify")
-
-
-def _here(env: Env) -> Roofline:
-    """This machine's, as `millrace doctor` has kept it; else measured now."""
-    kept = kept_roofline(env.cache, usable_isas()[0], usable_cores())
-    if kept is None:
-        note("Measuring this machine: some seconds (`millrace doctor` keeps what it finds) ...")
-    return kept or measured_here()
-
-
-def _is_said(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,19 +1,9 @@
 """`millrace tune`: time the kernels of a built engine again, for the machine at hand."""
 
-import math
-
 import click
-from msgspec import to_builtins
 
 from millrace.cli.options import json_option
-from millrace.cli.screen import heading, pairs, print_json, progress
-from millrace.cli.tables import Tables, tuned
-from millrace.compile.find import find_built
-from millrace.compile.timings import TimingCache
-from millrace.compile.tune import Tuning, tune_folder
-from millrace.engine.engine import Engine
 from millrace.env import Env
-from millrace.errors import ConfigError, MachineError
 
 EPILOG = """\b
 Examples:
@@ -40,19 +30,6 @@ def command(env: Env, engine: str, seconds: float, threads: int | None, cached: 
     The fastest settings are kept in it. ENGINE is as for `millrace inspect`. Answers never depend on it, only speed
     does. What time does not suffice for stays as it was.
     """
-    if math.isnan(seconds):
-        raise ConfigError("--seconds is nan", "a number of seconds", "write one")
-    timings = TimingCache(env.cache / "timings.json")
-    with progress(as_json) as report:
-        folder = find_built(engine, env, report)
-        table = tune_folder(folder, Tuning(seconds, threads, timings, anew=not cached), report)
-    if not table.compared():
-        raise MachineError(
-            f"nothing was timed: {table.note or 'there is nothing to time'}", "time for a few passes of the engine",
-            "give more --seconds",
-        )  # fmt: skip
-    if as_json:
-        print_json(to_builtins(table))
-        return
-    heading(str(folder))
-    pairs([("tactics", tuned(Tables(Engine.open(folder)))), ("details", f"millrace inspect {engine} --tactics")])
+    from millrace.cli.tuning import run  # imported when it runs: --help needs none of it
+
+    run(env=env, engine=engine, seconds=seconds, threads=threads, cached=cached, as_json=as_json)

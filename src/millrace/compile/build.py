@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 import millrace
+from millrace.compile.bounds import check_openable, check_sequences, unbounded
 from millrace.compile.lower import lower
 from millrace.compile.passes import fold_constants, fuse_elementwise
 from millrace.compile.pipeline import pipeline, run_passes, unfused
@@ -211,7 +212,7 @@ def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
     known |= chosen.profile
     names = [s.name for s in graph.symbols]
     for name in [n for n in names if n not in known] + [n for n in chosen.profile if n not in names]:
-        raise _unbounded(graph, name, [n for n in names if n not in known or n in chosen.profile])
+        raise unbounded(graph, name, [n for n in names if n not in known or n in chosen.profile])
     for name in names:
         b = known[name]
         if not 1 <= b.low <= b.usual <= b.high <= LONGEST:
@@ -219,23 +220,9 @@ def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
                 f"{name} from {b.low} to {b.high}, usually {b.usual}", f"1 <= low <= usual <= high <= {LONGEST}",
                 "correct the profile",
             )  # fmt: skip
+    if find(graph.outputs, LOGITS) and {"T", "S", "R"} <= set(names):
+        check_sequences(known["T"].high, known["S"].high, known["R"].high)
     return {s: known[s.name] for s in graph.symbols}
-
-
-def _unbounded(graph: Graph, name: str, asked: list[str]) -> ConfigError:
-    """For a dimension without bounds, or bounds without a dimension; `asked`: those that a profile has to name."""
-    having = {s.name: [p.name for p in graph.inputs if s in p.value.shape] for s in graph.symbols}
-    what = (
-        f"has no bounds; it is of the input {', '.join(having[name])}"
-        if name in having
-        else "is none of this network's"
-    )
-    inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
-    profile = ", ".join(f'"{n}": Bounds(1, 8, 64)' for n in asked or having)
-    return ConfigError(
-        f"the dimension {name!r:.60} {what}", f"bounds for {', '.join(asked or having)}; the inputs are {inputs}",
-        f"say how small, how large usually and how large at most: BuildOptions(profile={{{profile}}})",
-    )  # fmt: skip
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
@@ -271,6 +258,7 @@ def write_engine(
     `evaluation`: what its precision was found to cost
     """
     check_new(folder)
+    check_openable(_manifest(source, plan, {}, name, Evaluation()))
     if progress:
         progress(f"building {name} into {folder}", 0, plan.program.weights_bytes)
     try:

@@ -1,7 +1,8 @@
 """Methods side by side, as they were measured on one machine for one model: a table, and which to take for what.
 
 about.json   what the figures are of; a folder of another model, text or machine is refused
-NAME.json    a method's row, there when all of it is measured: a run that was ended goes on behind the last
+NAME.json    a method's row, there when all of it is measured: a run that was ended goes on behind the last;
+             NAME.w4a8.json is of the same folder in another precision than its own
 advice.html  the table and the words, for people
 """
 
@@ -13,9 +14,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from millrace.compress.measure import Loss
+from millrace.compress.recipe import Recipe
 from millrace.compress.speed import Pace, Rate, Speeds
 from millrace.engine.tactics import write_whole
 from millrace.errors import ConfigError
+from millrace.kernels.precision import Precision
 from millrace.report.page import render
 from millrace.settings import read_given
 
@@ -46,12 +49,14 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A method. refused: why this model cannot take it, and then there is nothing else
 
+    precision: what the engine is built with; "" for the folder's own
     statistics: digest of the text that they are of, "" where it needs none
     seconds: of rounding and writing; statistics_s: of collecting statistics in the same run, for the first that needed
     them; speed: decode of 1 and of the large batch, and prefill, both beside the source in turns
     """
 
     name: str
+    precision: str = ""
     refused: str = ""
     statistics: str = ""
     bits_per_weight: float = 0.0
@@ -61,9 +66,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     loss: Loss | None = None
     speed: Speeds | None = None
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} as {self.precision}" if self.precision else self.name
+
     def pace(self, work: str) -> Pace:
         assert self.speed is not None
         return next(pace for pace in self.speed.paces if pace.work.startswith(work))
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to take for a target, in words. rows: the methods that the words offer, the first one first; none where the
+    source stays as it is"""
+
+    target: str
+    words: str
+    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +98,13 @@ def targets(batch: int) -> list[Target]:
         Target("one answer at a time", "decode, alone"), Target(f"{batch} answers at a time", f"decode, {batch} "),
         Target("long prompts", "prefill"), Target("memory", ""),
     ]  # fmt: skip
+
+
+def precisions_of(recipe: Recipe) -> tuple[str, ...]:
+    """In which a preset's folder is measured: "", its own, and W4A8 where its 4-bit weights meet 16-bit activations."""
+    usual = recipe.usual
+    sixteen = usual.method in ("rtn", "gptq") and usual.bits == 4 and usual.activations != 8
+    return ("", Precision.W4A8.value) if sixteen else ("",)
 
 
 def open_folder(folder: Path, about: About) -> None:
@@ -101,9 +127,9 @@ def open_folder(folder: Path, about: About) -> None:
             )  # fmt: skip
 
 
-def read_row(folder: Path, name: str, statistics: str) -> Row | None:
+def read_row(folder: Path, name: str, statistics: str, precision: str = "") -> Row | None:
     """None where it is still to be measured. raises ConfigError for one that is damaged, or of other statistics"""
-    path = folder / f"{name}.json"
+    path = _path(folder, name, precision)
     if not path.exists():
         return None
     found = _read(path, Row)
@@ -115,7 +141,11 @@ def read_row(folder: Path, name: str, statistics: str) -> Row | None:
 
 
 def write_row(folder: Path, row: Row) -> None:
-    write_whole(folder / f"{row.name}.json", msgspec.json.format(msgspec.json.encode(row)) + b"\n")
+    write_whole(_path(folder, row.name, row.precision), msgspec.json.format(msgspec.json.encode(row)) + b"\n")
+
+
+def _path(folder: Path, name: str, precision: str) -> Path:
+    return folder / (f"{name}.{precision}.json" if precision else f"{name}.json")
 
 
 def _read(path: Path, kind: type[S]) -> S:
@@ -129,31 +159,62 @@ def _read(path: Path, kind: type[S]) -> S:
         ) from error
 
 
-def advice(rows: Sequence[Row], about: About) -> list[tuple[str, str]]:
+def advice(rows: Sequence[Row], about: About) -> list[Advice]:
     """For each target which method, in words: of those that lose little the best, and what more loss would buy."""
     measured = [row for row in rows if row.loss is not None]
-    return [(target.name, _advised(measured, target, about)) for target in targets(about.batch)] if measured else []
+    return [_advised(measured, target, about) for target in targets(about.batch)] if measured else []
 
 
-def _advised(rows: Sequence[Row], target: Target, about: About) -> str:
+def _advised(rows: Sequence[Row], target: Target, about: About) -> Advice:
     near = [row for row in rows if _kl(row) <= NEAR]
     any_loss = _best(rows, target)
     if not near:
         least = min(rows, key=_kl)
-        gain = _gain(least, target, about)
-        return f"none keeps within KL {NEAR:g}: {least.name} loses least (KL {_kl(least):.3g}), {gain}"
-    best = _best(near, target)
-    said = f"{best.name}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
-    if not _gains(best, target, about):
-        said = f"leave it as it is: {best.name}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
+        said = f"none keeps within KL {NEAR:g}: {least.title} loses least (KL {_kl(least):.3g}), "
+        return _with_offers(target, said + _gain(least, target, about), (least,), rows, about)
+    best, named = _best(near, target), []
+    if _gains(best, target, about):
+        said = f"{best.title}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
+        named.append(best)
+    else:
+        said = f"leave it as it is: {best.title}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
     if _kl(any_loss) > NEAR and _ahead(any_loss, best, target) and _gains(any_loss, target, about):
         loss = any_loss.loss
         assert loss is not None
         said += (
-            f". {any_loss.name} has {_gain(any_loss, target, about)}, for KL {loss.kl:.3g}: of its likeliest tokens "
+            f". {any_loss.title} has {_gain(any_loss, target, about)}, for KL {loss.kl:.3g}: of its likeliest tokens "
             f"{1 - loss.agreement:.0%} are others"
         )
-    return said
+        named.append(any_loss)
+    return _with_offers(target, said, tuple(named), rows, about)
+
+
+def _with_offers(target: Target, said: str, named: tuple[Row, ...], rows: Sequence[Row], about: About) -> Advice:
+    """Add the other precision of each folder that is named, where one is worth its loss."""
+    offers = []
+    for row in named:
+        other = _other_precision(row, rows)
+        ahead = [t for t in targets(about.batch) if other and t.work and _ahead(other, row, t)]
+        if other is None or other in named or not ahead:
+            continue
+        offers.append(other)
+        gains = [f"{t.name} at {_times(other, t)} rather than {_times(row, t)} times" for t in ahead]
+        said += f". {other.title} has {' and '.join(gains)}, KL {_kl(other):.3g} rather than {_kl(row):.3g}"
+    return Advice(target.name, said, (*named, *offers))
+
+
+def _other_precision(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The same folder as W4A8 if that is within the bound or, where the folder's own precision is not, costs at most as
+    much besides."""
+    others = (other for other in rows if other.name == row.name and other.precision and not row.precision)
+    other = next(others, None)
+    if other is None or _kl(other) <= NEAR:
+        return other
+    return other if _kl(row) > NEAR and _kl(other) - _kl(row) <= NEAR else None
+
+
+def _times(row: Row, target: Target) -> str:
+    return f"{_relative(row, target).median:.2f}"
 
 
 def _kl(row: Row) -> float:
@@ -192,12 +253,14 @@ def _gains(row: Row, target: Target, about: About) -> bool:
 
 
 def _gain(row: Row, target: Target, about: About) -> str:
+    """What it brings, and each workload that it slows."""
     if not target.work:
-        return f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
-    pace, speed = row.pace(target.work), _relative(row, target).median
-    gain = f"{speed:.2f} times the source's speed ({pace.made.median:,.0f} tokens/s)"
-    slowed = [(t.name, _relative(row, t).median) for t in targets(about.batch) if t.work and t != target]
-    losses = [f"{name} at {other:.2f} times" for name, other in slowed if other < SLOWED < speed]
+        speed, gain = 1.0, f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
+    else:
+        speed = _relative(row, target).median
+        gain = f"{speed:.2f} times the source's speed ({row.pace(target.work).made.median:,.0f} tokens/s)"
+    slowed = [t for t in targets(about.batch) if t.work and t != target and _relative(row, t).median < SLOWED < speed]
+    losses = [f"{t.name} at {_times(row, t)} times" for t in slowed]
     return f"{gain}, but {' and '.join(losses)}" if losses else gain
 
 
@@ -214,23 +277,26 @@ def cells(rows: Sequence[Row], about: About, size: Callable[[float], str]) -> li
         found.append(["as it is", "", "", "", "", size(about.bytes_before), *speeds, ""])
     for row in rows:
         if row.loss is None or row.speed is None:
-            found.append([row.name, f"not for this model: {row.refused}", *[""] * 8])
+            found.append([row.title, f"not for this model: {row.refused}", *[""] * 8])
             continue
         works = [t for t in targets(about.batch) if t.work]
         speeds = [f"{row.pace(t.work).made.median:,.0f} ({_relative(row, t).median:.2f})" for t in works]
         growth = row.loss.perplexity / row.loss.source_perplexity - 1
         found.append([
-            row.name, f"{row.loss.kl:.3g}", f"{growth:+.1%}", f"{row.loss.agreement:.1%}", f"{row.bits_per_weight:.2f}",
-            size(row.bytes), *speeds, f"{row.seconds:.0f}",
+            row.title, f"{row.loss.kl:.3g}", f"{growth:+.1%}", f"{row.loss.agreement:.1%}",
+            f"{row.bits_per_weight:.2f}", size(row.bytes), *speeds, f"{row.seconds:.0f}",
         ])  # fmt: skip
     return found
 
 
-def write_page(folder: Path, rows: Sequence[Row], about: About, size: Callable[[float], str]) -> None:
+def write_page(
+    folder: Path, rows: Sequence[Row], about: About, size: Callable[[float], str], commands: Sequence[str] = ()
+) -> None:
+    """commands: how to make what is advised"""
     collected = next((row.statistics_s for row in rows if row.statistics_s is not None), None)
     values: dict[str, Any] = {
         "a": about, "header": [h.replace("N", str(about.batch)) for h in HEADER], "rows": cells(rows, about, size),
-        "advice": advice(rows, about), "near": NEAR, "collected": collected,
+        "advice": advice(rows, about), "commands": commands, "near": NEAR, "collected": collected,
         "precision": next((row.speed.source_precision for row in rows if row.speed is not None), ""),
         "tokens": next((row.loss.tokens for row in rows if row.loss is not None), 0),
     }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
-from millrace.compress.collect import SAMPLES, collect, digest_of, samples
+from millrace.compress.collect import collect, digest_of, samples
 from millrace.compress.compress import Piece, Way, by_layers, rounded_alone
 from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.figures import Figures, figures, lost
@@ -16,14 +16,16 @@ from millrace.compress.grid import Array
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.loss import relative_error
 from millrace.compress.plan import SAME_INPUT, WEIGHT, Job
+from millrace.compress.presets import SAMPLES
 from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
 from millrace.compress.sparse import OF, smallest_dropped, sparse
 from millrace.compress.statistics import ABOUT, InputStatistics, Statistics, input_bytes, read_about
 from millrace.errors import CheckpointError, ConfigError
+from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.texts import read_text
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.windows import Windows
 
 _MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
 _FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone

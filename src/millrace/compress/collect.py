@@ -21,17 +21,18 @@ from millrace.compile.precision import PrecisionMap
 from millrace.compile.program import Bounds, Program
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
+from millrace.compress.presets import SAMPLES
 from millrace.compress.statistics import About, InputStatistics, Statistics, Writing, input_bytes, whole_file, writing
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate.divergence import not_finite, step_of
 from millrace.evaluate.pieces import Piece, loaded
-from millrace.evaluate.windows import LENGTH, Windows, windows_of
+from millrace.evaluate.sizes import LENGTH
+from millrace.evaluate.windows import Windows, windows_of
 from millrace.graph.cuts import CARRIED
 from millrace.graph.rewrite import head_of
 from millrace.graph.types import Graph, Port, Value
 from millrace.kernels.precision import Precision
 
-SAMPLES = 128
 _BATCH = 8192  # rows multiplied at once: behind each product BLAS threads spin for a while, in the way of the next step
 Readers = dict[str, tuple[str, ...]]  # by the first layer that reads an input, all that do
 

@@ -1,8 +1,7 @@
 """What a format of a layer costs: bytes of the folder, or seconds of its matrix product, timed on this machine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from millrace.compile.settings import Progress
 from millrace.compress.candidates import FLOAT, TREATMENTS, bytes_of, offered
@@ -13,17 +12,6 @@ from millrace.kernels.precision import Precision
 
 _MOST_BYTES = 256 << 20  # of the matrices that are timed in turn
 _MOST_CALLS = 4096
-
-
-class Target(StrEnum):
-    """What is to be small. latency: of a step of a few rows, as decoding makes; throughput: of one of many rows."""
-
-    LATENCY = "latency"
-    MEMORY = "memory"
-    THROUGHPUT = "throughput"
-
-
-ROWS: Mapping[Target, int] = {Target.LATENCY: 1, Target.THROUGHPUT: 64}  # where nobody says how many
 
 
 def product_of(job: Job, layer: str, format: str, isa: str) -> Product:

@@ -14,11 +14,12 @@ from millrace.compile.source import Source
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.evaluate.agreement import agreement
-from millrace.evaluate.calibration import SHORTEST, Calibration
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import BLOCK, Score
 from millrace.evaluate.pieces import ReadText, answers, read, score
 from millrace.evaluate.simulated import fp8_rows, read_with_fp8
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.sizes import LENGTH, SHORTEST
+from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
 
 _ROWS = 64  # of logits in a step
@@ -147,11 +148,14 @@ def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progr
     return loss_of(Reference.of(source, text, progress), made, progress)
 
 
-def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda *_: None) -> Loss:
-    """As `measure`, beside a source that was read already."""
-    other = Source.from_checkpoint(made)
-    found = agreement(reference.beside(other, BuildOptions(), progress).tokens)
-    simulated = reference.with_fp8(other, BuildOptions(), progress)
+def loss_of(
+    reference: Reference, made: Checkpoint, progress: Progress = lambda *_: None, precision: PrecisionMap | None = None
+) -> Loss:
+    """As `measure`, beside a source that was read already. precision: to run the folder in; None: its own"""
+    other, options = Source.from_checkpoint(made), BuildOptions(precision=precision)
+    runs_in = (precision or other.own_precision).default
+    found = agreement(reference.beside(other, options, progress).tokens)
+    simulated = reference.with_fp8(other, options, progress) if precision is None else None
     if not abs(found.divergence.value) < float("inf"):
         raise MachineError(
             "the compressed model's logits are not finite", "finite logits",
@@ -165,7 +169,7 @@ def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda 
             )  # fmt: skip
     return Loss(
         found.divergence.value, found.perplexity.value, found.reference_perplexity.value, found.same.value, found.n,
-        str(other.own_precision.default), found.divergence.error, found.perplexity.error, found.same.error,
+        str(runs_in), found.divergence.error, found.perplexity.error, found.same.error,
         None if simulated is None else _simulated(simulated),
     )  # fmt: skip
 

@@ -36,6 +36,7 @@ from typing import Any
 from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import INT4, INT8
 from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
+from millrace.compress.presets import ABOUT
 from millrace.compress.prune import Prune
 from millrace.compress.sparse import METHODS as SPARSE
 from millrace.errors import ConfigError, nearest
@@ -121,26 +122,18 @@ _ROWS_OF_8 = Treatment(bits=8, group=0, scales=Convention.MODEL_OPTIMIZER)
 PRESETS: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("int8-wo", _ROWS_OF_8, about="8-bit weights, a scale a row: Model Optimizer's int8_weight_only"),
-        Recipe("int4-wo", Treatment(), about="4-bit weights in groups of 128, to nearest: llm-compressor's W4A16"),
-        Recipe("int4-wo-mse", Treatment(search="llm-compressor"),
-               about="the same, the best of smaller ranges: llm-compressor's memoryless_mse"),
-        Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8),
-               about="E4M3 with a scale a row: llm-compressor's FP8_DYNAMIC; activations stay bfloat16 here"),
-        Recipe("fp8-tensor", Treatment(method="fp8-tensor", bits=8, group=0, activations=8),
-               about="E4M3 with one scale a matrix: weights of llm-compressor's FP8; activations as of fp8"),
-        Recipe("fp8-gptq", Treatment(method="fp8-gptq", bits=8, group=0, activations=8),
-               about="E4M3 with a scale a row, the best of an octave, by GPTQ: what FP8 loses least by"),
-        Recipe("int4-gptq", Treatment(method="gptq"),
-               about="GPTQ of statistics, damping 0.01, static order: llm-compressor's W4A16 by GPTQModifier"),
-        Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP),
-               about="the same within clipped ranges of either sign: what loses least of these"),
-        Recipe("int4-awq", Treatment(smooth="awq", search=CLIP),
-               about="inputs that matter scaled up, ranges clipped by whole outputs: AWQ's losses, AutoAWQ's grids"),
-        Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
-               about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
+        Recipe("int8-wo", _ROWS_OF_8, about=ABOUT["int8-wo"]),
+        Recipe("int4-wo", Treatment(), about=ABOUT["int4-wo"]),
+        Recipe("int4-wo-mse", Treatment(search="llm-compressor"), about=ABOUT["int4-wo-mse"]),
+        Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8), about=ABOUT["fp8"]),
+        Recipe("fp8-tensor", Treatment(method="fp8-tensor", bits=8, group=0, activations=8), about=ABOUT["fp8-tensor"]),
+        Recipe("fp8-gptq", Treatment(method="fp8-gptq", bits=8, group=0, activations=8), about=ABOUT["fp8-gptq"]),
+        Recipe("int4-gptq", Treatment(method="gptq"), about=ABOUT["int4-gptq"]),
+        Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP), about=ABOUT["int4-gptq-clip"]),
+        Recipe("int4-awq", Treatment(smooth="awq", search=CLIP), about=ABOUT["int4-awq"]),
+        Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8), about=ABOUT["w4afp8-awq"]),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", sizes=RMS, activations=8),
-               about="8-bit weights and activations: SmoothQuant by mean squares, then GPTQ; as llm-compressor's W8A8"),
+               about=ABOUT["int8-sq"]),
     )
 }  # fmt: skip
 

@@ -13,12 +13,12 @@ from millrace.compress import cost
 from millrace.compress.budget import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
 from millrace.compress.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
 from millrace.compress.compress import Result, compress
-from millrace.compress.cost import Target
 from millrace.compress.folder import beside, put_in_place
 from millrace.compress.measure import Loss, Reference, loss_of
 from millrace.compress.mix import Mix, frontier
 from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
+from millrace.compress.presets import Target
 from millrace.compress.recipe import written
 from millrace.compress.statistics import Statistics
 from millrace.evaluate.calibration import Calibration

@@ -235,33 +235,40 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
     if manifest != sealed(manifest):
         raise damaged(folder, f"{MANIFEST} is damaged: its checksum differs")
-    symbols = [s.name for s in manifest.symbols]
-    if manifest.is_language_model and (symbols != ["T", "S", "R"] or not manifest.vocab_size):
-        raise damaged(folder, f"{MANIFEST} is of a language model without T, S and R, or without a vocabulary")
-    highs = {s.name: s.high for s in manifest.symbols}
-    if manifest.is_language_model and highs["S"] > min(highs["T"], highs["R"]):  # each has a token, and draws one
-        bounds = f"{highs['S']} sequences in steps of {highs['T']} tokens and {highs['R']} rows of logits"
-        raise damaged(folder, f"{MANIFEST} has {bounds}")
-    for symbol in manifest.symbols:
-        if not symbol.low <= symbol.usual <= symbol.high:
-            bounds = f"low {symbol.low}, usual {symbol.usual}, high {symbol.high}"
-            raise damaged(folder, f"{MANIFEST} has bounds of {symbol.name!r:.60} that are not in order: {bounds}")
-    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in ENCODER.outputs]
-    shaped = all(len(shape) == 2 and shape[0] == "S" and isinstance(shape[1], int) for shape in vectors)
-    if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):
-        raise damaged(folder, f"{MANIFEST} is of an encoder without T and S, or whose vectors are not [S, width]")
-    names = {s.name for s in manifest.symbols}
-    for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
-        if not names.issuperset(d for d in slot.shape if isinstance(d, str)):
-            raise damaged(folder, f"{MANIFEST} gives {slot.name} a dimension without bounds")
-    told = {d for slot in manifest.cpu.inputs for d in slot.shape}
-    if not manifest.vocab_size and not told.issuperset(names):
-        raise damaged(folder, f"{MANIFEST} has a dimension that no input tells: {', '.join(sorted(names - told))}")
+    if what := contradiction(manifest):
+        raise damaged(folder, f"{MANIFEST} {what}")
     texts = (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes)
     for text in (*texts, *manifest.evaluation.texts):
         if text != plain(text):  # they will be shown
             raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")
     return manifest
+
+
+def contradiction(manifest: Manifest) -> str:
+    """What its dimensions and slots say that cannot be, as the end of a sentence; "" where nothing does."""
+    symbols = [s.name for s in manifest.symbols]
+    if manifest.is_language_model and (symbols != ["T", "S", "R"] or not manifest.vocab_size):
+        return "is of a language model without T, S and R, or without a vocabulary"
+    highs = {s.name: s.high for s in manifest.symbols}
+    if manifest.is_language_model and highs["S"] > min(highs["T"], highs["R"]):  # each has a token, and draws one
+        bounds = f"{highs['S']} sequences in steps of {highs['T']} tokens and {highs['R']} rows of logits"
+        return f"has {bounds}"
+    for symbol in manifest.symbols:
+        if not symbol.low <= symbol.usual <= symbol.high:
+            bounds = f"low {symbol.low}, usual {symbol.usual}, high {symbol.high}"
+            return f"has bounds of {symbol.name!r:.60} that are not in order: {bounds}"
+    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in ENCODER.outputs]
+    shaped = all(len(shape) == 2 and shape[0] == "S" and isinstance(shape[1], int) for shape in vectors)
+    if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):
+        return "is of an encoder without T and S, or whose vectors are not [S, width]"
+    names = {s.name for s in manifest.symbols}
+    for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
+        if not names.issuperset(d for d in slot.shape if isinstance(d, str)):
+            return f"gives {slot.name} a dimension without bounds"
+    told = {d for slot in manifest.cpu.inputs for d in slot.shape}
+    if not manifest.vocab_size and not told.issuperset(names):
+        return f"has a dimension that no input tells: {', '.join(sorted(names - told))}"
+    return ""
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

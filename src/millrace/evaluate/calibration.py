@@ -10,11 +10,11 @@ import numpy as np
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
+from millrace.evaluate.sizes import LENGTH, SHORTEST
 from millrace.evaluate.texts import read_text
-from millrace.evaluate.windows import LENGTH, Windows, windows_of
+from millrace.evaluate.windows import Windows, windows_of
 
 TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
-SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
 VARIED = 4  # different tokens: of one letter again and again, 4 bits would be judged as good as 32
 _UNSCORED = 4  # a fourth of each window is only context: half of it, as for perplexities, would waste what is computed
 _MOST_BYTES = 1 << 20

@@ -19,12 +19,12 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError, nearest
 from millrace.evaluate.choice import Group, Posed, cut_at_the_left, digest
 from millrace.evaluate.likelihood import Question
+from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.settings import read_given
 
 LM_EVAL, ORIGINAL = "lm-eval", "original"
 DEFINITIONS = (LM_EVAL, ORIGINAL)
 LETTERS = "ABCD"
-MAX_SHOTS = 5  # as many as dev/ has of each subject
 _COLUMNS = ("question", "choice0", "choice1", "choice2", "choice3", "answer")
 _MOST_BYTES, _MOST_SUBJECTS = 16 << 20, 1000
 _EXPECTED = f"CSV with the header {','.join(_COLUMNS)}, or six columns without one, as they are published"

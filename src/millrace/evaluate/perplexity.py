@@ -24,11 +24,11 @@ from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Mean, Runs, losses
 from millrace.evaluate.kept import Kept, Key
-from millrace.evaluate.windows import LENGTH, windows_of
+from millrace.evaluate.sizes import LENGTH, SHORTEST
+from millrace.evaluate.windows import windows_of
 
 GPTQ, LLAMA_PERPLEXITY, LM_EVAL = "gptq", "llama-perplexity", "lm-eval"
 DEFINITIONS = (GPTQ, LLAMA_PERPLEXITY, LM_EVAL)
-SHORTEST = 16  # tokens of a window
 _GPTQ_LENGTH = 2048
 _WORDS = re.compile(r"\s+")
 

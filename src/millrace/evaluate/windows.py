@@ -8,8 +8,7 @@ import numpy as np
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.executor import IntArray
 from millrace.errors import RequestError
-
-LENGTH = 512  # llama-perplexity's, and where its published figures are from
+from millrace.evaluate.sizes import LENGTH
 
 
 @dataclass(frozen=True, slots=True)

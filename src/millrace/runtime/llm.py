@@ -29,6 +29,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, OpenedEncoder, open_any
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.settings import RunSettings
+from millrace.runtime.tool_specs import checked_tools
 from millrace.tune.pricing import pricing
 
 Message = Mapping[str, object]
@@ -36,7 +37,9 @@ _LOG = logging.getLogger("millrace")  # what a build has to say; Python shows it
 _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
-_CHAT = frozenset({"messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs"})
+_CHAT = frozenset({
+    "messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs", "tools",
+})  # fmt: skip
 _EMBED = frozenset({"prompts", "truncate_prompt_tokens", "use_tqdm"})
 _CAN = {True: "embed()", False: "generate(), chat() and astream()"}
 _FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})(?![\w-])( (?=[\d\"]|auto\b))?")
@@ -186,6 +189,7 @@ class LLM:
         use_tqdm: bool = False,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         **others: object,
     ) -> list[RequestOutput]:
         """One conversation or several, through the model's chat template.
@@ -193,6 +197,8 @@ class LLM:
         Without max_tokens an answer may fill the rest of the context.
         add_generation_prompt: end the prompt where the assistant's turn begins
         chat_template_kwargs: further variables for the template, such as enable_thinking
+        tools: functions that every conversation may call, as OpenAI's clients describe them; in the prompt as the
+        server renders them. Text of an answer is as the model wrote it, with its calls. tool_choice is the server's
         """
         vllm_names.check_call("chat", others, _CHAT, _SAMPLING)
         if isinstance(messages, str):
@@ -202,8 +208,10 @@ class LLM:
             )  # fmt: skip
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
-        extra = chat_template_kwargs or {}
-        prompts = [{"prompt_token_ids": self._chat_ids(c, add_generation_prompt, extra)} for c in conversations]
+        offered, extra = checked_tools(tools), chat_template_kwargs or {}
+        prompts = [
+            {"prompt_token_ids": self._chat_ids(c, offered, add_generation_prompt, extra)} for c in conversations
+        ]
         return self._answer(prompts, sampling_params, use_tqdm, continues=False)
 
     def embed(
@@ -284,8 +292,9 @@ class LLM:
         )
 
     def _chat_ids(
-        self, messages: Sequence[Message], add_generation_prompt: bool, extra: Mapping[str, object]
-    ) -> list[int]:
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], add_generation_prompt: bool,
+        extra: Mapping[str, object],
+    ) -> list[int]:  # fmt: skip
         self._check_usable()
         _ = self._generating  # an encoder cannot chat, whatever else it lacks
         template = self._opened.chat_template
@@ -294,7 +303,7 @@ class LLM:
                 f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
             )
         prompts = PromptRenderer(template)
-        text = prompts.render(normalised(messages), add_generation_prompt=add_generation_prompt, extra=extra)
+        text = prompts.render(normalised(messages), tools, add_generation_prompt=add_generation_prompt, extra=extra)
         return self._opened.tokenizer.encode(text, add_special_tokens=False)
 
     @property

@@ -61,7 +61,7 @@ _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prompt_token_ids": ((None,), 'prompts=[{"prompt_token_ids": [...]}]'),
     "tokenization_kwargs": ((None, {}), 'prompts as {"prompt_token_ids": [...]}'),
     "truncate_prompt_tokens": ((None,), 'a prompt {"prompt_token_ids": ids[-n:]}'),
-    "tools": ((None, []), "a message that describes them: calls of tools are not read out of answers"),
+    "tool_choice": ((None, "auto"), "millrace serve, which holds an answer to calls"),
     "documents": ((None, []), "chat_template_kwargs=, where the template knows them"),
     "chat_template": ((None,), "a checkpoint with this template, or generate() with the rendered prompt"),
     "chat_template_content_format": (("auto", "string", "openai"), '"auto": the template decides'),

@@ -252,7 +252,7 @@ def _not_in_choices(path: str, value: str, kind: type[Body]) -> RequestError:
         mend = "tool is the role today, with a tool_call_id" if value == "'function'" else "correct the role"
         return RequestError(f"{path} is {value}", f"{', '.join(roles)} or {last}", mend, "messages")
     if path.endswith(".type") and "tool_calls" in path:
-        return RequestError(f"{path} is {value}", '"function"', "correct the messages", "messages")
+        return RequestError(f"{path} is {value}", '"function" or "custom"', "correct the messages", "messages")
     return RequestError(
         f"{path} is {value}", '"text"', "send text parts only; images and sound are not supported yet", "messages"
     )

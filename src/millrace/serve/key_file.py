@@ -24,7 +24,8 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """name: "" where the file gives it none. limits: of LIMITS, those that it has. is_admin: it sees what others do"""
+    """name: "" where the file gives it none. limits: of LIMITS, those that it has. is_admin: it sees what others
+    do, and changes every model"""
 
     secret: bytes = field(repr=False)
     name: str = ""

@@ -85,6 +85,11 @@ class Grant:
         self.tenant, self._account, self._clock, self.is_admin = tenant, account, clock, is_admin
 
     @property
+    def owner(self) -> str:
+        """Whose models it may change: "" for all of them."""
+        return "" if self.is_admin else self.tenant
+
+    @property
     def above(self) -> str:
         """Why nothing more is computed for it now, though it goes on; empty: there are tokens left."""
         wait_s = self._account.tokens_wait_s(self._clock()) if self._account is not None else 0.0

@@ -4,6 +4,7 @@ A field is in a struct, or in one of the tables of `other_fields.py`; any other 
 Ranges are checked once, by SamplingParams; here are only names and types.
 """
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -69,20 +70,38 @@ class TextPart(Struct, forbid_unknown_fields=True, gc=False):
     type: Literal["text"]
 
 
-class CalledFunction(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+class CalledFunction(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
     """arguments: JSON, as a text"""
 
     name: str
     arguments: str = ""
 
 
-class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """Of an assistant's message, as it was given to the client."""
+class CalledCustom(Struct, forbid_unknown_fields=True, gc=False):
+    """A call that another server's model made of a tool without a schema."""
 
-    function: CalledFunction
+    name: str
+    input: str = ""
+
+
+_NO_FUNCTION = CalledFunction("")
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """Of an assistant's message, as it was given to the client. A custom tool's becomes a function's."""
+
+    function: CalledFunction = _NO_FUNCTION
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     index: int | None = None  # which some clients keep from a stream
+    custom: CalledCustom | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "custom" and self.custom is not None:
+            arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+            self.function, self.type, self.custom = CalledFunction(self.custom.name, arguments), "function", None
+        if self.function is _NO_FUNCTION:
+            raise ValueError(f"Object missing required field `{self.type}`")
 
 
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):

@@ -1,39 +1,19 @@
 """What a conversation says of tools: read, checked, and what an answer that has to call one is held to."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from millrace.checkpoint.tool_calls.formats import ToolFormat
 from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
 from millrace.errors import RequestError, nearest
 from millrace.runtime.grammar import in_one_layout
 from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.tool_specs import OPENAI, ToolShape, checked_functions
 from millrace.serve.errors import not_yet
-from millrace.serve.usable_tools import MAX_TOOLS
 
-MAX_TOOL_BYTES = 256 * 1024  # of all of them, as JSON: they are held as long as their answer takes
 MOST_CALLS = 16  # of one answer: a small model would go on for ever
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolShape:
-    """How a protocol writes a tool and the choice of one, in errors."""
-
-    tool: str
-    choices: str
-    function: str = ""  # path of name and description
-    parameters: str = "parameters"
-    longest: int = 64  # name, in characters
-
-
-OPENAI = ToolShape(
-    '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}',
-    '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}', ".function",
-)  # fmt: skip
 RESPONSES = ToolShape(
     '{"type": "function", "name": ..., "description": ..., "parameters": {...}}',
     '"none", "auto", "required" or {"type": "function", "name": ...}',
@@ -43,7 +23,6 @@ ANTHROPIC = ToolShape(
     '{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}', parameters="input_schema",
     longest=128,
 )  # fmt: skip
-_OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
 _ELSEWHERE = {"$ref", "anyOf", "oneOf", "allOf"}  # where a schema may name properties instead of in `properties`
 
 
@@ -106,17 +85,8 @@ def tools_of(
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is set, but there are no tools", "both", "send tools", "tool_choice")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise _wrong(f"tools has {len(tools)} of them", f"at most {MAX_TOOLS}")
-    if (n_bytes := len(msgspec.json.encode(tools))) > MAX_TOOL_BYTES:
-        raise _wrong(f"tools has {n_bytes} bytes", f"at most {MAX_TOOL_BYTES}")
-    functions = [_function(i, tool, shape) for i, tool in enumerate(tools)]
-    schemas: dict[str, Mapping[str, object]] = {}
-    for i, function in enumerate(functions):
-        name = str(function["name"])
-        if name in schemas:
-            raise _wrong(f"tools[{i}] has the name {name!r} again", "one tool of each name")
-        schemas[name] = _schema(function.get("parameters"))
+    functions = checked_functions(tools, shape)
+    schemas = {str(function["name"]): _schema(function.get("parameters")) for function in functions}
     must, only = _chosen(choice, schemas, shape)
     if choice == "none":
         return None
@@ -127,30 +97,6 @@ def tools_of(
     return Tools(
         specs=tools, schemas=schemas, strict=strict, must=must, only=only, parallel=parallel is not False
     )  # fmt: skip
-
-
-def _function(i: int, tool: Mapping[str, object], shape: ToolShape) -> Mapping[str, object]:
-    where = f"tools[{i}]{shape.function}"
-    kind = tool.get("type")
-    if kind != "function":
-        raise _wrong(f"tools[{i}].type is {kind!r:.60}", '"function": this server has no tools of its own')
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise _wrong(f"tools[{i}] has no function", shape.tool)
-    for key, wanted in _OF_FUNCTION.items():
-        value = function.get(key)
-        if value is not None and not isinstance(value, wanted):
-            path = f"{where}.{shape.parameters if key == 'parameters' else key}"
-            raise _wrong(f"{path} is of type {type(value).__name__}", shape.tool)
-    name = function.get("name")
-    if not isinstance(name, str) or len(name) > shape.longest or not _NAME.fullmatch(name):
-        what = f"tools[{i}] has no name" if not name else f"{where}.name is {name!r:.80}"
-        raise _wrong(what, f"1 to {shape.longest} letters, digits and _ . : / -")
-    parameters = function.get("parameters")
-    kind = parameters.get("type", "object") if isinstance(parameters, Mapping) else "object"
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise _wrong(f"{where}.{shape.parameters}.type is {kind!r:.60}", '"object": arguments have names')
-    return function
 
 
 def _schema(parameters: object) -> Mapping[str, object]:
@@ -188,7 +134,3 @@ def _chosen(choice: object, schemas: Mapping[str, object], shape: ToolShape) -> 
         case {"type": str(kind)} if kind != "function":
             raise not_yet("tool_choice", f"send {shape.choices}", f'tool_choice of the type "{kind[:60]}"')
     raise RequestError(f"tool_choice is {choice!r:.80}", shape.choices, "correct tool_choice", "tool_choice")
-
-
-def _wrong(what: str, expected: str) -> RequestError:
-    return RequestError(what, expected, "correct tools", "tools")

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from millrace.errors import RequestError
+from millrace.runtime.tool_specs import MAX_TOOLS
 from millrace.serve.unknown_fields import closest_name, header_name, ignored_names
 
-MAX_TOOLS = 128  # as OpenAI
 FUNCTION = ("name", "description", "parameters", "strict")
 
 

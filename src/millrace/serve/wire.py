@@ -234,7 +234,7 @@ class Call:
     names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
     model: str = ""  # the name that it asked for, or that of the model which answers
     tenant: str = ""  # whose key it came with, where there are several
-    is_admin: bool = False  # that key may see what others do
+    is_admin: bool = False  # that key may see what others do, and change every model
     ended: Callable[[int], None] | None = None  # who grants a key's limits is told how many tokens it took
 
 

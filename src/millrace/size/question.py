@@ -12,6 +12,7 @@ from millrace.errors import ConfigError, nearest, plain
 from millrace.settings import Settings, plain_type, read_given
 from millrace.size.points import Limits
 from millrace.size.settings import (
+    GROUPS,
     READING,
     HardwareSettings,
     LimitSettings,
@@ -23,7 +24,6 @@ from millrace.size.settings import (
 
 _MOST_BYTES, _MOST_VALUES, _MOST = 1 << 20, 64, 1 << 64
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
-GROUPS = (RequestSettings, LoadSettings, LimitSettings, HardwareSettings, SearchSettings, MoneySettings)
 NAMES = {f.name: group for group in GROUPS for f in fields(group)}
 
 

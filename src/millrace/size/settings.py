@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from millrace.errors import ConfigError
 from millrace.settings import Settings, setting
 
 
@@ -146,3 +147,31 @@ class MoneySettings(Settings):
     tier: str | None = setting(
         None, "rent from such providers alone", choices=("hyperscaler", "neocloud", "marketplace")
     )
+
+
+GROUPS = (RequestSettings, LoadSettings, LimitSettings, HardwareSettings, SearchSettings, MoneySettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifySettings(Settings):
+    """What is asked of the server."""
+
+    isl: int = setting(128, "tokens of a prompt", low=1, high=1 << 20)
+    osl: int = setting(64, "tokens of an answer", low=2, high=1 << 20)
+    loads: str = setting("0.2,0.4,0.6,0.8,0.95", "shares of the predicted capacity", metavar="SHARE,...")
+    rounds: int = setting(3, "times that all loads are asked in turn", low=1, high=100)
+    each_s: float = setting(10.0, "seconds of each load in a round; eight requests at least", low=0.1, high=86_400)
+    probe_s: float = setting(2.0, "seconds of the probe between two loads, and of three before", low=0.1, high=3600)
+    header: tuple[str, ...] = setting((), "header of each request", metavar="NAME:VALUE")
+    random_seed: int = setting(0, "of texts and arrivals", low=0, high=2**62)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """raises ConfigError"""
+        try:
+            found = tuple(float(part) for part in self.loads.split(","))
+        except ValueError:
+            found = ()
+        if not 1 <= len(found) <= 20 or not all(0.01 <= share <= 1.5 for share in found):
+            raise ConfigError(f'--loads is "{self.loads:.80}"', "1 to 20 shares of 0.01 to 1.5", "write 0.2,0.5,0.8")
+        return found

@@ -22,9 +22,9 @@ from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings
 from millrace.bench.words import Words
 from millrace.errors import ConfigError, MachineError
 from millrace.runtime.step_cost import Schedule, StepProfile
-from millrace.settings import Settings, setting
 from millrace.size.cost import Floats
 from millrace.size.profiled import OwnSteps
+from millrace.size.settings import VerifySettings
 from millrace.size.simulator import Simulated
 from millrace.size.stepfit import MOST_BYTES, PATH, Ran, StepRow, errors, fit_steps, pace, read_steps, spread
 from millrace.size.virtual import Arrival
@@ -36,31 +36,6 @@ _ROUNDS = 4  # of the closed loop that tells the capacity
 _TIMEOUT_S = 30.0
 _FEWEST = 8  # requests of a load in a round
 Begins = Callable[[Run], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifySettings(Settings):
-    """What is asked of the server."""
-
-    isl: int = setting(128, "tokens of a prompt", low=1, high=1 << 20)
-    osl: int = setting(64, "tokens of an answer", low=2, high=1 << 20)
-    loads: str = setting("0.2,0.4,0.6,0.8,0.95", "shares of the predicted capacity", metavar="SHARE,...")
-    rounds: int = setting(3, "times that all loads are asked in turn", low=1, high=100)
-    each_s: float = setting(10.0, "seconds of each load in a round; eight requests at least", low=0.1, high=86_400)
-    probe_s: float = setting(2.0, "seconds of the probe between two loads, and of three before", low=0.1, high=3600)
-    header: tuple[str, ...] = setting((), "header of each request", metavar="NAME:VALUE")
-    random_seed: int = setting(0, "of texts and arrivals", low=0, high=2**62)
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """raises ConfigError"""
-        try:
-            found = tuple(float(part) for part in self.loads.split(","))
-        except ValueError:
-            found = ()
-        if not 1 <= len(found) <= 20 or not all(0.01 <= share <= 1.5 for share in found):
-            raise ConfigError(f'--loads is "{self.loads:.80}"', "1 to 20 shares of 0.01 to 1.5", "write 0.2,0.5,0.8")
-        return found
 
 
 @dataclass(frozen=True, slots=True)

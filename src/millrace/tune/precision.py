@@ -18,9 +18,10 @@ from millrace.engine.evaluation import Evaluation, Price, rounded
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.engine.slots import slot
 from millrace.errors import CheckpointError, ConfigError
-from millrace.evaluate.calibration import SHORTEST, Calibration
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import Score
 from millrace.evaluate.pieces import Answers, ReadText, answers, read, score
+from millrace.evaluate.sizes import SHORTEST
 from millrace.evaluate.windows import Windows
 from millrace.graph.rewrite import LOGITS
 from millrace.kernels.precision import Precision, with_groups

@@ -16,7 +16,8 @@ import pytest
 from millrace.bench.answer import Answer, Failure
 from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
-from millrace.bench.infer.target import GRPC, HTTP, InferTarget
+from millrace.bench.infer.target import InferTarget
+from millrace.bench.names import GRPC, HTTP
 from millrace.errors import ConfigError, MachineError
 from millrace.serve.kserve.messages import SERVICE, message
 

@@ -18,7 +18,8 @@ from millrace.bench.effort import Effort
 from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
 from millrace.bench.infer.results import infer_page, perf_analyzer_csv, report, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
-from millrace.bench.infer.target import GRPC, HTTP, InferTarget
+from millrace.bench.infer.target import InferTarget
+from millrace.bench.names import GRPC, HTTP
 from millrace.bench.null_ledger import FAULTS, NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError

@@ -15,7 +15,8 @@ from millrace.bench.infer.model import Model, Spec, told_model
 from millrace.bench.infer.over_grpc import OverGrpc
 from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import numbers
-from millrace.bench.infer.target import GRPC, InferTarget
+from millrace.bench.infer.target import InferTarget
+from millrace.bench.names import GRPC
 from millrace.errors import ConfigError, MachineError
 from millrace.serve.inference.tensors import DTYPES, Array, Tensor, from_raw, objects
 from millrace.serve.kserve.messages import message

@@ -14,9 +14,10 @@ from millrace.bench.infer.inputs import RANDOM, ZERO, batches, parse_shapes, rea
 from millrace.bench.infer.model import Model, whole
 from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import Level, LevelSettings, ModelSettings, levels
-from millrace.bench.infer.target import GRPC, HTTP, InferTarget, Transport
+from millrace.bench.infer.target import InferTarget, Transport
 from millrace.bench.inputs import Session, Turn
 from millrace.bench.metrics import Metrics, measured
+from millrace.bench.names import GRPC, HTTP
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import parsed_headers

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.bench.arrivals import PATTERNS
-from millrace.bench.infer.target import GRPC, HTTP
+from millrace.bench.names import GRPC, HTTP, PATTERNS
 from millrace.errors import ConfigError
 from millrace.settings import Settings, setting
 

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from millrace.bench.answer import Answer
 from millrace.bench.infer.model import Model
+from millrace.bench.names import HTTP
 from millrace.serve.inference.tensors import Tensor
-
-HTTP, GRPC = "http", "grpc"
 
 
 @dataclass(frozen=True, slots=True)

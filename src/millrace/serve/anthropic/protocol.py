@@ -1,11 +1,12 @@
 """What Anthropic's clients may ask, and what goes back to them. source: the Messages API's reference, 2023-06-01"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.protocol import TermsFields, described
+from millrace.serve.unknown_fields import header_name
 from millrace.serve.usable_tools import ignored_in, usable_tools
 
 TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
@@ -19,6 +20,25 @@ NAMES: Mapping[str, str] = {
 class InMessage(Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+
+
+def _left_out(messages: Sequence[InMessage]) -> list[str]:
+    """Remove what tools of Anthropic's servers were called with and gave (`server_tool_use`, `web_search_tool_result`);
+    return their types as the client is told of them."""
+    kinds = set[str]()
+    for message in messages:
+        if isinstance(message.content, str):
+            continue
+        foreign = [kind for block in message.content if (kind := _foreign(block)) is not None]
+        if foreign:
+            kinds.update(foreign)
+            message.content = [block for block in message.content if _foreign(block) is None]
+    return [header_name(f"messages.{kind}") for kind in kinds]
+
+
+def _foreign(block: Mapping[str, Any]) -> str | None:
+    kind = block.get("type")
+    return kind if isinstance(kind, str) and kind.endswith(("_tool_use", "_tool_result")) else None
 
 
 class CountRequest(TermsFields, kw_only=True):
@@ -43,7 +63,7 @@ class CountRequest(TermsFields, kw_only=True):
     }  # fmt: skip
 
     NAMES: ClassVar = NAMES
-    WITHIN: ClassVar = ("tools", "thinking", "output_config", "tool_choice")
+    WITHIN: ClassVar = ("messages", "tools", "thinking", "output_config", "tool_choice")
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     messages: Annotated[list[InMessage], described("turns of user and assistant")]
@@ -64,6 +84,7 @@ class CountRequest(TermsFields, kw_only=True):
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, ("custom", None), TOOL)
+        ignored += _left_out(self.messages)
         ignored += ignored_in(self.thinking, ("type",), "thinking")
         ignored += ignored_in(self.output_config, ("format",), "output_config")
         ignored += ignored_in(self.tool_choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")

@@ -180,13 +180,14 @@ class Entries:
         for one, entry in self.items():
             yield from ((one, version) for version in entry.failed)
 
-    def check_owner(self, name: str, tenant: str) -> None:
-        """Of several API keys, only that which loaded a model may change it. raises StatusError"""
-        for one in self.named(name) if tenant else ():
+    def check_owner(self, name: str, owner: str) -> None:
+        """Of several API keys, only that which loaded a model may change it; "": an admin's. raises StatusError"""
+        for one in self.named(name) if owner else ():
             entry = self[one]
-            if entry.models and entry.owner != tenant:
-                whose = "with another API key" if entry.owner else "when the server was started"
-                raise invalid(f"model '{name}' was loaded {whose}, so that this API key cannot change it")
+            if entry.models and entry.owner != owner:
+                whose = "with another API key" if entry.owner else "by the server's operator"
+                what = f"model '{name}' was loaded {whose}, so that this API key cannot change it"
+                raise invalid(f"{what}: a key with role=admin can")
 
     def clear(self) -> None:
         self._by_name.clear()

@@ -118,17 +118,17 @@ class ModelRepository:
         return list(failed.values())
 
     async def load(
-        self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None, *, tenant: str = ""
+        self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None, *, owner: str = ""
     ) -> None:
         """By a client. config: in place of its file's. files: of all its folder, as `BroughtFolder` has them.
 
-        tenant: whose API key it came with, where there are several. raises StatusError
+        owner: the API key whose models may be changed; "" for all of them. raises StatusError
         """
         self._check_mode()
-        self._entries.check_owner(name, tenant)
+        self._entries.check_owner(name, owner)
         # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
         given = config_text(name, config, files)
-        await asyncio.shield(self._in_background(self._load_asked(name, given, files, tenant)))
+        await asyncio.shield(self._in_background(self._load_asked(name, given, files, owner)))
 
     async def would_load(self, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
@@ -145,15 +145,14 @@ class ModelRepository:
             told.append(would | {"ensembles": sorted({str(other) for other in self._entries.made_of(one)})} | where)
         return told[0] if len(told) == 1 else {"name": name, "models": told}
 
-    async def unload(self, name: str, *, with_members: bool = False, tenant: str = "") -> None:
+    async def unload(self, name: str, *, with_members: bool = False, owner: str = "") -> None:
         """By a client; requests that it has taken are still answered. Ensembles that need it go with it.
 
-        As in Triton it is no error that nothing of that name is there.
+        As in Triton it is no error that nothing of that name is there. owner: as for `load`. raises StatusError
         with_members: also those of an ensemble that were loaded for it alone
-        tenant: whose API key it came with, where there are several. raises StatusError
         """
         self._check_mode()
-        self._entries.check_owner(name, tenant)
+        self._entries.check_owner(name, owner)
         ids = sorted({*self._entries.named(name), *self._turns.named(name)})
         if not any(await asyncio.gather(*(self._unload(one, with_members) for one in ids))):
             log.warning("nothing to unload: no model %r is there", name)
@@ -177,9 +176,10 @@ class ModelRepository:
             what = "explicit model load / unload is not allowed if polling is enabled"
             raise StatusError(Code.UNAVAILABLE, what)
 
-    async def _load_asked(self, name: str, config: bytes | None, files: Files | None, tenant: str) -> None:
+    async def _load_asked(self, name: str, config: bytes | None, files: Files | None, owner: str) -> None:
         """raises StatusError, of each model of that name that cannot be loaded"""
         check_name(name)
+        owners = {one: self._entries[one].owner for one in self._entries.named(name) if self._entries[one].models}
         folder = await asyncio.to_thread(BroughtFolder, name, files) if files else None
         try:
             ids = [ModelId("", name)] if folder else await asyncio.to_thread(self._folders.named, name)
@@ -190,7 +190,7 @@ class ModelRepository:
         loaded = [one for one, error in zip(ids, tried, strict=True) if error is None]
         self._asked.update(loaded)
         for one in loaded:
-            self._entries[one].owner = tenant
+            self._entries[one].owner = owner or owners.get(one, "")  # an operator's load takes no model from its key
         failed = [error for error in tried if error is not None]
         if failed:
             raise StatusError(failed[0].code, " ".join(error.message for error in failed))

@@ -85,7 +85,7 @@ class KServe:
             call.body_bytes = len(body)
             headers = joined(scope["headers"], b",")
             request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
-            request.tenant = call.tenant
+            request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))

@@ -38,13 +38,14 @@ _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are calle
 class Caller:
     """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun
 
-    tenant: whose API key it came with, where there are several
+    tenant: whose API key it came with, where there are several; owner: whose models it may change, "" for all of them
     """
 
     shown: Mapping[str, str] = field(default_factory=dict)
     parent: Parent | None = None
     bill: Bill = field(default_factory=Bill)
     tenant: str = ""
+    owner: str = ""
 
 
 class GrpcFront:
@@ -84,7 +85,7 @@ class GrpcFront:
             case "ModelInfer":
                 return await self._infer(data, caller)
             case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
-                found = await self._of_repository(name, read(f"{name}Request", data), caller.tenant)
+                found = await self._of_repository(name, read(f"{name}Request", data), caller.owner)
                 return written(name, found)
         if name in SHARED:
             return written(name, self._of_shared(name, data))
@@ -198,7 +199,7 @@ class GrpcFront:
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, name: str, request: Any, tenant: str) -> Any:
+    async def _of_repository(self, name: str, request: Any, owner: str) -> Any:
         if request.repository_name:
             raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
         if name == "RepositoryIndex":
@@ -208,10 +209,10 @@ class GrpcFront:
             load = asked.load_of(parameters, _wrong, bytes)
             if load.dry_run:
                 raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
-            await self._repository.load(request.model_name, load.config, load.files, tenant=tenant)
+            await self._repository.load(request.model_name, load.config, load.files, owner=owner)
         else:
             with_members = asked.unloads_members(parameters, _wrong)
-            await self._repository.unload(request.model_name, with_members=with_members, tenant=tenant)
+            await self._repository.unload(request.model_name, with_members=with_members, owner=owner)
         return {}
 
 

@@ -176,8 +176,8 @@ class GrpcServer:
     def _caller(self, called: "_Called") -> Caller:
         """raises StatusError"""
         metadata = called.metadata
-        tenant = called.grant.tenant if called.grant is not None else ""
-        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant)
+        tenant, owner = (called.grant.tenant, called.grant.owner) if called.grant is not None else ("", "")
+        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant, owner)
 
     @contextmanager
     def _held(self, share: Share, n_bytes: int, is_control: bool = False) -> Iterator[None]:

@@ -50,6 +50,7 @@ class Request:
     came_ns: int = 0  # time.monotonic_ns(), before its body
     bill: Bill = field(default_factory=Bill)
     tenant: str = ""  # whose API key it came with, where there are several
+    owner: str = ""  # whose models it may change; "" for all of them
 
 
 @dataclass(slots=True)
@@ -292,20 +293,20 @@ class HttpFront:
                     raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
                 most = self._most_bytes  # it may bring the model's files
                 body = await self._aside(lambda: asked.json_object(request.body, most), len(request.body))
-                return await self._control(_name(name), action, body, request.tenant)
+                return await self._control(_name(name), action, body, request.owner)
         raise _NoSuchPath
 
-    async def _control(self, name: str, action: str, body: dict[str, Any], tenant: str) -> Reply:
+    async def _control(self, name: str, action: str, body: dict[str, Any], owner: str) -> Reply:
         parameters = body.get("parameters", {})
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
         if action == "unload":
-            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong), tenant=tenant)
+            await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong), owner=owner)
             return Reply(200, b"", [(b"content-type", _JSON)])
         load = asked.load_of(parameters, _wrong, str)
         if load.dry_run:
             return json_reply(await self._repository.would_load(name, load.config))
-        await self._repository.load(name, load.config, load.files, tenant=tenant)
+        await self._repository.load(name, load.config, load.files, owner=owner)
         return Reply(200, b"", [(b"content-type", _JSON)])
 
 

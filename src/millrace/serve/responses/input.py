@@ -9,6 +9,7 @@ from millrace.errors import RequestError
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
+from millrace.serve.responses.items import CALLS, OUTPUTS, called, output_of
 from millrace.serve.responses.protocol import LOGPROBS, ResponsesRequest
 from millrace.serve.structured import response_format
 from millrace.serve.tools import RESPONSES, Tools, tools_of
@@ -86,16 +87,8 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             case {"type": "reasoning"}:
                 thoughts = _texts(item.get("content") or [], f"{where}.content")
                 continue
-            case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-                call = ToolCall(CalledFunction(name, arguments), call_id)
-                last = messages[-1] if messages else None
-                if last is not None and last.role == "assistant":  # the calls of one turn are one message
-                    last.tool_calls = last.tool_calls or []
-                    last.tool_calls.append(call)
-                else:
-                    messages.append(Message("assistant", None, tool_calls=[call], reasoning_content=thoughts or None))
-            case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
-                messages.append(Message("tool", _texts(output, f"{where}.output"), tool_call_id=call_id))
+            case {"type": str(kind)} if kind in CALLS or kind in OUTPUTS:
+                _add_call(messages, item, where, thoughts)
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
                 if role not in _ROLES:
                     raise _wrong(f"{where}.role is {role!r:.60}", ", ".join(_ROLES))
@@ -110,6 +103,24 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     if not messages:
         raise _wrong("input has no messages", "at least one")
     return messages
+
+
+def _add_call(messages: list[Message], item: Mapping[str, Any], where: str, thoughts: str) -> None:
+    """A call of a tool, or what came of one. raises RequestError for an item that lacks a part"""
+    made, result = called(item), output_of(item)
+    if made is None and (result is None or item["type"] in CALLS):
+        raise _wrong(f"{where} is {item!r:.100}", "a whole call with its call_id, or the output of one")
+    if made is not None:
+        call_id, name, arguments = made
+        call = ToolCall(CalledFunction(name, arguments), call_id)
+        last = messages[-1] if messages else None
+        if last is not None and last.role == "assistant":  # the calls of one turn are one message
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls.append(call)
+        else:
+            messages.append(Message("assistant", None, tool_calls=[call], reasoning_content=thoughts or None))
+    if result is not None:
+        messages.append(Message("tool", _texts(result[1], f"{where}.output"), tool_call_id=result[0]))
 
 
 def _texts(content: object, where: str) -> str:

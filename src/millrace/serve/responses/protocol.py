@@ -10,6 +10,7 @@ from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
 from millrace.serve.protocol import TermsFields, described
 from millrace.serve.replies import TokenLogprob
+from millrace.serve.responses.items import renderable_items
 from millrace.serve.unknown_fields import closest_name, header_name
 from millrace.serve.usable_tools import FUNCTION, ignored_in, usable_tools
 
@@ -37,7 +38,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
     UNUSED: ClassVar = frozenset(["reasoning"])
     NAMES: ClassVar = NAMES
     ANSWERS: ClassVar = True
-    WITHIN: ClassVar = ("tools", "text", "include")
+    WITHIN: ClassVar = ("input", "tools", "text", "include")
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "truncation": ("disabled", "auto"), "conversation": (), "prompt": (), "max_tool_calls": (),
     }  # fmt: skip
@@ -77,6 +78,9 @@ class ResponsesRequest(TermsFields, kw_only=True):
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, ("function",), ("type", *FUNCTION))
+        if not isinstance(self.input, str):
+            self.input, left_out = renderable_items(self.input)
+            ignored += left_out
         ignored += ignored_in(self.text, ("format",), "text")
         ignored += ignored_in((self.text or {}).get("format"), FORMAT, "text.format")
         known = [name for name in self.include or () if name == LOGPROBS]

@@ -1,0 +1,6 @@
+"""Names that flags of `millrace bench` choose among: no imports, for `--help`."""
+
+PATTERNS = ("constant", "poisson", "gamma")  # of arrivals
+ENDPOINT_NAMES = ("chat", "completions", "responses", "embeddings", "generate")
+HTTP, GRPC = "http", "grpc"  # KServe's two protocols
+READING = "reading-speed"  # limits of a good request

@@ -1,0 +1,33 @@
+"""What `millrace build` takes beside the settings of a build."""
+
+from dataclasses import dataclass
+
+from millrace.errors import ConfigError
+from millrace.settings import Settings, setting
+
+PARTS = ("all", "day", "night", "both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficSettings(Settings):
+    """What an engine is to be made for."""
+
+    traffic: str | None = setting(
+        None,
+        "a recording of `millrace serve --record`, or a trace with lengths: it decides context, batch, KV memory and "
+        "the rows that are timed, where no flag says them",
+        metavar="FILE",
+    )
+    traffic_covers: float | None = setting(
+        None, "percent of the recorded requests that are to fit into the context; default: 100", low=50, high=100
+    )
+    traffic_part: str | None = setting(
+        None, "where day and night differ: of which of them; both: two engines; default: all", choices=PARTS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("traffic_covers", "traffic_part"):
+            if self.traffic is None and getattr(self, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is given without --traffic", "the recording that is meant", "name it")

@@ -1,0 +1,17 @@
+"""What `millrace pull` does; its options are in pull.py, which imports little."""
+
+from millrace.cli.screen import note, print_json, progress, size
+from millrace.compile.find import model_folder
+from millrace.env import Env
+
+
+def run(env: Env, model: str, as_json: bool) -> None:
+    """As `millrace pull` was asked."""
+    with progress(as_json) as report:
+        name, folder = model_folder(model, env, report)
+    files = folder.iterdir() if folder.is_dir() else [folder]  # a GGUF file is one that is here already
+    nbytes = sum(f.stat().st_size for f in files if f.is_file())
+    if as_json:
+        print_json({"name": name, "folder": str(folder), "bytes": nbytes})
+    else:
+        note(f"{model}: {size(nbytes)} in {folder}")

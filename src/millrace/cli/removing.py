@@ -1,0 +1,18 @@
+"""What `millrace rm` does; its options are in rm.py, which imports little."""
+
+from millrace.cli.listing import described, told_apart
+from millrace.cli.screen import note, print_json, size
+from millrace.compile.cache import EngineCache
+from millrace.env import Env
+
+
+def run(env: Env, names: tuple[str, ...], as_json: bool) -> None:
+    """As `millrace rm` was asked."""
+    cache = EngineCache(env.cache)
+    known = described(cache.entries())  # while it can still be read
+    apart, removed = told_apart(known), cache.remove(names)
+    if as_json:
+        print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
+    for entry in () if as_json else removed:
+        about = ", ".join(filter(None, (known.get(entry.name, {}).get("precision"), apart.get(entry.name))))
+        note(f"removed {entry.name}{f' ({about})' if about else ''}, {size(entry.nbytes)}")

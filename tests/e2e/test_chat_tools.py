@@ -1,0 +1,57 @@
+"""`LLM.chat(messages, tools=[...])`: the server's prompt, the model's raw text."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace import LLM, SamplingParams
+from millrace.errors import RequestError
+from tests.e2e.live import Live
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    with LLM(tiny_engine) as model:
+        yield model
+
+
+def test_tools_are_in_the_prompt_as_the_server_has_them(llm: LLM, tiny: Live) -> None:
+    """vLLM's `LLM.chat(messages, tools=[...])`; the text of an answer is raw."""
+    function = {"name": "weather", "description": "of a town", "parameters": {"type": "object", "properties": {}}}
+    tools: list[dict[str, object]] = [{"type": "function", "function": function}]
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    hello: list[dict[str, object]] = [{"role": "user", "content": "Is it raining?"}]
+    called: list[dict[str, object]] = [*hello, {"role": "assistant", "content": None, "tool_calls": [call]},
+              {"role": "tool", "tool_call_id": "c1", "content": "yes"}]  # fmt: skip
+    answers = llm.chat([hello, called], SamplingParams(max_tokens=4), tools=tools)
+    for messages, answer in zip((hello, called), answers, strict=True):
+        asked = {"messages": messages, "tools": tools}
+        body = urllib.request.Request(
+            f"{tiny.url}/tokenize", json.dumps(asked).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(body) as reply:
+            assert answer.prompt_token_ids == json.load(reply)["tokens"]
+        assert "weather" in llm.tokenizer.decode(answer.prompt_token_ids) and answer.outputs[0].text
+    (without,) = llm.chat(hello, SamplingParams(max_tokens=4), tools=[])
+    assert "weather" not in llm.tokenizer.decode(without.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("tools", "what"),
+    [
+        ("weather", "tools is 'weather'"),
+        ([{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name is 'a b'"),
+        ([{"type": "function", "function": {"name": "f"}}] * 2, "tools[1] has the name 'f' again"),
+        ([{"type": "web_search"}], "tools[0].type is 'web_search'"),
+        ([{"type": "function", "function": {"name": "f", "parameters": {"x": object()}}}], "is not JSON"),
+    ],
+    ids=str,
+)
+def test_what_is_no_tool(llm: LLM, tools: Any, what: str) -> None:
+    with pytest.raises(RequestError) as error:
+        llm.chat([{"role": "user", "content": "Hi"}], tools=tools)
+    assert what in error.value.what and error.value.param == "tools"
