@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import count, provenance, write_result
-from millrace.cli.main import main as millrace
 from millrace.bench.demo_load import Ask, ask_all, quantile
+from millrace.cli.main import main as millrace
 from millrace.env import widest_isa
 from millrace.runtime import token_budget
 from millrace.runtime.token_budget import OUTLIER, SMOOTHING, TokenBudget
