@@ -16,11 +16,11 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.record import count, provenance, write_result
+from benchmarks.record import count, judged, provenance, write_result
 from millrace.bench.demo_load import Ask, ask_all, quantile
 from millrace.cli.main import main as millrace
 from millrace.env import widest_isa
@@ -134,7 +134,14 @@ def run(n_hogs: int, rounds: int) -> dict[str, Any]:
     medians = {b: {k: statistics.median(s[k] for s in ones) for k in ones[0]} for b, ones in found.items()}
     return {**provenance("benchmarks.busy_machine"), "model": smollm2().name, "isa": widest_isa() or "all",
             "hogs": n_hogs, "users": USERS, "requests": REQUESTS, "output_tokens": NEW,
-            "samples": found, "medians": medians}  # fmt: skip
+            "samples": found, "medians": medians, "goals": [goal(found)]}  # fmt: skip
+
+
+def goal(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """What the budget may cost, by ratios within a round."""
+    pairs = zip(samples["current"], samples["largest"], strict=True)
+    ratios = [ours["tokens_per_s"] / largest["tokens_per_s"] for ours, largest in pairs]
+    return judged("tokens/s on a busy machine, of the largest chunk's", statistics.median(ratios), 0.85, 0.85)
 
 
 def main() -> None:
@@ -148,6 +155,7 @@ def main() -> None:
     result = run(said.hogs, said.rounds)
     for budget, of_one in result["medians"].items():
         print(f"{budget:8}", "  ".join(f"{key} {value:.3f}" for key, value in of_one.items()))
+    print(result["goals"][0])
     write_result("busy", result)
 
 

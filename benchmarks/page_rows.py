@@ -10,7 +10,7 @@ from millrace.compress.presets import SAMPLES
 def other_rows() -> Iterator[list[str]]:
     """What was measured, the figure, and the run."""
     for of_a_kind in (
-        _embeddings, _contexts, _starts, _serving, _sampling, _products, _hadamard, _tensors, _children, _batching,
+        _embeddings, _contexts, _starts, _serving, _busy, _sampling, _products, _hadamard, _tensors, _backends, _children, _batching,
         _routes, _grammars, _calibrations, _mmlu, _versions, _loops, _gpu_kernels, _gpu,
     ):  # fmt: skip
         yield from of_a_kind()
@@ -81,6 +81,24 @@ def _tensors() -> Iterator[list[str]]:
                 yield [who, f"{figure}; CPU a request {user:.0f} us, in the kernel {system:.0f} us", label(r)]
         beyond = statistics.median(one["request_us"] - one["backend_us"] for one in r["in_process"])
         yield [f"{r['model']} in process: CPU a request beyond its arithmetic", f"{beyond:.1f} us", label(r)]
+
+
+def _backends() -> Iterator[list[str]]:
+    for _, r in of_kind("tensors.backends"):
+        for n, of_n in r["medians"].items():
+            for name, one in of_n.items():
+                who = f"{name}, {n} connections: CPU of the server a request, us"
+                figure = f"{one['cpu_us']:,.0f}; latency {one['p50_ms']:.2f} ms, p99 {one['p99_ms']:.2f} ms"
+                yield [who, figure, label(r)]
+
+
+def _busy() -> Iterator[list[str]]:
+    for _, r in of_kind("busy_machine"):
+        for budget, one in r["medians"].items():
+            who = f"{r['model']}, ISA {r['isa']}, {r['hogs']} hogs, {r['users']} users; prefill budget: {budget}"
+            first = f"first token {one['ttft_p50_s']:.2f} s, p95 {one['ttft_p95_s']:.2f} s"
+            figure = f"{one['tokens_per_s']:,.0f} tok/s; {first}; gap p99 {one['gap_p99_s'] * 1e3:.0f} ms"
+            yield [who, figure, label(r)]
 
 
 def _children() -> Iterator[list[str]]:

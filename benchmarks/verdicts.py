@@ -15,10 +15,12 @@ from benchmarks.tensors import batching
 _ROUNDS: Mapping[str, Callable[[Result], int]] = {
     "peers": lambda r: int(r.get("rounds", 1)),
     "embeddings": lambda r: int(r["rounds"]),
+    "busy_machine": lambda r: len(r["samples"]["current"]),
     "contexts": lambda r: len(r["mixed"].get("samples", ())),
     "start": lambda r: min(len(r.get("builds_s", ())), len(r.get("starts_s", ()))),
     "grammars": lambda r: min(map(len, r["samples"].values())),
     "tensors": lambda r: min(len(samples) for key in ("http", "grpc") for samples in r[key].values()),
+    "tensors.backends": lambda r: min(len(ones) for of_n in r["samples"].values() for ones in of_n.values()),
     "tensors.routes": lambda r: min(len(samples) for load in r["loads"] for samples in load["samples"].values()),
     "tensors.child": lambda r: len(r["samples"]) // len({sample["n_bytes"] for sample in r["samples"]}),
     "mmlu": lambda _: 1,

@@ -18,14 +18,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.record import count, provenance, write_result
+from benchmarks.record import count, judged, provenance, write_result
 from benchmarks.tensors.backend_models import MODELS, TEXT, TOKENS, N, write_repository
 from benchmarks.tensors.load import CLIENT_CORE, SERVER_CORE, on_core
 from benchmarks.tensors.request import GRPC_METHOD, GRPC_SERVICE, message_classes
@@ -183,7 +183,22 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
         ours.wait()
     medians = {n: {name: _median(samples) for name, samples in of_n.items()} for n, of_n in found.items()}
     return {**provenance("benchmarks.tensors.backends"), "elements": N, "seconds": seconds, "samples": found,
-            "medians": medians}  # fmt: skip
+            "medians": medians, "goals": goals(found)}  # fmt: skip
+
+
+def goals(samples: Mapping[int, Mapping[str, Sequence[Mapping[str, float]]]]) -> list[dict[str, Any]]:
+    """CPU a request over HTTP, of that of FastAPI at its best; ratios are taken within a round."""
+    found = []
+    for model, goal, milestone in (("python", 0.6, 1.0), ("onnxruntime", 1.1, 1.1)):
+        for n, of_n in samples.items():
+            ours = of_n.get(f"{model}, http")
+            peers = [of_n[name] for name in of_n if name.startswith("fastapi") and name.endswith(f" {MODELS[model]}")]
+            if ours is None or not peers:
+                continue
+            ratios = [one["cpu_us"] / min(p[i]["cpu_us"] for p in peers) for i, one in enumerate(ours)]
+            what = f"backend {model}, {n} connections: CPU of the server a request over HTTP, of FastAPI's"
+            found.append(judged(what, statistics.median(ratios), goal, milestone, at_most=True))
+    return found
 
 
 def in_turn(
@@ -213,6 +228,8 @@ def main() -> None:
     for n, of_n in result["medians"].items():
         for name, one in of_n.items():
             print(f"{n:3} connections  {name:24} {one['cpu_us']:7.0f} us CPU  p50 {one['p50_ms']:.3f} ms")
+    for goal in result["goals"]:
+        print(f"{goal['what']}: {goal['reached']} ({goal['verdict']})")
     write_result("backends", result)
 
 
