@@ -10,8 +10,8 @@ from millrace.compress.presets import SAMPLES
 def other_rows() -> Iterator[list[str]]:
     """What was measured, the figure, and the run."""
     for of_a_kind in (
-        _embeddings, _contexts, _starts, _serving, _busy, _sampling, _products, _hadamard, _tensors, _backends, _children, _batching,
-        _routes, _grammars, _calibrations, _mmlu, _versions, _loops, _gpu_kernels, _gpu,
+        _embeddings, _contexts, _starts, _serving, _busy, _sampling, _products, _hadamard, _tensors, _backends,
+        _children, _batching, _routes, _grammars, _calibrations, _mmlu, _versions, _loops, _gpu_kernels, _gpu,
     ):  # fmt: skip
         yield from of_a_kind()
 
