@@ -21,6 +21,7 @@ from millrace.serve.leaving import unless_gone
 from millrace.serve.routes import Protocol
 from millrace.serve.wire import CALL, header, joined, read_body
 
+_PIECE = 256 << 10  # bytes of a reply's body, which are written at once
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
@@ -71,7 +72,11 @@ class KServe:
             return  # they were sent while they came
         headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.body})
+        at, end = 0, len(reply.body)
+        while end - at > _PIECE:  # as the client takes them: what it has not taken is copied
+            await send({"type": "http.response.body", "body": reply.body[at : at + _PIECE], "more_body": True})
+            at += _PIECE
+        await send({"type": "http.response.body", "body": reply.body[at:]})
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
         call, came_ns = scope[CALL], time.monotonic_ns()
