@@ -14,6 +14,7 @@ from millrace.serve.inference.brought import PREFIX
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.json_scan import counts
+from millrace.serve.kserve.json_values import no_json
 
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
@@ -133,7 +134,7 @@ def json_object(body: bytes, most_bytes: int = MOST_CONTROL) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+        raise no_json(error) from None
     if not isinstance(found, dict):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
     return found

@@ -263,6 +263,8 @@ class HttpFront:
         _only("GET" if action == "status" else "POST", request)
         regions = allowed(self._shared)
         if kind == "cudasharedmemory":
+            if action == "register":
+                asked.json_object(request.body)
             found = asked.cuda_regions(action, region)
             return Reply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
         if action == "status":

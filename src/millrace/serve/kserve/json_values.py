@@ -1,5 +1,6 @@
 """Values of a tensor as JSON has them, as an array; and the words of Triton's JSON for what is wrong."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 
 MOST_DEPTH = 100
+_PLACE = re.compile(r"invalid character \(byte (\d+)\)$|^Expecting value: .*\(char (\d+)\)$")
 _FLOATS = ("FP32", "FP64")
 
 
@@ -88,4 +90,7 @@ def too_deep() -> StatusError:
 
 
 def no_json(why: object) -> StatusError:
-    return invalid(f"failed to parse the request JSON buffer: {why}")
+    """why: what is wrong, or what a parser raised, whose place is told as Triton tells it"""
+    at = _PLACE.search(str(why))
+    where = f"Invalid value. at {at[1] or at[2]} " if at is not None else ""
+    return invalid(f"failed to parse the request JSON buffer: {where}{f'({why})' if where else why}")
