@@ -83,7 +83,7 @@ def test_typed_contents_in_pieces(datatype: str, is_packed: bool, small_pieces: 
         assert cut is not None and set(cut.contents) == ({0, 1} if n < 64 else set(cut.contents))
         told = message("ModelInferRequest").FromString(cut.rest)
         array = objects(values) if datatype == BYTES else np.array(values, DTYPES[datatype])
-        given = list(grpc_infer._given(told, "m", None, cut))
+        given = list(grpc_infer._given(told, "m", None, cut, []))
         assert [bytes(one.data) for one in given] == [Tensor("a", datatype, array).raw()] * 2  # type: ignore[arg-type]
 
 
@@ -96,10 +96,10 @@ def test_raw_contents_are_read_where_they_lie(small_pieces: Callable[[int], None
     cut = grpc_scan.cut(asked.SerializeToString())
     assert cut is not None and len(cut.rest) < len(asked.SerializeToString()) - 88
     told = message("ModelInferRequest").FromString(cut.rest)
-    assert [bytes(one.data) for one in grpc_infer._given(told, "m", None, cut)] == raws  # type: ignore[arg-type]
+    assert [bytes(one.data) for one in grpc_infer._given(told, "m", None, cut, [])] == raws  # type: ignore[arg-type]
     told.inputs[0].contents.int_contents.append(1)
     with pytest.raises(StatusError, match="contents field must not be specified when using raw_input_contents"):
-        list(grpc_infer._given(told, "m", None, cut))
+        list(grpc_infer._given(told, "m", None, cut, []))
 
 
 def test_contents_of_two_types_are_refused(small_pieces: Callable[[int], None]) -> None:
@@ -111,7 +111,7 @@ def test_contents_of_two_types_are_refused(small_pieces: Callable[[int], None]) 
     cut = grpc_scan.cut(asked.SerializeToString())
     assert cut is not None
     with pytest.raises(StatusError, match=r"binary data was already supplied|of type 'FP32'"):
-        list(grpc_infer._given(message("ModelInferRequest").FromString(cut.rest), "m", None, cut))
+        list(grpc_infer._given(message("ModelInferRequest").FromString(cut.rest), "m", None, cut, []))
 
 
 RESPONSE = InferResponse(

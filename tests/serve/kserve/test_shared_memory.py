@@ -1,10 +1,12 @@
 """Tensors in shared memory that a client registers: over HTTP and gRPC, and what a client may do to it meanwhile."""
 
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,8 +14,9 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve import grpc_infer, infer_body
 from millrace.serve.kserve.shared_memory import Regions
-from tests.support.kserve_grpc import Client, connected, one, refusal
+from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models
 from tests.support.server import Threaded
 
@@ -288,5 +291,27 @@ def test_a_region_in_use_goes_with_the_last_request() -> None:
     del place
     assert regions.status("a"), "it was not unregistered"
     regions.close()
+    made.close()
+    made.unlink()
+
+
+def test_inputs_hold_their_regions_until_the_request_is_over() -> None:
+    made = Memory(create=True, size=64)
+    regions = Regions(1 << 20)
+    model: Any = SimpleNamespace(name="m", checker=SimpleNamespace(take=lambda request, given: None))
+    body = {"inputs": [{**placed("INPUT0", 0, 64, "a"), "datatype": "FP32", "shape": [16]}]}
+    said = {"region": {"string_param": "a"}, "byte_size": {"int64_param": 64}}
+    parameters = {f"shared_memory_{key}": value for key, value in said.items()}
+    message = request("m", [one("FP32", [16], parameters=parameters)])
+    for read in (
+        lambda: infer_body.read_infer(json.dumps(body).encode(), None, "m", model.checker, regions),
+        lambda: grpc_infer.read_infer(message, model, regions),
+    ):
+        regions.register("a", made.name, 0, 64)
+        found = read()
+        regions.unregister("a")
+        assert regions.status("a")
+        del found
+        assert regions.status("") == []
     made.close()
     made.unlink()

@@ -38,11 +38,13 @@ _EXPECTED = {
 @dataclass(slots=True)
 class GrpcWanted:
     """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
+    inputs: in shared memory, whose regions stay until the request is over
     empty_final: the end is told, though it brings no response
     """
 
     n_classes: dict[str, int] = field(default_factory=dict)
     shared: dict[str, RegionPlace] = field(default_factory=dict)
+    inputs: list[RegionPlace] = field(default_factory=list)
     empty_final: bool = False
 
 
@@ -70,7 +72,7 @@ def read_infer(
     for output in told.outputs:
         if output.parameters:
             _take_output(output, wanted, shared)
-    model.checker.take(request, list(_given(told, model.name, shared, cut)))
+    model.checker.take(request, list(_given(told, model.name, shared, cut, wanted.inputs)))
     return request, wanted
 
 
@@ -116,7 +118,9 @@ def _take_output(output: Any, wanted: GrpcWanted, shared: Regions | None) -> Non
             wanted.n_classes[output.name] = value
 
 
-def _given(told: Any, model: str, shared: Regions | None, cut: Cut | None) -> Iterator[Given]:
+def _given(
+    told: Any, model: str, shared: Regions | None, cut: Cut | None, places: list[RegionPlace]
+) -> Iterator[Given]:
     n_raw = shared_bytes = 0
     raws: Sequence[bytes | memoryview] = told.raw_input_contents if cut is None else cut.raw_contents
     for i, tensor in enumerate(told.inputs):
@@ -133,6 +137,7 @@ def _given(told: Any, model: str, shared: Regions | None, cut: Cut | None) -> It
             if tensor.HasField("contents"):
                 what = "unexpected 'contents' in request when using shared memory for input tensor"
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
+            places.append(place)
             shared_bytes += place.byte_size
             allowed(shared).check_total(shared_bytes)
             data = Later(place.read, place.byte_size)
