@@ -49,7 +49,7 @@ class Tensor:
         """The same in parts, of numbers their own memory where it is contiguous."""
         if self.datatype == BYTES:
             return list(joined_pieces(self.values.reshape(-1)))
-        return [memoryview(np.ascontiguousarray(self.values).reshape(-1).view(np.uint8))]
+        return [np.ascontiguousarray(self.values).reshape(-1).view(np.uint8).data]
 
     def listed(self) -> list[Any]:
         """Flat, for JSON. raises ConfigError where the datatype has no such form"""

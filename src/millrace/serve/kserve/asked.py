@@ -91,8 +91,11 @@ class Load:
     dry_run: bool = False
 
 
-def load_of(parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
-    """What a load brings. file_type: what the protocol has files as, bytes or base64 in a string. raises StatusError"""
+def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
+    """What a load of model brings. file_type: what the protocol has files as, bytes or base64 in a string
+
+    raises StatusError
+    """
     found = Load()
     for key, value in parameters.items():
         if key.startswith(PREFIX):
@@ -102,7 +105,10 @@ def load_of(parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] 
         elif key == "config":
             if not isinstance(value, str):
                 raise wrong(key, "string")
-            found.config = json_object(value.encode("utf-8", "surrogatepass"))
+            try:
+                found.config = json_object(value.encode("utf-8", "surrogatepass"))
+            except StatusError as error:
+                raise StatusError(error.code, f"failed to load '{model:.80}', its config: {error}") from None
         elif key == "dry_run":
             if not isinstance(value, bool):
                 raise wrong(key, "boolean")

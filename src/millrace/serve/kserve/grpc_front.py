@@ -207,7 +207,7 @@ class GrpcFront:
             return {"models": await self._repository.index(request.ready)}
         parameters = dict(plain(request.parameters))
         if name == "RepositoryModelLoad":
-            load = asked.load_of(parameters, _wrong, bytes)
+            load = asked.load_of(request.model_name, parameters, _wrong, bytes)
             if load.dry_run:
                 raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
             await self._repository.load(request.model_name, load.config, load.files, tenant=tenant)

@@ -304,7 +304,7 @@ class HttpFront:
         if action == "unload":
             await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong), tenant=tenant)
             return Reply(200, b"", [(b"content-type", _JSON)])
-        load = asked.load_of(parameters, _wrong, str)
+        load = asked.load_of(name, parameters, _wrong, str)
         if load.dry_run:
             return json_reply(await self._repository.would_load(name, load.config))
         await self._repository.load(name, load.config, load.files, tenant=tenant)
