@@ -179,7 +179,7 @@ LARGEST: dict[str, tuple[str, Callable[[], bytes]]] = {
     "http raw": ("floats", lambda: bytes(4 * FLOATS)),
     "grpc raw": ("floats", lambda: by_grpc("floats", "FP32", FLOATS, bytes(4 * FLOATS))),
     "grpc raw strings": ("strings", lambda: by_grpc("strings", "BYTES", 2_000_000, b"\3\0\0\0abc" * 2_000_000)),
-    "grpc integers": ("ints", lambda: by_grpc("ints", "INT32", 16 << 20, b"", field(2, b"\1" * (16 << 20)))),
+    "grpc integers": ("ints", lambda: by_grpc("ints", "INT32", 16_000_000, b"", field(2, b"\1" * 16_000_000))),
     "grpc strings": ("strings", lambda: by_grpc("strings", "BYTES", 1_500_000, b"", field(8, b"abcdefgh") * 1_500_000)),
 }
 
