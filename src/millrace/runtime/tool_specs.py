@@ -1,5 +1,6 @@
 """Tools as clients describe them to a model: how each protocol writes one, and what is refused."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ def checked_tools(tools: object) -> Sequence[Mapping[str, object]]:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise _wrong(f"tools is {tools!r:.80}", f"a list of {OPENAI.tool}")
     try:
+        json.dumps(list(tools))  # the template writes them so
         checked_functions(tools)
-    except (TypeError, ValueError, RecursionError) as error:  # of msgspec
+    except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(f"tools is not JSON: {error}", f"a list of {OPENAI.tool}") from error
     return tools
 

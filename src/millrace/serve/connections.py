@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from millrace.serve.errors import HttpError, problem_of
 from millrace.serve.serving import Connections
 from millrace.serve.shortcut import Answering, Shortcut
-from millrace.serve.wire import Parser, Together, fault_of_head, without_upgrade
+from millrace.serve.wire import PIECE_BYTES, Parser, Together, fault_of_head, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
@@ -90,7 +90,7 @@ class Connection(HttpToolsProtocol):
             data = self._taken_head() + data
         if self._shortcut is None:
             self._read(data)
-        elif not self._begins:
+        elif (self._reading, self.is_waiting) != (_Reading.START, True):  # it is no begin, or others are in front of it
             head, self._head, n_heads = self._head, b"", self._n_heads
             self._read(data)
             if head:
@@ -106,11 +106,6 @@ class Connection(HttpToolsProtocol):
             else:
                 self._show(self._shortcut, data, n_heads)
 
-    @property
-    def _begins(self) -> bool:
-        """What comes is the begin of a request, and nothing is in front of it."""
-        return self._reading is _Reading.START and self.is_waiting
-
     def _show(self, shortcut: Shortcut, packet: bytes, n_heads: int) -> None:
         """Let it remember what the usual path has just read, if that was one request and nothing else."""
         is_one = self._reading is _Reading.START and self._n_heads == n_heads and not self.pipeline
@@ -118,7 +113,6 @@ class Connection(HttpToolsProtocol):
             shortcut.came(self.scope["method"], self.scope["raw_path"], self.headers, packet)
 
     def _taken_head(self) -> bytes:
-        """What was held."""
         assert self._held is not None, "a head is held"
         self._held.cancel()
         head, self._head, self._held = self._head, b"", None
@@ -133,7 +127,7 @@ class Connection(HttpToolsProtocol):
     def _answered_at_once(self, shortcut: Shortcut, data: bytes) -> bool:
         if self.flow.write_paused or not self._admitted or self.transport.is_closing():
             return False
-        response = shortcut.begin(data, self.server_state.default_headers, self._send_direct)
+        response = shortcut.begin(data, self.server_state.default_headers, self)
         if response is None:
             return False
         self._unset_keepalive_if_required()  # from here on it is `_check_silence` that looks
@@ -145,17 +139,27 @@ class Connection(HttpToolsProtocol):
         self._changed(_Reading.START)
         return True
 
-    def _send_direct(self, answered: Answering, response: bytes) -> None:
-        """The response of a request that took the shortcut."""
-        answered.response_started = answered.response_complete = True
+    def send(self, answered: Answering, response: bytes) -> None:
+        """As `Sending` has it."""
         self.transport.write(response)
+        self._sent(answered)
+
+    async def send_in_pieces(self, answered: Answering, head: bytes, body: bytes) -> None:
+        """As `Sending` has it."""
+        answered.response_started = True
+        self.transport.write(head)
+        for at in range(0, len(body), PIECE_BYTES):  # what the client has not taken is copied
+            self.transport.write(body[at : at + PIECE_BYTES])
+            await self.flow.drain()
+            if answered.disconnected:
+                return
+        self._sent(answered)
+
+    def _sent(self, answered: Answering) -> None:
+        answered.response_started = answered.response_complete = True
         if not answered.keep_alive:
             self.transport.close()
-        if self.pipeline or not answered.keep_alive:
-            self.on_response_complete()
-        else:
-            self.server_state.total_requests += 1
-            self._changed(self._reading)
+        self.on_response_complete()
 
     def _read(self, data: bytes) -> None:
         if not self._admitted and not self.is_refused:

@@ -1,7 +1,7 @@
 """What a connection needs of whatever answers some of its requests without ASGI."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 
 class Answering(Protocol):
@@ -11,6 +11,16 @@ class Answering(Protocol):
     disconnected: bool
     response_started: bool
     response_complete: bool
+
+
+class Sending(Protocol):
+    """The connection, as it writes such a response."""
+
+    def send(self, answered: Answering, response: bytes) -> None:
+        """A whole response, its head included."""
+
+    async def send_in_pieces(self, answered: Answering, head: bytes, body: bytes) -> None:
+        """A long one, as fast as the client takes it."""
 
 
 class Shortcut(Protocol):
@@ -23,9 +33,9 @@ class Shortcut(Protocol):
         """Whether these are the bytes of a head that came before, and a body must follow."""
 
     def begin(
-        self, packet: bytes, dates: Sequence[tuple[bytes, bytes]], send: Callable[[Any, bytes], None]
+        self, packet: bytes, dates: Sequence[tuple[bytes, bytes]], connection: Sending
     ) -> Answering | bytes | None:
-        """The whole response to `packet`, or what `send` is called with, and the response, later; None: neither.
+        """The whole response to `packet`, or what `connection` is told to send later; None: neither.
 
         dates: headers that every response has
         """

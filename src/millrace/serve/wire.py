@@ -22,6 +22,7 @@ IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"  # the content type of server-sent events
 UNHELD = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold events back
 LATER_S, MOST_LATER = 0.1, 500
+PIECE_BYTES = 256 * 1024  # of a long response, written at once
 QUIET_PATHS = (
     "/health", "/v1/health/", "/v2/health/", "/metrics", "/v1/metrics", "/grpc.health.v1.Health/",
     "/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady",

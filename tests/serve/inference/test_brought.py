@@ -107,6 +107,8 @@ def test_files_stand_in_place_of_the_models_folder(root: Path, brought: Path) ->
          "files of a load are not taken for backend 'python', which would run them as programs"),
         ({"config": "{}", "file:1/x": "", "dry_run": True}, 501, "a dry run takes no files"),
         ({"cfg": "{}"}, 400, "unrecognized load parameter 'cfg'"),
+        ({"config": "{}}"}, 400, "failed to load 'm', its config: failed to parse the request JSON buffer: "),
+        ({"config": "[]"}, 500, "failed to load 'm', its config: attempt to access JSON non-object as object"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_taken(root: Path, brought: Path, parameters: Any, status: int, says: str) -> None:

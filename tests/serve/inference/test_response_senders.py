@@ -151,3 +151,43 @@ def test_objects_become_their_text(tmp_path: Path, where: str) -> None:
             ]  # fmt: skip
 
     asyncio.run(run())
+
+
+LATER = """
+    async def execute(self, requests):
+        async def later(sender):
+            await asyncio.sleep(0.02)
+            sender.send(said("late"), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self.tasks = [asyncio.create_task(later(request.get_response_sender())) for request in requests]
+"""
+
+
+@WHERE
+def test_tasks_of_an_event_loop_answer_after_execute(tmp_path: Path, where: str) -> None:
+    write(tmp_path, "m", "import asyncio\n" + HEAD + LATER + SAY, ANY % where)
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model = repository.get("m")
+            for _ in range(3):  # the first is what starts the thread of the event loop
+                answer = await asyncio.wait_for(model.infer(asked(model, IN=text("x"))), 20)
+                assert answer.outputs["OUT"].tolist() == [b"late"]
+
+    asyncio.run(run())
+
+
+@WHERE
+def test_an_exception_of_an_async_decoupled_model_is_told_and_logged(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "m", CODE.format("raise ValueError('heard')", "None", "async "), ANY % (where + DECOUPLED))
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError, match="ValueError: heard"):
+                await one(repository, "m", text("x"))
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(run())
+    assert "model 'm' failed: ValueError: heard" in caplog.text

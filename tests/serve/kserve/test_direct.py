@@ -53,7 +53,7 @@ _MODEL = (
             elif a.size and a[0] > 1e6:
                 raise RuntimeError("too large")
             else:
-                b = np.repeat(a + 1, 20_000 if request.request_id() == "many" else 1)
+                b = np.repeat(a + 1, 40_000 if request.request_id() == "many" else 1)
                 parameters = {"n": int(a.size)} if request.request_id() == "told" else None
                 responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("B", b)], parameters=parameters))
         return responses

@@ -167,7 +167,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ('{"id": "\\ud800"}', 400, "failed to parse the request JSON buffer: "),
     ('{"PROMPT": ' + "[" * 120 + "]" * 120 + "}", 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
     ("[" * 100_000, 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
-    (" " * ((16 << 20) + 1), 400, "exceeds the maximum allowed input size of 16777216 bytes"),
+    (" " * ((16 << 20) + 1), 400, "exceeds the maximum allowed value of 16777216 bytes"),
 ]  # fmt: skip
 
 

@@ -246,8 +246,8 @@ def test_index_and_what_is_not_there(client: Client) -> None:
         ("file:1/model.onnx", {"string_param": ""}, "INVALID_ARGUMENT", "invalid value type for load parameter "
          "'file:1/model.onnx', expected bytes_param."),
         ("dry_run", {"bool_param": True}, "UNIMPLEMENTED", "a dry run has no answer over gRPC: ask over HTTP"),
-        ("config", {"string_param": "{"}, "INVALID_ARGUMENT", "failed to parse the request JSON buffer: Input data was "
-         "truncated"),
+        ("config", {"string_param": "{"}, "INVALID_ARGUMENT", "failed to load 'simple', its config: failed to parse "
+         "the request JSON buffer: Input data was truncated"),
     ):  # fmt: skip
         parameters = {key: value}
         failed = refusal(lambda: client.call("RepositoryModelLoad", model_name="simple", parameters=parameters))  # noqa: B023

@@ -46,7 +46,11 @@ def test_binary_parts_that_do_not_fit(url: str) -> None:
     size = {"binary_data_size": 6}
     two = b"\2\0\0\0ab"
     assert says("strings", [one("BYTES", [1, 2], parameters=size)], two) == (
-        f"{ID}unexpected number of string elements 1 {where} 2"
+        f"{ID}expected 2 string elements {where.removesuffix(', expecting')}, got 1"
+    )
+    many = {"binary_data_size": 18}
+    assert says("strings", [one("BYTES", [1, 1], parameters=many)], two * 3) == (
+        f"{ID}unexpected number of string elements 2 {where} 1"
     )
     assert says("strings", [one("BYTES", [1, 1], parameters=size)], b"\3\0\0\0ab") == (
         f"{ID}incomplete string data {where} string of length 3 but only 2 bytes available."
@@ -79,7 +83,7 @@ def test_what_is_too_large(url: str) -> None:
     response = infer(url, "simple", bytes(LIMIT + 1))
     assert (response.status_code, response.json()["error"]) == (
         400,
-        "request JSON size of 20001 bytes exceeds the maximum allowed input size of 20000 bytes. Use "
+        "request JSON size of 20001 bytes exceeds the maximum allowed value of 20000 bytes. Use "
         "--http-max-input-size to increase the limit.",
     )
     raw = infer(url, "same_FP32", bytes(LIMIT + 1), {HEADER: "0"})
@@ -89,7 +93,7 @@ def test_what_is_too_large(url: str) -> None:
         "--http-max-input-size to increase the limit.",
     )
     chunked = httpx.post(f"{url}/v2/models/simple/infer", content=iter([bytes(LIMIT), bytes(9)]))
-    assert chunked.status_code == 400 and "exceeds the maximum allowed input size of 20000 bytes" in chunked.text
+    assert chunked.status_code == 400 and "exceeds the maximum allowed value of 20000 bytes" in chunked.text
 
 
 @pytest.mark.parametrize("body", [

@@ -1,10 +1,12 @@
 """Tensors in shared memory that a client registers: over HTTP and gRPC, and what a client may do to it meanwhile."""
 
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 
 from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve import grpc_infer, infer_body
 from millrace.serve.kserve.shared_memory import Regions
-from tests.support.kserve_grpc import Client, connected, one, refusal
+from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models
 from tests.support.server import Threaded
 
 X = np.arange(16, dtype=np.float32).reshape(1, 16)
 Memory = shared_memory.SharedMemory
+BEYOND = "failed to register shared memory region 'n': invalid args: offset "
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +154,15 @@ def test_cuda_has_no_regions(served: Threaded) -> None:
         ("n", {"key": "/../etc/passwd"}, 400, "cannot register shared memory region 'n' - invalid shm key '/../"),
         ("n", {"key": "/.."}, 400, "cannot register shared memory region 'n' - invalid shm key '/..'"),
         ("n", {"key": ""}, 400, "cannot register shared memory region 'n' - invalid shm key ''"),
-        ("n", {"key": "/triton_python_backend_shm_region_1"}, 400, "cannot register shared memory region 'n' as the "
-         "key contains the reserved prefix 'triton_python_backend_shm_region_'"),
-        ("n", {"offset": 4097}, 400, "Invalid offset for shared memory region: 'n'"),
-        ("n", {"offset": 4096}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
-        ("n", {"offset": 2**62, "byte_size": 2**62}, 400, "Invalid offset for shared memory region: 'n'"),
-        ("n", {"offset": 2**63}, 400, "Invalid offset for shared memory region: 'n'"),
-        ("n", {"offset": 2**64}, 400, "Invalid offset for shared memory region: 'n'"),
-        ("n", {"byte_size": 2**63}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
-        ("n", {"byte_size": 4097}, 400, "Invalid offset + byte size for shared memory region: 'n'"),
+        ("n", {"key": "/triton_python_backend_shm_region_1"}, 400, "cannot register shared memory region 'n' with "
+         "key '/triton_python_backend_shm_region_1' as the key contains the reserved prefix 'triton_python_backend"),
+        ("n", {"offset": 4097}, 400, BEYOND),
+        ("n", {"offset": 4096}, 400, BEYOND),
+        ("n", {"offset": 2**62, "byte_size": 2**62}, 400, BEYOND),
+        ("n", {"offset": 2**63}, 400, BEYOND),
+        ("n", {"offset": 2**64}, 400, BEYOND),
+        ("n", {"byte_size": 2**63}, 400, BEYOND),
+        ("n", {"byte_size": 4097}, 400, BEYOND),
         ("n", {"byte_size": -1}, 500, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ("n", {"key": 3}, 500, "attempt to access JSON non-string as string"),
         ("n", {"key": None, "byte_size": None}, 400, "Shared memory register request has no 'key' field"),
@@ -259,5 +263,55 @@ def test_no_file_stays_open() -> None:
             regions.register(*wrong)
     regions.close()
     assert len(list(Path("/dev/fd").iterdir())) == before
+    made.close()
+    made.unlink()
+
+
+def test_a_region_in_use_goes_with_the_last_request() -> None:
+    """Its file stays open until then: its number could be that of another file, which an output would go to."""
+    made = Memory(create=True, size=64)
+    regions = Regions(1 << 20)
+    regions.register("a", made.name, 0, 64)
+    regions.register("b", made.name, 0, 64)
+    first, second = regions.place("a", 0, 64), regions.place("a", 8, 8)
+    regions.unregister("")
+    assert [one["name"] for one in regions.status("")] == ["a"]
+    with pytest.raises(StatusError, match="already in manager"):
+        regions.register("a", made.name, 0, 64)
+    first.write("x", b"y" * 64)
+    third = regions.place("a", 0, 4)  # requests that come meanwhile find it, too
+    del first, second
+    assert bytes(third.read()) == b"yyyy" and regions.status("a")
+    del third
+    assert regions.status("") == []
+    with pytest.raises(StatusError, match="Unable to find shared memory region"):
+        regions.place("a", 0, 4)
+    regions.register("a", made.name, 0, 64)
+    place = regions.place("a", 0, 64)
+    del place
+    assert regions.status("a"), "it was not unregistered"
+    regions.close()
+    made.close()
+    made.unlink()
+
+
+def test_inputs_hold_their_regions_until_the_request_is_over() -> None:
+    made = Memory(create=True, size=64)
+    regions = Regions(1 << 20)
+    model: Any = SimpleNamespace(name="m", checker=SimpleNamespace(take=lambda request, given: None))
+    body = {"inputs": [{**placed("INPUT0", 0, 64, "a"), "datatype": "FP32", "shape": [16]}]}
+    said = {"region": {"string_param": "a"}, "byte_size": {"int64_param": 64}}
+    parameters = {f"shared_memory_{key}": value for key, value in said.items()}
+    message = request("m", [one("FP32", [16], parameters=parameters)])
+    for read in (
+        lambda: infer_body.read_infer(json.dumps(body).encode(), None, "m", model.checker, regions),
+        lambda: grpc_infer.read_infer(message, model, regions),
+    ):
+        regions.register("a", made.name, 0, 64)
+        found = read()
+        regions.unregister("a")
+        assert regions.status("a")
+        del found
+        assert regions.status("") == []
     made.close()
     made.unlink()

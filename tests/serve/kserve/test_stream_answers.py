@@ -24,7 +24,9 @@ def request() -> InferRequest:
 
 def by_protobuf(asking: InferRequest, response: InferResponse, wanted: GrpcWanted, final: bool) -> bytes:
     found = message("ModelStreamInferResponse")()
-    fill_response(found.infer_response, MODEL, asking, response, wanted)
+    raws = fill_response(found.infer_response, MODEL, asking, response, wanted)
+    parsed = message("ModelInferResponse").FromString(b"".join(raws))
+    found.infer_response.raw_output_contents.extend(parsed.raw_output_contents)
     set_parameter(found.infer_response, FINAL, final)
     data: bytes = found.SerializeToString()
     return data

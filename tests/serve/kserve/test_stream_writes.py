@@ -42,7 +42,7 @@ class Front:
         self._model = model
 
     async def decoded(self, data: bytes) -> Any:
-        return message("ModelInferRequest").FromString(data)
+        return message("ModelInferRequest").FromString(data), None
 
     def model(self, told: Any) -> Any:
         return self._model

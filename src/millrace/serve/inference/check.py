@@ -239,9 +239,10 @@ class Checker:
             expected = "4 bytes" if error.in_length else f"string of length {error.needed}"
             what = f"{part} {where}, expecting {expected} but only {error.n_there} bytes available."
             raise invalid(request.named + what) from None
-        if len(found) + n_more != n:
-            what = f"unexpected number of string elements {len(found) + n_more} {where}, expecting {n}"
-            raise invalid(request.named + what)
+        if len(found) < n:
+            raise invalid(f"{request.named}expected {n} string elements {where}, got {len(found)}")
+        if n_more:  # Triton stops at the first that is too many
+            raise invalid(f"{request.named}unexpected number of string elements {n + 1} {where}, expecting {n}")
         return found
 
     def _shape_key(self, request: InferRequest) -> object:

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from millrace.errors import ConfigError
+from millrace.serve.inference.concatenation import concatenated
 from millrace.serve.inference.guest.strings import Array as Array
 from millrace.serve.inference.guest.strings import CutOffError as CutOffError
-from millrace.serve.inference.guest.strings import joined_strings
+from millrace.serve.inference.guest.strings import joined_pieces
 from millrace.serve.inference.guest.strings import objects as objects
 from millrace.serve.inference.guest.strings import split_strings as split_strings
 from millrace.serve.inference.guest.strings import split_up_to as split_up_to
@@ -42,9 +43,13 @@ class Tensor:
 
     def raw(self) -> bytes:
         """Little-endian, row after row; each element of BYTES after its length in four bytes."""
+        return concatenated(self.raw_parts())
+
+    def raw_parts(self) -> list[bytes | memoryview]:
+        """The same in parts, of numbers their own memory where it is contiguous."""
         if self.datatype == BYTES:
-            return joined_strings(self.values.reshape(-1))
-        return np.ascontiguousarray(self.values).tobytes()
+            return list(joined_pieces(self.values.reshape(-1)))
+        return [np.ascontiguousarray(self.values).reshape(-1).view(np.uint8).data]
 
     def listed(self) -> list[Any]:
         """Flat, for JSON. raises ConfigError where the datatype has no such form"""

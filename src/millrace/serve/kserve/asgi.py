@@ -19,7 +19,7 @@ from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.leaving import unless_gone
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, header, joined, read_body
+from millrace.serve.wire import CALL, PIECE_BYTES, header, joined, read_body
 
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
@@ -71,7 +71,11 @@ class KServe:
             return  # they were sent while they came
         headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.body})
+        at, end = 0, len(reply.body)
+        while end - at > PIECE_BYTES:  # as the client takes them: what it has not taken is copied
+            await send({"type": "http.response.body", "body": reply.body[at : at + PIECE_BYTES], "more_body": True})
+            at += PIECE_BYTES
+        await send({"type": "http.response.body", "body": reply.body[at:]})
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
         call, came_ns = scope[CALL], time.monotonic_ns()

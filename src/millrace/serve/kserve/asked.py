@@ -14,6 +14,7 @@ from millrace.serve.inference.brought import PREFIX
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.json_scan import counts
+from millrace.serve.kserve.json_values import no_json
 
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
@@ -90,8 +91,11 @@ class Load:
     dry_run: bool = False
 
 
-def load_of(parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
-    """What a load brings. file_type: what the protocol has files as, bytes or base64 in a string. raises StatusError"""
+def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
+    """What a load of model brings. file_type: what the protocol has files as, bytes or base64 in a string
+
+    raises StatusError
+    """
     found = Load()
     for key, value in parameters.items():
         if key.startswith(PREFIX):
@@ -101,7 +105,10 @@ def load_of(parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] 
         elif key == "config":
             if not isinstance(value, str):
                 raise wrong(key, "string")
-            found.config = json_object(value.encode("utf-8", "surrogatepass"))
+            try:
+                found.config = json_object(value.encode("utf-8", "surrogatepass"))
+            except StatusError as error:
+                raise StatusError(error.code, f"failed to load '{model:.80}', its config: {error}") from None
         elif key == "dry_run":
             if not isinstance(value, bool):
                 raise wrong(key, "boolean")
@@ -133,7 +140,7 @@ def json_object(body: bytes, most_bytes: int = MOST_CONTROL) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+        raise no_json(error) from None
     if not isinstance(found, dict):
         raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
     return found

@@ -31,8 +31,9 @@ from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.routes import BELOW, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.serving import LARGE_BODY, Serving
+from millrace.serve.shortcut import Sending
 from millrace.serve.tracebacks import without_frames
-from millrace.serve.wire import FREE_BYTES, RequestLog, id_of, log_request
+from millrace.serve.wire import FREE_BYTES, PIECE_BYTES, RequestLog, id_of, log_request
 
 Header = tuple[bytes, bytes]
 MOST_HEADS, MOST_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
@@ -117,9 +118,9 @@ class Direct:
         self.heads = HeadCache(backend.bodies.max_bytes)
 
     def begin(
-        self, head: InferHead, packet: bytes, dates: Sequence[Header], send: Callable[["DirectAnswer", bytes], None]
+        self, head: InferHead, packet: bytes, dates: Sequence[Header], connection: Sending
     ) -> "DirectAnswer | bytes | None":
-        """The whole response, or a request that `send` gets the response of later; None: take the usual path.
+        """The whole response, or a request whose response `connection` sends later; None: take the usual path.
 
         head: of `packet`. dates: headers that every response has
         """
@@ -131,7 +132,7 @@ class Direct:
             grant = self.keys.grant(*given, counts_refusals=False)
         except HttpError:
             return None  # the usual path refuses it
-        answer = DirectAnswer(self, head, model, grant.end, dates, send)
+        answer = DirectAnswer(self, head, model, grant.end, dates, connection)
         return answer.begin(packet[head.n_bytes :], grant.tenant) or answer
 
     def _model(self, head: InferHead) -> Model | None:
@@ -162,17 +163,17 @@ class DirectAnswer:
 
     scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
     __slots__ = (
-        "_admitted", "_began_ns", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun", "_is_over", "_model",
-        "_request", "_response", "_send", "_wanted", "_writing", "disconnected", "keep_alive", "message_event",
-        "response_complete", "response_started",
+        "_admitted", "_began_ns", "_connection", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun",
+        "_is_over", "_model", "_request", "_response", "_wanted", "_writing", "disconnected", "keep_alive",
+        "message_event", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
         self, direct: Direct, head: InferHead, model: Model, end_grant: Callable[[int], None], dates: Sequence[Header],
-        send: Callable[["DirectAnswer", bytes], None],
+        connection: Sending,
     ) -> None:  # fmt: skip
         self._direct, self._head, self._model, self._end_grant = direct, head, model, end_grant
-        self._dates, self._send, self._began_ns = dates, send, time.monotonic_ns()
+        self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
         self._id = id_of(head.headers.get(REQUEST_ID))
         self._request: InferRequest | None = None
         self._wanted: HttpWanted | None = None
@@ -218,8 +219,13 @@ class DirectAnswer:
         except BusyError as busy:
             problem = problem_of(busy, accepting=True)
             reply = error_reply(problem.status, problem.message)
-        if not self._is_over:
+        if self._is_over:
+            return
+        if len(reply.body) <= PIECE_BYTES:
             self._finish(reply)
+            return
+        self._end(reply.status)
+        await self._connection.send_in_pieces(self, self._head_of(reply), reply.body)
 
     def _reply(self, response: InferResponse | None, error: StatusError | None) -> Reply:
         try:
@@ -242,17 +248,19 @@ class DirectAnswer:
 
     def _finish(self, reply: Reply) -> None:
         self._end(reply.status)
-        self._response = b"".join(
+        self._response = self._head_of(reply) + reply.body
+        if self._is_begun:
+            self._connection.send(self, self._response)
+
+    def _head_of(self, reply: Reply) -> bytes:
+        return b"".join(
             (
                 STATUS_LINE[reply.status],
                 *[b"%b: %b\r\n" % header for header in self._dates],
                 *[b"%b: %b\r\n" % (name.lower(), value) for name, value in reply.headers],
                 b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
-                reply.body,
             )
         )
-        if self._is_begun:
-            self._send(self, self._response)
 
     def _end(self, status: int) -> None:
         """Whatever it held is free, and its line is in the log."""

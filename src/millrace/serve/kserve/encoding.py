@@ -11,7 +11,7 @@ _QUICK = 1  # a level that costs about what it saves on a local network
 
 def too_large(what: str, n: object, most: int) -> StatusError:
     return invalid(
-        f"{what} of {n} bytes exceeds the maximum allowed input size of {most} bytes. Use --http-max-input-size to "
+        f"{what} of {n} bytes exceeds the maximum allowed value of {most} bytes. Use --http-max-input-size to "
         "increase the limit."
     )
 

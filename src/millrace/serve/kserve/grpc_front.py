@@ -19,7 +19,8 @@ from millrace.serve.inference.trace_context import PARENT, STATE, Parent
 from millrace.serve.inference.tracing import Exchange
 from millrace.serve.kserve import adjusted, asked, grpc_scan, told
 from millrace.serve.kserve.generate import Aside
-from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_message
+from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_bytes
+from millrace.serve.kserve.grpc_scan import Cut
 from millrace.serve.kserve.messages import config_message, made, message
 from millrace.serve.kserve.shared_memory import Regions, allowed
 
@@ -100,19 +101,20 @@ class GrpcFront:
         """Of a ModelInferRequest. raises StatusError"""
         return self._repository.get(request.model_name, _version(request.model_version))
 
-    async def decoded(self, data: bytes) -> Any:
-        """A ModelInferRequest. raises StatusError, BusyError"""
-        return await self._aside(lambda: read("ModelInferRequest", data), len(data))
+    async def decoded(self, data: bytes) -> tuple[Any, Cut | None]:
+        """A ModelInferRequest, of a large one without its data. raises StatusError, BusyError"""
+        found: tuple[Any, Cut | None] = await self._aside(lambda: _read_infer(data), len(data))
+        return found
 
     async def checked(
-        self, request: Any, model: Model, n_bytes: int, caller: Caller
+        self, request: Any, cut: Cut | None, model: Model, n_bytes: int, caller: Caller
     ) -> tuple[InferRequest, GrpcWanted]:
-        """n_bytes: the request's. raises StatusError, BusyError"""
+        """request, cut: as `decoded` returned them. n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
         found: tuple[InferRequest, GrpcWanted] = await self._aside(
-            lambda: read_infer(request, model, self._shared), n_bytes
+            lambda: read_infer(request, model, self._shared, cut), n_bytes
         )
         found[0].parameters.update(caller.shown)
         found[0].bill, found[0].tenant = caller.bill, caller.tenant
@@ -126,19 +128,19 @@ class GrpcFront:
 
     async def _infer(self, data: bytes, caller: Caller) -> bytes:
         came_ns = time.monotonic_ns()
-        request = await self.decoded(data)
+        request, cut = await self.decoded(data)
         model = self.model(request)
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
-        asking, wanted = await self.checked(request, model, len(data), caller)
+        asking, wanted = await self.checked(request, cut, model, len(data), caller)
         with Exchange(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
             response = await model.infer(asking)
             call.answered()
             return await self.packed(
                 held_bytes(response.outputs.values()),
-                lambda: response_message(model, asking, response, wanted).SerializeToString(),
+                lambda: response_bytes(model, asking, response, wanted),
             )
 
     # ------------------------------------------------------------------ what is told
@@ -206,7 +208,7 @@ class GrpcFront:
             return {"models": await self._repository.index(request.ready)}
         parameters = dict(plain(request.parameters))
         if name == "RepositoryModelLoad":
-            load = asked.load_of(parameters, _wrong, bytes)
+            load = asked.load_of(request.model_name, parameters, _wrong, bytes)
             if load.dry_run:
                 raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
             await self._repository.load(request.model_name, load.config, load.files, owner=owner)
@@ -216,9 +218,20 @@ class GrpcFront:
         return {}
 
 
+def _read_infer(data: bytes) -> tuple[Any, Cut | None]:
+    """raises StatusError"""
+    cut = grpc_scan.cut(data)
+    return _parsed("ModelInferRequest", data if cut is None else cut.rest), cut
+
+
 def read(name: str, data: bytes) -> Any:
     """raises StatusError"""
     grpc_scan.check(name, data)
+    return _parsed(name, data)
+
+
+def _parsed(name: str, data: bytes) -> Any:
+    """raises StatusError"""
     try:
         return message(name).FromString(data)
     except DecodeError as error:

@@ -3,22 +3,27 @@
 Errors have Triton's words. Data is raw for all inputs or in typed fields for all; outputs are always raw.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from millrace.serve.inference.check import Given, Later, check_shape, shown
+from millrace.serve.inference.concatenation import concatenated
+from millrace.serve.inference.guest.strings import joined_pieces
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import BYTES, DTYPES, Tensor, objects
+from millrace.serve.inference.tensors import BYTES, DTYPES
 from millrace.serve.kserve.asked import output_names, take_parameter
+from millrace.serve.kserve.grpc_scan import Cut, contents_pieces
 from millrace.serve.kserve.infer_reply import told_outputs
-from millrace.serve.kserve.messages import CONTENTS, message
+from millrace.serve.kserve.messages import CONTENTS, message, varint
 from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
 
+RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
 EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
 _KIND_OF = {"bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
             "uint64_contents": "UINT64", "fp32_contents": "FP32", "fp64_contents": "FP64",
@@ -33,16 +38,23 @@ _EXPECTED = {
 @dataclass(slots=True)
 class GrpcWanted:
     """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
+    inputs: in shared memory, whose regions stay until the request is over
     empty_final: the end is told, though it brings no response
     """
 
     n_classes: dict[str, int] = field(default_factory=dict)
     shared: dict[str, RegionPlace] = field(default_factory=dict)
+    inputs: list[RegionPlace] = field(default_factory=list)
     empty_final: bool = False
 
 
-def read_infer(told: Any, model: Model, shared: Regions | None = None) -> tuple[InferRequest, GrpcWanted]:
-    """told: a ModelInferRequest. shared: None where no client's memory is read. raises StatusError"""
+def read_infer(
+    told: Any, model: Model, shared: Regions | None = None, cut: Cut | None = None
+) -> tuple[InferRequest, GrpcWanted]:
+    """told: a ModelInferRequest. shared: None where no client's memory is read. cut: the data of a large one
+
+    raises StatusError
+    """
     request, wanted = InferRequest({}, request_id=told.id), GrpcWanted()
     for key, value in plain(told.parameters):
         if key == EMPTY_FINAL:
@@ -60,7 +72,7 @@ def read_infer(told: Any, model: Model, shared: Regions | None = None) -> tuple[
     for output in told.outputs:
         if output.parameters:
             _take_output(output, wanted, shared)
-    model.checker.take(request, list(_given(told, model.name, shared)))
+    model.checker.take(request, list(_given(told, model.name, shared, cut, wanted.inputs)))
     return request, wanted
 
 
@@ -106,9 +118,12 @@ def _take_output(output: Any, wanted: GrpcWanted, shared: Regions | None) -> Non
             wanted.n_classes[output.name] = value
 
 
-def _given(told: Any, model: str, shared: Regions | None) -> Iterator[Given]:
+def _given(
+    told: Any, model: str, shared: Regions | None, cut: Cut | None, places: list[RegionPlace]
+) -> Iterator[Given]:
     n_raw = shared_bytes = 0
-    for tensor in told.inputs:
+    raws: Sequence[bytes | memoryview] = told.raw_input_contents if cut is None else cut.raw_contents
+    for i, tensor in enumerate(told.inputs):
         place = _place(tensor, shared) if tensor.parameters else None
         if tensor.datatype not in DTYPES:
             raise invalid(f"invalid datatype for input {tensor.name}")
@@ -122,63 +137,93 @@ def _given(told: Any, model: str, shared: Regions | None) -> Iterator[Given]:
             if tensor.HasField("contents"):
                 what = "unexpected 'contents' in request when using shared memory for input tensor"
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
+            places.append(place)
             shared_bytes += place.byte_size
             allowed(shared).check_total(shared_bytes)
             data = Later(place.read, place.byte_size)
         elif tensor.HasField("contents"):
-            if told.raw_input_contents:
+            if raws:
                 what = "contents field must not be specified when using raw_input_contents for"
                 raise invalid(f"{what} '{tensor.name}' for model '{model}'")
-            data = _typed(tensor, model)
-        elif n_raw < len(told.raw_input_contents):
-            data, n_raw = told.raw_input_contents[n_raw], n_raw + 1
+            data = _typed(tensor, model, cut.contents.get(i, ()) if cut is not None else ())
+        elif n_raw < len(raws):
+            data, n_raw = raws[n_raw], n_raw + 1
         else:
             what = f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request."
             raise invalid(what)
         yield Given(tensor.name, tensor.datatype, shape, data if isinstance(data, Later) else memoryview(data))
-    if n_raw < len(told.raw_input_contents):
+    if n_raw < len(raws):
         raise invalid(f"unexpected additional input data for model '{model}'")
 
 
-def _typed(tensor: Any, model: str) -> bytes:
-    """What an input says in typed fields, as it would be in raw form."""
+def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
+    """What an input says in typed fields, as it would be in raw form. cut: those of a large one
+
+    raises StatusError
+    """
     what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
-    found = [(spec.name, values) for spec, values in tensor.contents.ListFields()]
-    if not found:
-        return b""
-    if len(found) > 1:
-        raise invalid(f"{what}, binary data was already supplied.")
-    ((name, values),) = found
-    if name != CONTENTS.get(tensor.datatype):
-        raise invalid(f"{what} of type '{_KIND_OF[name]}', expected datatype '{tensor.datatype}'")
-    if tensor.datatype == BYTES:
-        return Tensor(tensor.name, BYTES, objects(values)).raw()
-    kind = DTYPES[_KIND_OF[name]]  # in pieces: each holds the interpreter
-    wide = np.concatenate([np.array(values[i : i + _PIECE], kind) for i in range(0, len(values), _PIECE)])
-    return wide.astype(DTYPES[tensor.datatype]).tobytes()  # of 8 and 16 bits the lowest, as Triton takes them
+    parts, kinds = list[bytes](), set[str]()
+    for contents in (tensor.contents, *_decoded(cut)):
+        fields = contents.ListFields()
+        kinds.update(spec.name for spec, _ in fields)
+        if len(kinds) > 1:
+            raise invalid(f"{what}, binary data was already supplied.")
+        for spec, values in fields:
+            if spec.name != CONTENTS.get(tensor.datatype):
+                raise invalid(f"{what} of type '{_KIND_OF[spec.name]}', expected datatype '{tensor.datatype}'")
+            parts += _raw_pieces(tensor.datatype, spec.name, values)
+    return concatenated(parts)
+
+
+def _decoded(cut: Sequence[memoryview]) -> Iterator[Any]:
+    """Messages of InferTensorContents. raises StatusError"""
+    for contents in cut:
+        for piece in contents_pieces(contents):
+            try:
+                yield message("InferTensorContents").FromString(piece)
+            except DecodeError as error:
+                what = f"failed to parse the message ModelInferRequest: {error}"
+                raise StatusError(Code.INTERNAL, what) from None
+
+
+def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[bytes]:
+    """Each holds the interpreter. Of 8 and 16 bits the lowest are taken, as Triton takes them."""
+    if datatype == BYTES:
+        yield from joined_pieces(values)
+        return
+    kind = DTYPES[_KIND_OF[name]]
+    for i in range(0, len(values), _PIECE):
+        yield np.array(values[i : i + _PIECE], kind).astype(DTYPES[datatype]).tobytes()
 
 
 # ---------------------------------------------------------------------- answers
 
 
-def response_message(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> Any:
+def response_bytes(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> bytes:
     """A ModelInferResponse. raises StatusError"""
     found = message("ModelInferResponse")()
-    fill_response(found, model, request, response, wanted)
-    return found
+    raws = fill_response(found, model, request, response, wanted)
+    return concatenated([found.SerializeToString(), *raws])
 
 
-def fill_response(found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> None:
-    """found: an empty one. raises StatusError"""
+def fill_response(
+    found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted
+) -> list[bytes | memoryview]:
+    """found: an empty one. Its tensors are what is returned, to be written behind it. raises StatusError"""
     found.model_name, found.model_version, found.id = model.name, str(model.version), request.id
     for key, value in response.parameters.items():
         set_parameter(found, key, value)
+    raws = list[bytes | memoryview]()
     for tensor in told_outputs(model, request, response, wanted.n_classes):
         found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
+        parts: Sequence[bytes | memoryview] = ()
         if (place := wanted.shared.get(tensor.name)) is not None:
             place.write(tensor.name, tensor.raw())
+        else:
+            parts = tensor.raw_parts()
         # One for each output, as in Triton, whose clients count them.
-        found.raw_output_contents.append(b"" if place is not None else tensor.raw())
+        raws += (RAW_OUTPUT + varint(sum(map(len, parts))), *parts)
+    return raws
 
 
 def set_parameter(of: Any, key: str, value: Any) -> None:

@@ -1,13 +1,15 @@
 """Large messages, looked over before protobuf decodes them, which holds the interpreter until it is done.
 
-Tensors in raw_input_contents are copied as they are. Everything else becomes objects, many times as large.
+Tensors in raw_input_contents are cut out of a request, and read where they lie. Everything else becomes objects, many
+times as large; of these the contents of an input are cut out too, and decoded in pieces.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.inference.tensors import MOST_STRINGS
-from millrace.serve.kserve.messages import field_numbers
+from millrace.serve.kserve.messages import field_numbers, varint
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
 MOST_TYPED = 16 << 20  # bytes of all typed contents together
@@ -15,11 +17,21 @@ MOST_BESIDE = 1 << 20  # bytes of names, shapes and parameters
 _MOST_FIELDS = 1 << 16  # of a message that is no tensor
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
+_PIECE = 1 << 16  # bytes of contents, which are decoded at once
 _MOST_VARINT = 10  # bytes
 
 
 class _BrokenError(Exception):
     """No message, as protobuf will say."""
+
+
+@dataclass(slots=True)
+class Cut:
+    """A ModelInferRequest without the data of its inputs. contents: by the index of an input, which keeps empty ones"""
+
+    rest: bytes
+    raw_contents: list[memoryview] = field(default_factory=list)
+    contents: dict[int, list[memoryview]] = field(default_factory=dict)
 
 
 def check(name: str, data: bytes) -> None:
@@ -29,7 +41,7 @@ def check(name: str, data: bytes) -> None:
     try:
         match name:
             case "ModelInferRequest":
-                _check(memoryview(data))
+                _cut(memoryview(data))
             case "RepositoryModelLoadRequest":  # with files
                 for _ in _fields(memoryview(data), _MOST_FIELDS):
                     pass
@@ -39,25 +51,80 @@ def check(name: str, data: bytes) -> None:
         return
 
 
-def _check(data: memoryview) -> None:
+def cut(data: bytes) -> Cut | None:
+    """Of a ModelInferRequest; None of one that is small, or no message. raises StatusError as `check` does"""
+    if len(data) <= LARGE:
+        return None
+    try:
+        return _cut(memoryview(data))
+    except _BrokenError:
+        return None
+
+
+def _cut(data: memoryview) -> Cut:
     request, tensor = field_numbers("ModelInferRequest"), field_numbers("ModelInferRequest.InferInputTensor")
+    found, kept, n_inputs = Cut(b""), list[bytes | memoryview](), 0
     typed = beside = 0
-    for number, begin, end in _fields(data, _MOST_FIELDS):
-        if number == request["raw_input_contents"]:
+    for number, kind, start, begin, end in _fields(data, _MOST_FIELDS):
+        if (number, kind) == (request["raw_input_contents"], _BYTES):
+            found.raw_contents.append(data[begin:end])
             continue
         beside += end - begin
-        if number != request["inputs"]:
+        if (number, kind) != (request["inputs"], _BYTES):
+            kept.append(data[start:end])
             continue
-        for inner, at, stop in _fields(data[begin:end], _MOST_FIELDS):
-            if inner == tensor["contents"]:
-                typed, beside = typed + stop - at, beside - (stop - at)
-                _check_strings(data[begin + at : begin + stop])
+        inner, parts = data[begin:end], list[bytes | memoryview]()
+        for of_input, its_kind, key_at, at, stop in _fields(inner, _MOST_FIELDS):
+            part = inner[at:stop]
+            if (of_input, its_kind) == (tensor["contents"], _BYTES):
+                typed, beside = typed + len(part), beside - len(part)
+                _check_strings(part)
+                if len(part) > _PIECE:
+                    found.contents.setdefault(n_inputs, []).append(part)
+                    parts.append(_header(tensor["contents"], 0))
+                    continue
+            parts.append(inner[key_at:stop])
+        kept += (_header(request["inputs"], sum(map(len, parts))), *parts)
+        n_inputs += 1
     if typed > MOST_TYPED:
         what = f"the inputs have {typed} bytes in 'contents', at most {MOST_TYPED} are supported"
         raise invalid(f"{what}: send large tensors in 'raw_input_contents'")
     if beside > MOST_BESIDE:
         what = f"the request has {beside} bytes beside the data of its inputs, at most {MOST_BESIDE} are supported"
         raise invalid(what)
+    found.rest = b"".join(kept)
+    return found
+
+
+def _header(number: int, n_bytes: int) -> bytes:
+    return bytes((number << 3 | _BYTES,)) + varint(n_bytes)
+
+
+def contents_pieces(contents: memoryview) -> Iterator[bytes]:
+    """Messages of InferTensorContents, which together have the same values. contents: such a message, looked over"""
+    numbers, kept_from = field_numbers("InferTensorContents"), 0
+    fixed = (numbers["fp32_contents"], numbers["fp64_contents"])
+    for number, kind, start, begin, end in _fields(contents, MOST_STRINGS):
+        if kind == _BYTES and number != numbers["bytes_contents"] and end - begin > _PIECE:  # packed numbers
+            yield bytes(contents[kept_from:start])
+            for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
+                yield _header(number, len(packed)) + packed
+            kept_from = end
+        elif start - kept_from >= _PIECE:
+            yield bytes(contents[kept_from:start])
+            kept_from = start
+    yield bytes(contents[kept_from:])
+
+
+def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[bytes]:
+    """Of whole numbers: others have 4 or 8 bytes, of which a piece is a multiple."""
+    begin = 0
+    while begin < len(packed):
+        end = begin + _PIECE
+        while has_varints and end < min(len(packed), begin + _PIECE + _MOST_VARINT) and packed[end - 1] & 0x80:
+            end += 1
+        yield bytes(packed[begin:end])
+        begin = end
 
 
 def _check_strings(contents: memoryview) -> None:
@@ -67,13 +134,14 @@ def _check_strings(contents: memoryview) -> None:
             pass
 
 
-def _fields(data: memoryview, most: int) -> Iterator[tuple[int, int, int]]:
-    """Number, and where the content of each begins and ends. raises StatusError, _BrokenError"""
+def _fields(data: memoryview, most: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Number, wire type, and where the key begins, the content begins and ends. raises StatusError, _BrokenError"""
     at, end, n = 0, len(data), 0
     while at < end:
         n += 1
         if n > most:
             raise _too_many(most)
+        start = at
         key, at = _varint(data, at)
         match key & 7:
             case 0:  # a varint
@@ -86,7 +154,7 @@ def _fields(data: memoryview, most: int) -> Iterator[tuple[int, int, int]]:
                 begin, at = at, at + _size_of(kind)
         if at > end:
             raise _BrokenError
-        yield key >> 3, begin, at
+        yield key >> 3, key & 7, start, begin, at
 
 
 def _size_of(kind: int) -> int:

@@ -139,14 +139,14 @@ class Stream:
         one = _Open(None, ExitStack())
         self._open.add(one)
         try:
-            one.told = await self._front.decoded(data)  # first, for a refusal has its id
+            one.told, cut = await self._front.decoded(data)  # first, for a refusal has its id
             if self._grant is not None and (above := self._grant.above):
                 raise StatusError(Code.UNAVAILABLE, above)
             one.admitted.enter_context(self._admit(len(data)))
             model = self._front.model(one.told)
             if model.is_decoupled:
                 one.model = model
-            one.asking, wanted = await self._front.checked(one.told, model, len(data), self._caller)
+            one.asking, wanted = await self._front.checked(one.told, cut, model, len(data), self._caller)
             one.answers, one.empty_final = Answers(one.told, model, one.asking, wanted), wanted.empty_final
             if model.is_decoupled:
                 model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))

@@ -264,6 +264,8 @@ class HttpFront:
         _only("GET" if action == "status" else "POST", request)
         regions = allowed(self._shared)
         if kind == "cudasharedmemory":
+            if action == "register":
+                asked.json_object(request.body)
             found = asked.cuda_regions(action, region)
             return Reply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
         if action == "status":
@@ -303,7 +305,7 @@ class HttpFront:
         if action == "unload":
             await self._repository.unload(name, with_members=asked.unloads_members(parameters, _wrong), owner=owner)
             return Reply(200, b"", [(b"content-type", _JSON)])
-        load = asked.load_of(parameters, _wrong, str)
+        load = asked.load_of(name, parameters, _wrong, str)
         if load.dry_run:
             return json_reply(await self._repository.would_load(name, load.config))
         await self._repository.load(name, load.config, load.files, owner=owner)

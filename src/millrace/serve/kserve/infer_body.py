@@ -81,12 +81,16 @@ _ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"an
 
 @dataclass(slots=True)
 class HttpWanted:
-    """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others"""
+    """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others
+
+    inputs: in shared memory, whose regions stay until the request is over
+    """
 
     binary: dict[str, bool] = field(default_factory=dict)
     shared: dict[str, RegionPlace] = field(default_factory=dict)
     n_classes: dict[str, int] = field(default_factory=dict)
     otherwise: bool = False
+    inputs: list[RegionPlace] = field(default_factory=list)
 
 
 def read_infer(
@@ -107,7 +111,7 @@ def read_infer(
     if told.parameters is not UNSET:
         wanted.otherwise = take_parameters(request, told.parameters)
     behind = memoryview(body)[len(body) if n_json is None else n_json :]
-    given = _given(told.inputs, spans, behind, model, shared)
+    given = _given(told.inputs, spans, behind, model, shared, wanted.inputs)
     if told.outputs is not UNSET:
         request.outputs = _take_outputs(told.outputs, wanted, shared)
     checker.take(request, given)
@@ -153,9 +157,14 @@ def id_place(head: bytes) -> tuple[int, int] | None:
 
 
 def _given(
-    inputs: Sequence[InferInput], spans: list[Span], behind: memoryview, model: str, shared: Regions | None
+    inputs: Sequence[InferInput],
+    spans: list[Span],
+    behind: memoryview,
+    model: str,
+    shared: Regions | None,
+    places: list[RegionPlace],
 ) -> list[Given]:
-    """behind: the bytes after the JSON, which are those of the binary inputs, in order"""
+    """behind: the bytes after the JSON, which are those of the binary inputs, in order. places: gets those used"""
     given, at, shared_bytes = list[Given](), 0, 0
     for told in inputs:
         size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
@@ -167,6 +176,7 @@ def _given(
         n = check_shape(told.name, told.datatype, shape)
         data: memoryview | Array | Later
         if place is not None:
+            places.append(place)
             shared_bytes += place.byte_size
             allowed(shared).check_total(shared_bytes)
             data = Later(place.read, place.byte_size)

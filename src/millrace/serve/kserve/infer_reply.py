@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from millrace.serve.inference.concatenation import concatenated
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import invalid
@@ -36,37 +37,45 @@ def written(
     model: Model, request: InferRequest, response: InferResponse, wanted: HttpWanted
 ) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON where not all of it is. raises StatusError"""
-    outputs: list[dict[str, Any]] = []
-    raw: list[bytes] = []
+    outputs, raw = list[bytes](), list[bytes | memoryview]()
     for tensor in told_outputs(model, request, response, wanted.n_classes):
         name, datatype = tensor.name, tensor.datatype
         told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
+        data: Sequence[bytes] = ()
         if (place := wanted.shared.get(name)) is not None:
             place.write(
                 name, tensor.raw()
             )  # and nothing more is said: Triton's client in C++ takes any parameters for a size
         elif wanted.binary.get(name, wanted.otherwise):
-            raw.append(tensor.raw())
-            told["parameters"] = {"binary_data_size": len(raw[-1])}
+            parts = tensor.raw_parts()
+            raw += parts
+            told["parameters"] = {"binary_data_size": sum(map(len, parts))}
+        elif tensor.values.size <= _PIECE:
+            told["data"] = listed(name, datatype, tensor.values)
         else:
-            told["data"] = _listed_raw(name, datatype, tensor.values)
-        outputs.append(told)
+            data = _listed_pieces(name, datatype, tensor.values)
+        if outputs:
+            outputs.append(b",")
+        outputs += _with_member(msgspec.json.encode(told), b"data", data)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)
     if response.parameters:
         answer["parameters"] = response.parameters
-    answer["outputs"] = outputs
-    head = msgspec.json.encode(answer)
-    return (b"".join((head, *raw)), len(head)) if raw else (head, None)
+    head = _with_member(msgspec.json.encode(answer), b"outputs", (b"[", *outputs, b"]"))
+    return concatenated([*head, *raw]), sum(map(len, head)) if raw else None
 
 
-def _listed_raw(name: str, datatype: str, array: Array) -> msgspec.Raw | list[Any]:
-    """As `listed`; a long list is written in pieces, for each holds the interpreter. raises StatusError"""
-    if array.size <= _PIECE:
-        return listed(name, datatype, array)
-    flat = array.reshape(-1)
-    parts = (msgspec.json.encode(listed(name, datatype, flat[i : i + _PIECE])) for i in range(0, len(flat), _PIECE))
-    return msgspec.Raw(b"[%b]" % b",".join(part[1:-1] for part in parts))
+def _with_member(encoded: bytes, name: bytes, value: Sequence[bytes]) -> Sequence[bytes]:
+    """A JSON object, not empty, with one member more, if it has a value; in pieces."""
+    return (encoded[:-1], b',"%b":' % name, *value, b"}") if value else (encoded,)
+
+
+def _listed_pieces(name: str, datatype: str, array: Array) -> Sequence[bytes]:
+    """The JSON of `listed`, for a long list: in pieces, for each holds the interpreter. raises StatusError"""
+    flat, found = array.reshape(-1), list[bytes]()
+    for i in range(0, len(flat), _PIECE):
+        found += (b",", msgspec.json.encode(listed(name, datatype, flat[i : i + _PIECE]))[1:-1])
+    return (b"[", *found[1:], b"]")
 
 
 def listed(name: str, datatype: str, array: Array) -> list[Any]:

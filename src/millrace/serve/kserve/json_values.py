@@ -1,5 +1,6 @@
 """Values of a tensor as JSON has them, as an array; and the words of Triton's JSON for what is wrong."""
 
+import re
 from array import array
 from typing import Any
 
@@ -10,6 +11,7 @@ from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, 
 
 MOST_DEPTH = 100
 _CODES = {"FP32": "f", "FP64": "d"}  # of the module array
+_PLACE = re.compile(r"invalid character \(byte (\d+)\)$|^Expecting value: .*\(char (\d+)\)$")
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
@@ -92,4 +94,7 @@ def too_deep() -> StatusError:
 
 
 def no_json(why: object) -> StatusError:
-    return invalid(f"failed to parse the request JSON buffer: {why}")
+    """why: what is wrong, or what a parser raised, whose place is told as Triton tells it"""
+    at = _PLACE.search(str(why))
+    where = f"Invalid value. at {at[1] or at[2]} " if at is not None else ""
+    return invalid(f"failed to parse the request JSON buffer: {where}{f'({why})' if where else why}")

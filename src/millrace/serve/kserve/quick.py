@@ -9,7 +9,7 @@ the model is busy, was loaded anew, or the server drains.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
@@ -31,6 +31,7 @@ from millrace.serve.kserve.infer_body import HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.serving import Serving
+from millrace.serve.shortcut import Sending
 from millrace.serve.wire import id_of
 
 MOST_KNOWN = 4  # heads that a connection remembers
@@ -144,9 +145,7 @@ class QuickConnection:
         """As the connection's `Shortcut` has it."""
         return self._of.direct.heads.knows(head)
 
-    def begin(
-        self, packet: bytes, dates: Sequence[Header], send: Callable[[DirectAnswer, bytes], None]
-    ) -> DirectAnswer | bytes | None:
+    def begin(self, packet: bytes, dates: Sequence[Header], connection: Sending) -> DirectAnswer | bytes | None:
         """As the connection's `Shortcut` has it."""
         if self._known and (response := self.answer(packet, dates)) is not None:
             return response
@@ -154,7 +153,7 @@ class QuickConnection:
         if head is None:
             return None
         self._look(head, packet)
-        return self._of.direct.begin(head, packet, dates, send)
+        return self._of.direct.begin(head, packet, dates, connection)
 
     def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
         """The whole response to `packet`; None: it is none of those. dates: headers that every response has"""

@@ -20,7 +20,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import Array
 from millrace.serve.kserve.asked import version_of
-from millrace.serve.kserve.grpc_infer import GrpcWanted, read_infer, response_message
+from millrace.serve.kserve.grpc_infer import GrpcWanted, fill_response, read_infer
 from millrace.serve.kserve.heads import MOST_BYTES
 from millrace.serve.kserve.messages import message, varint
 from millrace.serve.kserve.quick import InputPlace, ready
@@ -195,8 +195,9 @@ def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array], data: bytes)
 
 def _written(known: _Known, model: Model, response: InferResponse) -> bytes:
     """And what is to be known of it for the next one."""
-    found = response_message(model, known.like, response, known.wanted)
-    data: bytes = found.SerializeToString()
+    found = message("ModelInferResponse")()
+    raws = fill_response(found, model, known.like, response, known.wanted)
+    data = b"".join((found.SerializeToString(), *raws))
     plain = not (response.parameters or known.wanted.n_classes)
     arrays = list(response.outputs.values())
     if plain and not any(array.dtype == np.object_ for array in arrays):

@@ -7,6 +7,8 @@ read and written through the file: one copy, and a short read is an error of tha
 import os
 import re
 import stat
+import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +24,28 @@ _SLOW = 2 << 20  # bytes, which are copied aside
 _MOST_TENSORS = 4  # of the largest size, in one request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Region:
-    """`byte_size` bytes of the file `key`, from `offset` on; `fd` is its file."""
+    """`byte_size` bytes of the file `key`, from `offset` on; `fd` is its file.
+
+    n_places: of requests that are not over; is_leaving: it goes with the last of them
+    """
 
     name: str
     key: str
     offset: int
     byte_size: int
     fd: int
+    n_places: int = 0
+    is_leaving: bool = False
 
     def told(self) -> dict[str, Any]:
         return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.byte_size}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RegionPlace:
-    """Where a tensor of a request is, or is to go."""
+    """Where a tensor of a request is, or is to go. Its region stays as long as it does."""
 
     region: Region
     offset: int  # within the region
@@ -69,6 +76,7 @@ class Regions:
     def __init__(self, most_bytes: int) -> None:
         self._regions: dict[str, Region] = {}
         self._most_bytes, self._largest = most_bytes, 0
+        self._lock = threading.RLock()  # places end in any thread, also in one that holds it
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """raises StatusError"""
@@ -80,7 +88,7 @@ class Regions:
             )
         what = f"cannot register shared memory region '{name}'"
         if _RESERVED in key:
-            raise invalid(f"{what} as the key contains the reserved prefix '{_RESERVED}'")
+            raise invalid(f"{what} with key '{key}' as the key contains the reserved prefix '{_RESERVED}'")
         if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
             raise invalid(f"{what} - invalid shm key '{key}'")
         fd = _opened(key)
@@ -88,23 +96,38 @@ class Regions:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
                 raise invalid(f"{what} - invalid shm key '{key}'")
-            if offset > info.st_size:
-                raise invalid(f"Invalid offset for shared memory region: '{name}'")
             if offset + byte_size > info.st_size:
-                raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
+                raise invalid(
+                    f"failed to register shared memory region '{name}': invalid args: offset {offset} and byte size "
+                    f"{byte_size} reach beyond the {info.st_size} bytes of '{key}'"
+                )
         except StatusError:
             os.close(fd)
             raise
-        self._regions[name] = Region(name, key, offset, byte_size, fd)
-        self._largest = max(self._largest, byte_size)
+        with self._lock:
+            self._regions[name] = Region(name, key, offset, byte_size, fd)
+            self._largest = max(self._largest, byte_size)
 
     def unregister(self, name: str) -> None:
-        """One that there is not is gone already. name: "" for all"""
-        gone = [name] if name else list(self._regions)
-        for one in gone:
-            if (region := self._regions.pop(one, None)) is not None:
-                os.close(region.fd)
-        self._largest = max((region.byte_size for region in self._regions.values()), default=0)
+        """One that there is not is gone already; one in use goes when no request uses it any more. name: "" for all"""
+        with self._lock:
+            for one in [name] if name else list(self._regions):
+                if (region := self._regions.get(one)) is not None:
+                    region.is_leaving = True
+                    self._let_go(region)
+
+    def _let_go(self, region: Region) -> None:
+        """If it is leaving and not in use."""
+        if region.is_leaving and not region.n_places:
+            del self._regions[region.name]
+            os.close(region.fd)
+            self._largest = max((other.byte_size for other in self._regions.values()), default=0)
+
+    def _ended(self, region: Region) -> None:
+        """A place in it."""
+        with self._lock:
+            region.n_places -= 1
+            self._let_go(region)
 
     def status(self, name: str) -> list[dict[str, Any]]:
         """name: "" for all. raises StatusError"""
@@ -119,7 +142,7 @@ class Regions:
         region = self._regions.get(name)
         if region is None:
             raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
-        if not 0 <= offset <= region.byte_size:
+        if not 0 <= offset < region.byte_size and (offset or byte_size):
             raise invalid(f"Invalid offset for shared memory region: '{name}'")
         if not 0 <= byte_size <= region.byte_size - offset:
             raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
@@ -128,7 +151,13 @@ class Regions:
                 f"shared memory byte size ({byte_size} bytes) exceeds the maximum allowed value of {self._most_bytes} "
                 "bytes. Use --http-max-input-size to increase the limit."
             )
-        return RegionPlace(region, offset, byte_size)
+        place = RegionPlace(region, offset, byte_size)
+        with self._lock:
+            if self._regions.get(name) is not region:
+                raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+            region.n_places += 1
+        weakref.finalize(place, self._ended, region).atexit = False
+        return place
 
     @property
     def slow_bytes(self) -> int:

@@ -9,14 +9,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from millrace.serve.inference.concatenation import LARGE, concatenated
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import BYTES, Array, Tensor
-from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
+from millrace.serve.kserve.grpc_infer import FINAL, RAW_OUTPUT, GrpcWanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message, varint
 
-_RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
 _INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
 _Kind = tuple[str, Any, tuple[int, ...]]  # of an output: its name, dtype and shape
 
@@ -54,27 +54,26 @@ class Answers:
         alike = not final and self._kinds and not response.parameters
         if alike and (data := self._as_before(response.outputs)) is not None:
             return data
-        found = message("ModelStreamInferResponse")()
-        fill_response(found.infer_response, self._model, self._asking, response, self._wanted)
-        set_parameter(found.infer_response, FINAL, final)
-        data = bytes(found.SerializeToString())
+        found = message("ModelInferResponse")()
+        raws = fill_response(found, self._model, self._asking, response, self._wanted)
+        set_parameter(found, FINAL, final)
+        front = found.SerializeToString()
         if not (final or self._asking.outputs or response.parameters or self._wanted.n_classes or self._wanted.shared):
-            del found.infer_response.raw_output_contents[:]
-            self._front = found.infer_response.SerializeToString()
+            self._front = front
             self._kinds = [(name, array.dtype, array.shape) for name, array in response.outputs.items()]
-        return data
+        return _framed([front, *raws])
 
     def _as_before(self, outputs: Any) -> bytes | None:
         """None where it is not like the last one."""
         if len(outputs) != len(self._kinds):
             return None
-        inner = self._front
+        parts: list[bytes | memoryview] = [self._front]
         for (name, dtype, shape), (found, array) in zip(self._kinds, outputs.items(), strict=True):
             if name != found or dtype != array.dtype or shape != array.shape:
                 return None
             raw = _raw(name, array)
-            inner += _RAW_OUTPUT + varint(len(raw)) + raw
-        return _INFER_RESPONSE + varint(len(inner)) + inner
+            parts += (RAW_OUTPUT + varint(len(raw)), raw)
+        return _framed(parts)
 
     def _named(self, found: Any, final: bool) -> bytes:
         found.infer_response.model_name = self._told.model_name
@@ -84,9 +83,14 @@ class Answers:
         return data
 
 
+def _framed(parts: Sequence[bytes | memoryview]) -> bytes:
+    """A ModelStreamInferResponse. parts: of its ModelInferResponse"""
+    return concatenated([_INFER_RESPONSE + varint(sum(map(len, parts))), *parts])
+
+
 def _raw(name: str, array: Array) -> bytes:
     if not array.dtype.hasobject:
-        return array.tobytes()
+        return array.tobytes() if array.nbytes < LARGE else Tensor(name, "", array).raw()
     if array.size == 1 and type(value := array.item()) is bytes:
         return len(value).to_bytes(4, "little") + value
     return Tensor(name, BYTES, array).raw()

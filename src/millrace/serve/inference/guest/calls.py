@@ -111,3 +111,10 @@ class ResponseIterator:
     def __del__(self) -> None:
         if not self._call.is_over:
             self._call.cancel()
+
+
+async def begun(call: Call) -> ResponseIterator:
+    """Once the first response is there: a plain loop over the iterator does not hold up an event loop for it."""
+    found = ResponseIterator(call)
+    found._kept.append(response_of(await call.next_async()))
+    return found

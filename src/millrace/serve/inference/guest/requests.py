@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
-from .calls import Call, ResponseIterator
+from .calls import Call, ResponseIterator, begun
 from .errors import TritonError, TritonModelException
 from .host import EXECUTION, Answer, Asked, Host, Incoming, Waits
 from .responses import LOST, InferenceResponseSender, checked, response_of
@@ -193,9 +193,7 @@ class InferenceRequest:
         call = self._asked(decoupled)
         if not decoupled:
             return loop.create_task(call.only())
-        found: asyncio.Future[ResponseIterator] = loop.create_future()
-        found.set_result(ResponseIterator(call))
-        return found
+        return loop.create_task(begun(call))
 
     def _asked(self, decoupled: bool) -> Call:
         host = here(self._host, "another model")

@@ -86,8 +86,7 @@ class GuestModel:
                 if self._said.is_decoupled:
                     self._go_on(answers, asked)
                     return
-                self._loop = self._loop or asyncio.new_event_loop()
-                answers = self._loop.run_until_complete(answers)
+                answers = self._awaited(answers, requests)
             self._host.answering()
             self._answer(requests, asked, answers)
         except BaseException as error:  # sys.exit, too
@@ -115,11 +114,7 @@ class GuestModel:
 
     def _go_on(self, work: Coroutine[Any, Any, Any], asked: Sequence[InferenceRequest]) -> None:
         """A decoupled model whose `execute` is async has any number of requests at a time, in one event loop."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            name = f"millrace-{self._host.name}-async"
-            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-            self._thread.start()
+        loop = self._running_loop()
         requests = [one._incoming for one in asked if one._incoming is not None]
 
         async def run() -> None:
@@ -129,11 +124,39 @@ class GuestModel:
             except BaseException as error:  # noqa: BLE001  as in `execute`: sys.exit, too, is the answer
                 failed = Answer(error=TritonError(self._failed(error)))
                 self._log_unheard(asked, self._failed(error))
+                if not any(one.is_answered for one in asked):  # Triton logs it, too
+                    self._host.log(f"model '{self._said.name}' failed: {self._failed(error)}", _ERROR)
                 for one, request in zip(asked, requests, strict=True):
                     one.answered()
                     request.send(failed, True)
 
-        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        asyncio.run_coroutine_threadsafe(run(), loop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """In a thread of its own, from now on."""
+        self._loop = self._loop or asyncio.new_event_loop()
+        if self._thread is None:
+            name = f"millrace-{self._host.name}-async"
+            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _awaited(self, work: Coroutine[Any, Any, Any], requests: Sequence[Incoming]) -> Any:
+        """What a coroutine of a model that is not decoupled returns. Tasks that it leaves behind go on in a thread."""
+        if self._thread is not None:
+            of = Execution(self._host, requests, self._thread.ident)
+
+            async def run() -> Any:
+                EXECUTION.set(of)
+                return await work
+
+            return asyncio.run_coroutine_threadsafe(run(), self._running_loop()).result()
+        self._loop = self._loop or asyncio.new_event_loop()
+        try:
+            return self._loop.run_until_complete(work)
+        finally:
+            if asyncio.all_tasks(self._loop):
+                self._running_loop()
 
     def _answer(self, requests: Sequence[Incoming], asked: Sequence[InferenceRequest], answers: Any) -> None:
         if self._said.is_decoupled:

@@ -1,19 +1,22 @@
 """Strings in tensors: arrays of `bytes` objects, and the bytes of BYTES (each element after its length)."""
 
+import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 _LENGTH = struct.Struct("<I")
+_PIECE = 1 << 15  # elements
 _LOOKS = 100_000  # at elements that are too many
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def objects(values: Sequence[bytes]) -> Array:
     array = np.empty(len(values), dtype=np.object_)
-    array[:] = values
+    for i in range(0, len(values), _PIECE):  # each holds the interpreter
+        array[i : i + _PIECE] = values[i : i + _PIECE]
     return array
 
 
@@ -60,4 +63,11 @@ def split_up_to(data: bytes | memoryview, most: int) -> tuple[list[bytes], int]:
 
 
 def joined_strings(values: Iterable[bytes]) -> bytes:
-    return b"".join(len(v).to_bytes(4, "little") + v for v in values)
+    return b"".join(joined_pieces(values))
+
+
+def joined_pieces(values: Iterable[bytes]) -> Iterator[bytes]:
+    """The same in pieces, of which each holds the interpreter for a few milliseconds."""
+    rest = iter(values)
+    while piece := [len(v).to_bytes(4, "little") + v for v in itertools.islice(rest, _PIECE)]:
+        yield b"".join(piece)
