@@ -7,10 +7,12 @@ import ssl
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakSet
 
 from millrace.errors import ConfigError
 from millrace.serve.settings import ServerSettings
 
+_BOUND: "WeakSet[socket.socket]" = WeakSet()  # of this process's servers
 _ONLY_US = 0o600  # of a Unix socket: who may write to it may ask
 _PROBE_S = 1.0
 
@@ -21,11 +23,22 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     check_tls(settings)
     if settings.uds is None:
         with bind(settings.host, settings.port, shared=settings.reuse_port) as sock:
+            _BOUND.add(sock)
             yield sock, url_of(sock, settings)
         return
     path = Path(settings.uds)
     with unix_socket(path) as sock:
+        _BOUND.add(sock)
         yield sock, f"unix:{path}"
+
+
+def _close_inherited() -> None:
+    """In a process that a model has forked: otherwise it would keep the port when the server has ended."""
+    for sock in list(_BOUND):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def bind(host: str, port: int, flag: str = "--port", *, shared: bool = False) -> socket.socket:

@@ -1,5 +1,6 @@
 """What a model may ask of the server that runs it, and what the server asks of it; in one process, or between two."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -95,7 +96,7 @@ class Host(ABC):
 
     def __init__(self, name: str, model: str) -> None:
         """name: of the instance"""
-        self.name, self.model = name, model
+        self.name, self.model, self.pid = name, model, os.getpid()
         self.is_executing = self.is_closing = False  # between `initialize` and `finalize`; from then on
         self.is_busy = False  # in a call of `execute`
 

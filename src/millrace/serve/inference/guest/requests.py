@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import os
 import threading
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
@@ -199,6 +200,8 @@ class InferenceRequest:
         host = here(self._host, "another model")
         if not host.is_executing:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
+        if host.pid != os.getpid():  # its threads are not here, so that nobody would answer
+            raise TritonModelException("a process that a model has forked cannot ask other models; use a thread pool")
         execution, of = EXECUTION.get(), self._trace._of
         behind = [of] if of is not None else list(execution.requests) if execution is not None else []
         waits = Waits.PERHAPS if host.is_busy else Waits.NO
