@@ -35,7 +35,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
 def _close_inherited() -> None:
     """In a process that a model has forked: otherwise it would keep the port when the server has ended."""
     for sock in list(_BOUND):
-        sock.close()
+        os.close(sock.detach())  # whatever else refers to it: `close` waits for the event loop, which runs no more here
 
 
 os.register_at_fork(after_in_child=_close_inherited)
