@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import scores
 from benchmarks.compression import about, losses, told
-from benchmarks.page import table
+from benchmarks.tables import table
 from benchmarks.runs import Result, label, of_kind
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "compress.md"
