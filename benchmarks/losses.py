@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks import scores
 from benchmarks.compression import about, losses, told
-from benchmarks.page import table
 from benchmarks.runs import Result, label, of_kind
+from benchmarks.tables import table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "compress.md"
 BEGIN, END = "<!-- losses: written by python -m benchmarks.losses -->", "<!-- end of losses -->"

@@ -5,13 +5,14 @@ Every run of a claim is shown with its spread, not the best one; `benchmarks.ver
 
 import argparse
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks import compression, scores
 from benchmarks.page_rows import other_rows
+from benchmarks.processors import blocks
 from benchmarks.runs import (
     Numbers,
     Result,
@@ -19,7 +20,6 @@ from benchmarks.runs import (
     file_of,
     host,
     kind,
-    kl_class,
     kl_from,
     label,
     left_out,
@@ -28,11 +28,11 @@ from benchmarks.runs import (
     results,
     speeds,
 )
+from benchmarks.tables import SHOWN, kl, megabytes, table
 from benchmarks.verdicts import goals_of, is_later
 from millrace.compress.presets import SAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-SHOWN = {"prefill-512": "prompt of 512", "decode-1": "1 user", "decode-16": "16 users"}
 _ORDER = ("prefill-512", "prefill-4096", "decode-1", "decode-4", "decode-16")
 _HEAD = """# Performance
 
@@ -50,13 +50,18 @@ not measured. A speed without it says nothing of the answers."""
 
 
 def page() -> str:
-    parts = [_HEAD, *_accuracy(), *_compressions(), *_speeds(), *_goals(), *_others(), *_engines(), *_left_out()]
+    parts = [
+        _HEAD,
+        *_accuracy(),
+        *_compressions(),
+        *_speeds(),
+        *_processors(),
+        *_goals(),
+        *_others(),
+        *_engines(),
+        *_left_out(),
+    ]
     return "\n\n".join(parts) + "\n"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def _accuracy() -> Iterator[str]:
@@ -130,7 +135,7 @@ def _speeds() -> Iterator[str]:
         rows = []
         for (workload, engine, numbers), runs in _claims(mine):
             speed = "; ".join(f"{s} in {names[_run(s.run)]}" for s in runs)
-            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers), speed])
+            rows.append([workload, engine, str(numbers), megabytes(runs), kl(engine, numbers, _own_kl(runs)), speed])
         legend = "\n".join(f"{i}. {name}" for name, i in names.items())
         header = ("workload", "engine", "weights / activations / head", "MB", "KL", "median (slowest-fastest) in run")
         told = [f"### {subject}", table(header, rows), "Runs:", legend, kl_from(mine)]
@@ -145,12 +150,6 @@ def _run(result: Result) -> str:
     )
 
 
-def megabytes(of: Iterable[Speed]) -> str:
-    """Of an engine's weights, as each run told it; empty where none did."""
-    told = sorted({round(s.weights_bytes / 1e6) for s in of if s.weights_bytes is not None})
-    return "-".join(f"{size:,}" for size in dict.fromkeys([told[0], told[-1]])) if told else ""
-
-
 def _claims(found: Sequence[Speed]) -> Iterator[tuple[tuple[str, str, Numbers], list[Speed]]]:
     def place(s: Speed) -> tuple[int, str, str]:
         return (_ORDER.index(s.workload) if s.workload in _ORDER else len(_ORDER), s.engine, str(s.numbers))
@@ -160,10 +159,18 @@ def _claims(found: Sequence[Speed]) -> Iterator[tuple[tuple[str, str, Numbers], 
         yield (same[0].workload, same[0].engine, same[0].numbers), same
 
 
-def kl(engine: str, numbers: Numbers) -> str:
-    """On the real model."""
-    found = kl_class(engine, numbers)
-    return "" if found is None else f"{found:.2g}"
+def _own_kl(runs: Sequence[Speed]) -> float | None:
+    """Of the newest run that measured it."""
+    return next((s.own_kl for s in reversed(runs) if s.own_kl is not None), None)
+
+
+def _processors() -> Iterator[str]:
+    yield (
+        "## By processor\n\nOf SmolLM2-135M-Instruct, the newest run on each kind of processor; figures of fewer than"
+        " five rounds say so. Wider instruction sets hidden: from all engines, as on a processor that has none."
+    )
+    for block in blocks():
+        yield f"### {block.title}\n\n{block.text}"
 
 
 def _goals() -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""The README's table and picture, from the newest run of a real model beside others: `python -m benchmarks.readme`."""
+"""The README's table and picture, from the newest runs of a real model beside others: `python -m benchmarks.readme`."""
 
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.page import SHOWN, kl, megabytes, table
-from benchmarks.runs import REAL, Result, Speed, file_of, host, kl_from, left_out, of_kind, remarks, speeds
+from benchmarks.processors import blocks, by_engine, decides, runs_by_processor
+from benchmarks.runs import Result, Speed
+from benchmarks.tables import SHOWN, kl
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
@@ -14,32 +15,21 @@ _OTHER = "#adb5bd"
 
 
 def newest() -> Result:
-    """The last run of the real model beside others."""
-    return [result for _, result in of_kind("peers") if result["shape"] == REAL][-1]
+    """The run that the picture shows: the newest with rounds enough and nothing hidden, else the newest."""
+    found = runs_by_processor()
+    return next((r for r in found if decides(r) and not r.get("hidden")), found[0])
 
 
-def by_engine(result: Result) -> dict[str, dict[str, Speed]]:
-    found: dict[str, dict[str, Speed]] = {}
-    for speed in speeds(result):
-        found.setdefault(speed.engine, {})[speed.workload] = speed
-    return found
-
-
-def speed_table(result: Result) -> str:
-    rows = []
-    for engine, cells in by_engine(result).items():
-        numbers, size = next(iter(cells.values())).numbers, megabytes(cells.values())
-        rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in SHOWN]
-        head = "; ".join(filter(None, (numbers.head, numbers.attention)))
-        rows.append([engine, numbers.weights, size, numbers.activations, head, kl(engine, numbers), *rates])
-    header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in SHOWN.values()))
-    versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
-    told = f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}; {versions}."
-    builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
-    found = [speed for cells in by_engine(result).values() for speed in cells.values()]
-    files = f"Speeds from {file_of(result)}. {kl_from(found)}".rstrip()
-    files += f" `docs/{PICTURE.name}` shows the same figures."
-    return "\n\n".join([table(header, rows), told, *builds, files])
+def tables() -> str:
+    """One block for each kind of processor, the picture's first."""
+    shown = newest()
+    parts = []
+    for block in sorted(blocks(), key=lambda b: b.run is not shown):
+        text = block.text
+        if block.run is shown:
+            text += f" `docs/{PICTURE.name}` shows the same figures."
+        parts.append(f"**{block.title}**\n\n{text}")
+    return "\n\n".join(parts)
 
 
 def picture(result: Result) -> str:
@@ -67,7 +57,7 @@ def picture(result: Result) -> str:
 def _bar(engine: str, speed: Speed, most: float, y: int) -> str:
     width = 360 * speed.median / most
     colour = next((c for start, c in _COLOURS.items() if engine.startswith(start)), _OTHER)
-    found = kl(engine, speed.numbers)
+    found = kl(engine, speed.numbers, speed.own_kl)
     told = f"{speed.median:,.0f}" + (f"   KL {found}" if found else "")
     return (
         f'<text x="0" y="{y}">{escape(engine)}</text>'
@@ -79,7 +69,7 @@ def _bar(engine: str, speed: Speed, most: float, y: int) -> str:
 def written(readme: str) -> str:
     """The README with the table of the newest run between its marks."""
     before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{speed_table(newest())}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":

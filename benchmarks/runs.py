@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.record import RESULTS
 from millrace.engine.kv import KEPT
+from millrace.machine.cpu import cpu_flags
 
 Result = dict[str, Any]
 REAL = "SmolLM2-135M-Instruct.Q4_1"  # the real model that is measured: a file's name
@@ -49,6 +50,7 @@ class Speed:
     high: float
     weights_bytes: int | None
     run: Result
+    own_kl: float | None = None  # as this run measured it
 
     def __str__(self) -> str:
         return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
@@ -160,7 +162,7 @@ def _speed(
 ) -> Speed:
     return Speed(
         result["shape"], engine, numbers_of(engine, described), workload, tokens / statistics.median(seconds),
-        tokens / max(seconds), tokens / min(seconds), described.get("weights_bytes"), result,
+        tokens / max(seconds), tokens / min(seconds), described.get("weights_bytes"), result, own_kl(described),
     )  # fmt: skip
 
 
@@ -182,6 +184,21 @@ def remarks(result: Result) -> list[str]:
 def left_out(result: Result) -> list[str]:
     """Engines that were to run and could not, each with the reason."""
     return [f"{name}: {reason}" for name, reason in result.get("left_out", {}).items()]
+
+
+def own_kl(described: Result) -> float | None:
+    """Of an engine's answers in the run itself; None: they were not compared."""
+    found: float | None = described.get("answers", {}).get("kl")
+    return found
+
+
+_TOLD_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+
+
+def shown_flags() -> list[str]:
+    """The instruction sets of this processor that decide how fast a language model is."""
+    flags = cpu_flags()
+    return [flag for flag in _TOLD_FLAGS if flag in flags]
 
 
 def kl_class(engine: str, numbers: Numbers) -> float | None:

@@ -2,6 +2,9 @@
 
     CMAKE_ARGS="$(python -m benchmarks.peers.build)" pip install 'millrace[peers]'
     CMAKE_ARGS="$(python -m benchmarks.peers.build --amx)" pip install 'millrace[peers]'
+    CMAKE_ARGS="$(python -m benchmarks.peers.build --isa avx2)" pip install 'millrace[peers]'
+
+--isa avx2 leaves out what is wider than AVX2, whatever the processor has: the peer of Millrace with MILLRACE_ISA=avx2.
 
 With AMX, llama-cpp-python 0.3.36 ends in a segmentation fault on matrices in Q4_1, a real model's here; of other types
 nothing of the kind is known. Which build is measured is said by the environment: the one whose packages are installed,
@@ -11,7 +14,7 @@ Builds in results up to 2026-11-22 lack AVX_VNNI though it is asked for here: th
 there is AVX512_VNNI, ggml takes that for the same products.
 """
 
-import sys
+import argparse
 from collections.abc import Collection
 
 from millrace.machine.cpu import cpu_flags
@@ -22,13 +25,24 @@ _INSTRUCTIONS = {
     "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
 }  # fmt: skip
 _AMX = {"amx_tile": "AMX_TILE", "amx_int8": "AMX_INT8", "amx_bf16": "AMX_BF16"}  # it tells of AMX_INT8 alone
+NO_WIDER = {"avx2": ("avx", "avx2", "fma", "f16c", "bmi2")}  # what is left of them, by instruction set
 
 
-def cmake_args(flags: Collection[str], *, amx: bool = False) -> str:
-    """For a processor with these flags; where it is no x86-64, whatever ggml finds out by itself."""
+def cmake_args(flags: Collection[str], *, amx: bool = False, isa: str | None = None) -> str:
+    """For a processor with these flags; where it is no x86-64, whatever ggml finds out by itself.
+
+    isa: of `NO_WIDER`, what is wider is left out; None: nothing is
+    """
     wanted = _INSTRUCTIONS | (_AMX if amx else {})
+    if isa is not None:
+        wanted = {flag: name for flag, name in wanted.items() if flag in NO_WIDER[isa]}
     options = [f"-DGGML_{name}=ON" for flag, name in wanted.items() if flag in flags]
     return " ".join(["-DGGML_NATIVE=OFF", *options] if options else ["-DGGML_NATIVE=ON"])
+
+
+def usable(flags: Collection[str], isa: str | None) -> Collection[str]:
+    """The flags that a build for this instruction set may use; all if none is said."""
+    return flags if isa not in NO_WIDER else [flag for flag in flags if flag in NO_WIDER[isa]]
 
 
 def used(system: str) -> set[str]:
@@ -53,4 +67,9 @@ def undocumented(system: str, flags: Collection[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(cmake_args(cpu_flags(), amx="--amx" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.build", description="Print llama.cpp's options.")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--amx", action="store_true", help="with AMX, where the processor has it")
+    either.add_argument("--isa", choices=[*NO_WIDER], help="nothing wider than this instruction set")
+    given = parser.parse_args()
+    print(cmake_args(cpu_flags(), amx=given.amx, isa=given.isa))

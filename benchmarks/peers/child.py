@@ -3,11 +3,13 @@
 import json
 import os
 import subprocess
-import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from benchmarks.peers.homes import worker_command
 
 
 class EngineFailedError(Exception):
@@ -16,11 +18,20 @@ class EngineFailedError(Exception):
 
 class Child:
     def __init__(
-        self, engine: str, shape: str, folder: Path, threads: int, environment: Mapping[str, str] | None = None
+        self,
+        engine: str,
+        shape: str,
+        folder: Path,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+        python: Path | None = None,
     ) -> None:
+        """python: of the environment that has its packages; None: this one's"""
         folder.mkdir(parents=True, exist_ok=True)
         self.engine, self._log = engine, folder / f"{engine}.log"
-        command = [sys.executable, "-m", "benchmarks.peers.worker", engine, shape, str(folder), str(threads)]
+        command = [*worker_command(python), engine, shape, str(folder), str(threads)]
+        self._started = time.perf_counter()
+        self.ready_s = 0.0  # from the start of the process to a loaded engine, without the files prepared for it
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -29,7 +40,8 @@ class Child:
 
     def wait_until_ready(self) -> None:
         """raises EngineFailedError"""
-        self._read()
+        prepared_s = float(self._read()["prepared_s"])
+        self.ready_s = time.perf_counter() - self._started - prepared_s
 
     def ask(self, do: str, workload: str = "") -> dict[str, Any]:
         """raises EngineFailedError"""

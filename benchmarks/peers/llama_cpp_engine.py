@@ -16,6 +16,7 @@ built from source with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=O
 import ctypes
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,11 +27,12 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.peers import gguf_file
-from benchmarks.peers.build import amx, undocumented, unused
-from benchmarks.peers.engine import Description, Floats
+from benchmarks.peers.build import amx, undocumented, unused, usable
+from benchmarks.peers.engine import Description, Floats, IntArray
 from benchmarks.peers.timing import best_times, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
+from millrace.evaluate.divergence import LogProbs, log_softmax
 from millrace.machine.cpu import cpu_flags
 
 BATCH = 2048
@@ -41,16 +43,31 @@ Token = tuple[int, int, int, bool]  # id, position, sequence, whether its logits
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "LlamaCppEngine":
-    """`variant`: BF16, what llama.cpp's quantiser is asked for, from the BF16 file, or "file": the GGUF as it is."""
+    """`variant`: BF16, what llama.cpp's quantiser is asked for, or "file": the model's file as it is."""
+    return LlamaCppEngine(_file(weights, variant, folder), threads)
+
+
+def prepare(weights: NamedWeights, variant: str, folder: Path) -> None:
     if variant == "file":
-        assert weights.file is not None, "random weights lie in no file"
-        return LlamaCppEngine(weights.file, threads)
-    plain, path = folder / "llama-bf16.gguf", folder / f"llama-{variant.lower()}.gguf"
-    if not plain.exists():
-        gguf_file.write_gguf(plain, weights, "bf16")
+        return
+    if weights.file is None:
+        plain = folder / "llama-bf16.gguf"
+        if not plain.exists():
+            gguf_file.write_gguf(plain, weights, "bf16")
+    else:  # with its tokenizer, which others read the copies with
+        plain = folder / "llama-f32.gguf"
+        if not plain.exists():
+            gguf_file.quantise(weights.file, plain, "F32")
+    path = _file(weights, variant, folder)
     if not path.exists():
         gguf_file.quantise(plain, path, variant)
-    return LlamaCppEngine(path, threads)
+
+
+def _file(weights: NamedWeights, variant: str, folder: Path) -> Path:
+    if variant != "file":
+        return folder / f"llama-{variant.lower()}.gguf"
+    assert weights.file is not None, "random weights lie in no file"
+    return weights.file
 
 
 def version() -> str:
@@ -105,12 +122,14 @@ class LlamaCppEngine:
 
     def describe(self) -> Description:
         system = llama_cpp.llama_print_system_info().decode().strip(" |")
+        flags = usable(cpu_flags(), hidden := os.environ.get("MILLRACE_ISA"))
         settings: dict[str, Any] = {
             "system": system,
             "amx": amx(system),
-            "unused": unused(system, cpu_flags()),
-            "asked_for_and_lacking": undocumented(system, cpu_flags()),
+            "unused": unused(system, flags),
+            "asked_for_and_lacking": undocumented(system, flags),
             "tensors": gguf_file.types(self._path),
+            **({"isa": hidden} if hidden else {}),
             "chosen": {w.name: asdict(tried) for w, tried in self._chosen.items()},
             "tried": {w.name: [{**asdict(k), "seconds": t} for k, t in of.items()] for w, of in self._taken_s.items()},
         }
@@ -142,6 +161,15 @@ class LlamaCppEngine:
         found = context.logits(last, self.vocab)
         context.close()
         return found
+
+    def read(self, ids: IntArray, first: int) -> LogProbs:
+        n = len(ids) - 1
+        context = self.context(Workload(Phase.PREFILL, users=1, prompt=n, new=0), Tried(flash=True))
+        with batches([[(int(token), at, 0, at >= first) for at, token in enumerate(ids[:-1])]]) as steps:
+            context.decode(steps)
+        rows = np.stack([context.logits(at, self.vocab) for at in range(first, n)])
+        context.close()
+        return log_softmax(rows)
 
     def context(self, workload: Workload, tried: "Tried") -> "Context":
         """Room for the whole workload; a context belongs to its model and must be closed before it."""

@@ -11,7 +11,7 @@ import numpy as np
 import millrace
 from benchmarks.measure import TILES, TUNE_S, pages_for, read_per_step
 from benchmarks.names import named
-from benchmarks.peers.engine import Description, Floats
+from benchmarks.peers.engine import Description, Floats, IntArray
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
@@ -25,6 +25,7 @@ from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.native import NativeExecutor
+from millrace.evaluate.divergence import LogProbs, log_probabilities
 from millrace.model.families import build_model
 from millrace.model.module import Weights
 from millrace.runtime.generate import generate
@@ -100,6 +101,9 @@ class MillraceEngine:
         self.executor.run(replace(step, tokens=np.array(prompt, np.int32)))
         row: Floats = self.executor.output("logits")[0].astype(np.float32)
         return row
+
+    def read(self, ids: IntArray, first: int) -> LogProbs:
+        return log_probabilities(self.executor, ids, first)
 
     def _run(self, steps: list[StepInputs]) -> None:
         for s in steps:

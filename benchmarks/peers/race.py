@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.child import Child, EngineFailedError
-from benchmarks.peers.engine import CATALOGUE, Floats
+from benchmarks.peers.engine import CATALOGUE, Floats, IntArray
 from benchmarks.peers.samples import Peaks, Sample
 from benchmarks.peers.workloads import Workload
 from millrace.engine.probe import peak_rates
+from millrace.evaluate.divergence import Score
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load
 
 Say = Callable[[str], None]
 UNCOUNTED = -1  # a round
+REFERENCE = "millrace-fp32"  # beside whose answers to a text those of all others stand
 EXACT = "millrace-bf16"  # beside whose logits those of all others stand
 # Four bits of random weights leave 0.69 to 0.79 of it, a real model's 0.99; logits of another model about 0.
 LEAST_CORRELATION = 0.5
@@ -33,6 +35,20 @@ class Race:
     load: list[float] = field(default_factory=list)  # of the machine, at the start of each round
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    text: str = ""  # that the answers were compared on; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Sequences of one length; of each, the tokens behind position `first` are predicted."""
+
+    name: str
+    sequences: Sequence[IntArray]
+    first: int
+
+    @property
+    def n_scored(self) -> int:
+        return sum(len(ids) - 1 - self.first for ids in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,13 @@ class Course:
     rounds: int
     threads: int
     folder: Path  # where exported weights, engines and logs are kept
+    isa: str | None = None  # the widest instruction set that anybody may use; None: all of the processor's
+    text: Text | None = None  # to compare answers on, beside float32
+
+    @property
+    def work(self) -> Path:
+        """Where the environments of peers are."""
+        return self.folder.parent
 
 
 def race(course: Course, say: Say) -> Race:
@@ -51,6 +74,7 @@ def race(course: Course, say: Say) -> Race:
     logits: dict[str, Floats] = {}
     with ExitStack() as stack:
         children = _start(course, found, stack, say)
+        ready_s = {name: child.ready_s for name, child in children.items()}
         for workload in course.workloads:
             for name in list(children):
                 say(f"warm-up, {workload.name}, {name}")
@@ -65,7 +89,11 @@ def race(course: Course, say: Say) -> Race:
         for name in list(children):
             if described := _ask(children, name, "describe", "", found):
                 logits[name] = np.array(described.pop("logits"), np.float32)
-                found.engines[name] = {**described, "arithmetic": CATALOGUE[name].precision}
+                found.engines[name] = {
+                    **described, "arithmetic": CATALOGUE[name].precision, "ready_s": round(ready_s[name], 2)
+                }  # fmt: skip
+        if course.text is not None:
+            _read(course, course.text, children, found, say)
     for name, of_exact in agreement(logits).items():
         _checked(found, name, of_exact)
     return found
@@ -95,14 +123,13 @@ def agreement(logits: Mapping[str, Floats]) -> dict[str, float]:
 def _start(course: Course, found: Race, stack: ExitStack, say: Say) -> dict[str, Child]:
     children: dict[str, Child] = {}
     for name in course.engines:
-        if missing := CATALOGUE[name].missing():
+        entry = CATALOGUE[name]
+        if missing := entry.missing(course.work, course.isa):
             found.left_out[name] = f"lacking: {', '.join(missing)}"
             say(f"left out: {name}: {found.left_out[name]}")
             continue
         say(f"exporting and loading, {name}")
-        child = stack.enter_context(
-            Child(name, course.shape, course.folder, course.threads, CATALOGUE[name].environment())
-        )
+        child = stack.enter_context(_child(course, name))
         try:
             child.wait_until_ready()  # one after the other: they share exported files
         except EngineFailedError as error:
@@ -111,6 +138,47 @@ def _start(course: Course, found: Race, stack: ExitStack, say: Say) -> dict[str,
         else:
             children[name] = child
     return children
+
+
+def _child(course: Course, name: str) -> Child:
+    entry = CATALOGUE[name]
+    environment, python = entry.environment(course.work, course.isa), entry.python(course.work, course.isa)
+    return Child(name, course.shape, course.folder, course.threads, environment, python)
+
+
+def _read(course: Course, text: Text, children: dict[str, Child], found: Race, say: Say) -> None:
+    """How far each engine's answers are from float32's, which is loaded for this and not timed."""
+    file = course.folder / f"text-{text.first}.npy"
+    np.save(file, np.stack(text.sequences))
+    with _child(course, REFERENCE) as reference:
+        reference.wait_until_ready()
+        exact = _answers(reference, file)
+    assert exact is not None
+    found.text = f"{text.n_scored:,} tokens of {text.name}"
+    for name in list(children):
+        say(f"reading, {name}")
+        try:
+            answers = _answers(children[name], file)
+        except EngineFailedError as error:  # its speeds stand
+            found.engines[name]["answers"] = {"failed": str(error)}
+            continue
+        if answers is not None:
+            score = Score()
+            for one, of_exact, ids in zip(answers, exact, text.sequences, strict=True):
+                score.add(one, of_exact, ids[text.first + 1 :])
+            found.engines[name]["answers"] = {
+                "kl": score.mean_kl, "perplexity": score.perplexity, "ratio": score.ratio, "agreement": score.agreement
+            }  # fmt: skip
+
+
+def _answers(child: Child, text: Path) -> Floats | None:
+    """raises EngineFailedError"""
+    out = child.ask("read", str(text))["read"]
+    if out is None:
+        return None
+    answers: Floats = np.load(out)
+    Path(out).unlink()
+    return answers
 
 
 def _turns(children: dict[str, Child], workload: Workload, at: int, course: Course, found: Race, say: Say) -> None:

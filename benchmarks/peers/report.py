@@ -17,7 +17,7 @@ from benchmarks.peers.samples import Samples
 from benchmarks.peers.weights import multiply_operations
 from benchmarks.peers.workloads import Phase
 from benchmarks.record import provenance
-from benchmarks.runs import kl_class, numbers_of
+from benchmarks.runs import kl_class, numbers_of, own_kl, shown_flags
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
@@ -40,7 +40,8 @@ class Findings:
         c, found = self._course, self._found
         return {
             **provenance("benchmarks.peers"), "shape": subject_name(c.shape), "threads": c.threads,
-            "isa": usable_isas()[0], "rounds": c.rounds, "load_average": found.load,
+            "isa": c.isa or usable_isas()[0], "hidden": c.isa is not None, "flags": sorted(shown_flags()),
+            "text": found.text, "rounds": c.rounds, "load_average": found.load,
             "peaks_per_s": [asdict(p) for p in found.peaks],
             "workloads": {w.name: asdict(w) for w in c.workloads}, "engines": found.engines,
             "left_out": found.left_out, "summary": self.summary(), "goals": self.goals(),
@@ -69,6 +70,8 @@ class Findings:
     def _kl(self, engine: str) -> float | None:
         """As `benchmarks.perplexity` measured it on the real model, for these numbers or weights made alike."""
         described = self._found.engines.get(engine)
+        if described is not None and (own := own_kl(described)) is not None:
+            return own
         return None if described is None else kl_class(engine, numbers_of(engine, described))
 
     def share(self, workload: str, engine: str) -> float | None:

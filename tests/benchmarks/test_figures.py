@@ -27,6 +27,7 @@ SPEED = re.compile(
 NAMED = re.compile(r"`(?:[\w./-]*/)?([\w.-]+\.json)`|\]\((advice/[\w.-]+\.html)\)")
 # Paragraphs with such numbers that nobody measured, by how they begin.
 NOT_MEASURED = {
+    ("README.md", "On AVX2 without VNNI"): "measured by hand on a machine of that kind; there is no result file",
     ("bench.md", "`--goodput ttft:500"): "limits that a user asks for",
     ("bench.md", "`the 3 slowest took"): "a line of output, to be explained",
     ("bench.md", "`python -m tools.beside_aiperf`"): "times that the null server is set to",

@@ -139,7 +139,7 @@ def test_numbers_of_files_are_on_the_page_and_in_the_readme() -> None:
         "| llama.cpp | decode-1 | flash True: 0.25 | 2026-01-31, 2 cores of a CPU, `peers.json` |",
     ):
         assert line in told.splitlines(), line
-    table = readme.speed_table(readme.newest())
+    table = readme.tables()
     ours = "int8, groups of 128 | 5 | int8, groups of 128 | w8a8 g128"
     for line in (
         f"| millrace-w8a8 | {ours}; attention by tiles | 0.0022 |  | 32 |  |",

@@ -129,7 +129,7 @@ class Told:
     """The process of an engine, by what it would answer: which workloads it ran, then its logits."""
 
     def __init__(self, logits: Sequence[float]) -> None:
-        self.logits, self.ran = [*logits], [""]
+        self.logits, self.ran, self.ready_s = [*logits], [""], 1.5
 
     def ask(self, do: str, workload: str = "") -> dict[str, Any]:
         if do == "describe":
@@ -158,7 +158,7 @@ def test_a_peer_that_computes_another_model_has_no_row(
     assert told == (kept, kept) and ("llama.cpp-q8_0" in result["left_out"]) != kept
     assert (goals["decode-1: millrace-w8a8 to llama.cpp-q8_0"] == "not measured") != kept
     assert kept or "computes another model: its logits correlate 0.0" in result["left_out"]["llama.cpp-q8_0"]
-    assert result["engines"][EXACT]["correlation"] == 1
+    assert result["engines"][EXACT]["correlation"] == 1 and result["engines"][EXACT]["ready_s"] == 1.5
 
 
 def test_a_race_has_one_round_more_than_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

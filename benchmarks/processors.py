@@ -1,0 +1,181 @@
+"""The real model beside others, one block for each kind of processor that was met: tables, ratios, labels."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.peers.goals import ROUNDS, no_worse
+from benchmarks.runs import (
+    REAL,
+    Result,
+    Speed,
+    file_of,
+    host,
+    kl_class,
+    kl_from,
+    left_out,
+    numbers_of,
+    of_kind,
+    own_kl,
+    remarks,
+    speeds,
+)
+from benchmarks.tables import SHOWN, kl, megabytes, table
+
+_ISAS = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
+_FLAGS = {
+    "avx_vnni": "AVX_VNNI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_int8": "AMX_INT8",
+}  # fmt: skip
+# Ours beside a peer's: in the same numbers, then in whichever of its formats is fastest and no worse. Peers with a
+# scheduler and a sampler of their own stand beside ours with them.
+SAME = (
+    ("millrace", "llama.cpp"), ("millrace-bf16", "llama.cpp-bf16"), ("millrace-generate", "openvino-genai"),
+    ("millrace-bf16-generate", "vllm-bf16"),
+)  # fmt: skip
+BEST = (
+    ("millrace", "llama.cpp"), ("millrace-bf16", "llama.cpp"), ("millrace-generate", "openvino-genai"),
+    ("millrace-bf16-generate", "openvino-genai"), ("millrace-generate", "vllm"), ("millrace-bf16-generate", "vllm"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Of one run: its kind of processor, and its tables with what they are from."""
+
+    title: str
+    text: str
+    run: Result
+
+
+def processor(result: Result) -> str:
+    """Kinds are told apart by the family and model, else by the name; and by the instruction sets that were used."""
+    machine = result["machine"]
+    name = machine["cpu"].replace(" Processor", "")
+    number = f", family.model {machine['cpu_number']}" if machine.get("cpu_number") else ""
+    isa = _ISAS.get(result.get("isa", ""), result.get("isa", ""))
+    if result.get("hidden"):
+        return f"{name}{number}: wider instruction sets than {isa} hidden"
+    flags = [told for flag, told in _FLAGS.items() if flag in result.get("flags", ())]
+    sets = ", ".join(filter(None, (isa, *flags)))
+    return f"{name}{number}" + (f": {sets}" if sets else "")
+
+
+def runs_by_processor() -> list[Result]:
+    """The newest run of the real model on each kind with rounds enough; where no run has, the newest. Newest first."""
+    found: dict[str, Result] = {}
+    for _, result in of_kind("peers"):
+        if result["shape"] == REAL:
+            kind = processor(result)
+            if decides(result) or kind not in found or not decides(found[kind]):
+                found.pop(kind, None)
+                found[kind] = result
+    return [*reversed(found.values())]
+
+
+def decides(result: Result) -> bool:
+    return int(result.get("rounds", 1)) >= ROUNDS
+
+
+def blocks() -> Iterator[Block]:
+    for result in runs_by_processor():
+        yield Block(processor(result), speed_table(result), result)
+
+
+def by_engine(result: Result) -> dict[str, dict[str, Speed]]:
+    found: dict[str, dict[str, Speed]] = {}
+    for speed in speeds(result):
+        found.setdefault(speed.engine, {})[speed.workload] = speed
+    return found
+
+
+def speed_table(result: Result) -> str:
+    rows, engines = [], by_engine(result)
+    timed = any("ready_s" in e for e in result["engines"].values())
+    for engine, cells in engines.items():
+        first = next(iter(cells.values()))
+        rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in SHOWN]
+        numbers, size = first.numbers, megabytes(cells.values())
+        head = "; ".join(filter(None, (numbers.head, numbers.attention)))
+        price = kl(engine, numbers, first.own_kl)
+        ready = result["engines"][engine].get("ready_s")
+        rows.append(
+            [engine, numbers.weights, size, numbers.activations, head, price, *rates]
+            + ([] if not timed else ["" if ready is None else f"{ready:,.1f}"])
+        )
+    header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in SHOWN.values()))
+    versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
+    builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
+    parts = [table((*header, "ready, s") if timed else header, rows), _label(result, versions)]
+    if beside := ratios(result):
+        names = ("Millrace beside", *SHOWN.values())
+        parts.append(f"Times as fast, the median of ratios within a round:\n\n{table(names, beside)}")
+    found = [speed for cells in engines.values() for speed in cells.values()]
+    own = f"KL on {result['text']}." if result.get("text") else kl_from(found)
+    return "\n\n".join([*parts, *builds, f"Speeds from {file_of(result)}. {own}".rstrip()])
+
+
+def _label(result: Result, versions: str) -> str:
+    rounds = int(result.get("rounds", 1))
+    few = "" if decides(result) else f", fewer than the {ROUNDS} that decide"
+    return (
+        f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}, commit {result['commit']}; medians of"
+        f" {rounds} round{'s' if rounds > 1 else ''}{few}; {versions}."
+    )
+
+
+def ratios(result: Result) -> list[list[str]]:
+    """Rows: what stands beside what, and how many times as fast ours is by workload."""
+    if not all("round" in s for s in result["samples"]):
+        return []
+    rows = []
+    for ours, peer in SAME:
+        cells = [_ratio(result, ours, peer, w) for w in SHOWN]
+        if any(cells):
+            same = "numbers" if "bf16" in ours else "file"
+            rows.append([f"{ours} to {peer}, the same {same}", *_shown(cells)])
+    for ours, family in BEST:
+        best = [_fastest(result, ours, family, w) for w in SHOWN]
+        cells = [None if peer is None else _ratio(result, ours, peer, w) for peer, w in zip(best, SHOWN, strict=True)]
+        if any(cells):
+            named = [f"{cell} ({peer})" if cell else "" for cell, peer in zip(_shown(cells), best, strict=True)]
+            rows.append([f"{ours} to the fastest format of {family} whose KL is no worse", *named])
+    return rows
+
+
+def _shown(cells: Sequence[float | None]) -> list[str]:
+    return ["" if cell is None else f"{cell:.2f}" for cell in cells]
+
+
+def _ratio(result: Result, ours: str, peer: str, workload: str) -> float | None:
+    """The median over rounds; None: one of both did not run."""
+    taken = {
+        engine: {
+            s["round"]: s["seconds"] for s in result["samples"] if (s["engine"], s["workload"]) == (engine, workload)
+        }
+        for engine in (ours, peer)
+    }
+    pairs = [taken[peer][at] / seconds for at, seconds in taken[ours].items() if at in taken[peer]]
+    return statistics.median(pairs) if pairs else None
+
+
+def _fastest(result: Result, ours: str, family: str, workload: str) -> str | None:
+    """Of a peer's formats whose answers are no further from float32 than ours. None: there is none, or none is known"""
+    bound = _price(result, ours)
+    if bound is None:
+        return None
+    taken: dict[str, float] = {}
+    for engine in result["engines"]:
+        price = _price(result, engine)
+        if (engine == family or engine.startswith(f"{family}-")) and price is not None and no_worse(price, bound):
+            found = [s["seconds"] for s in result["samples"] if (s["engine"], s["workload"]) == (engine, workload)]
+            if found:
+                taken[engine] = statistics.median(found)
+    return min(taken, key=taken.__getitem__) if taken else None
+
+
+def _price(result: Result, engine: str) -> float | None:
+    described = result["engines"].get(engine)
+    if described is None:
+        return None
+    own = own_kl(described)
+    return kl_class(engine, numbers_of(engine, described)) if own is None else own
