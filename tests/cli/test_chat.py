@@ -285,8 +285,10 @@ class Screen:
 
     def interrupt(self) -> None:
         """The prompt is shown a moment before a signal is looked for: waits until it sleeps, and goes on sleeping."""
-        until_s, before = time.monotonic() + 20, ""
-        while time.monotonic() < until_s and not ((now := self._main_thread()) == before and "sleeping" in now):
+        until_s, before, n_same = time.monotonic() + 60, "", 0
+        while time.monotonic() < until_s and n_same < 5:  # on a busy machine it also sleeps on its way there
+            now = self._main_thread()
+            n_same = n_same + 1 if now == before and "sleeping" in now else 0
             before = now
             time.sleep(0.05)
         self.process.send_signal(signal.SIGINT)
@@ -298,7 +300,7 @@ class Screen:
 
     def until(self, *wanted: str) -> None:
         """Waits until these were shown, one after the other, since the last call."""
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 90
         for text in wanted:
             while text not in self._seen:
                 assert time.monotonic() < until_s, f"{text!r} was not shown, but {self._seen!r}"

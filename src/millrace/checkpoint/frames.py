@@ -66,7 +66,7 @@ class FrameProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
-        """Send one message and receive one. raises LateError, EndedError; the process is gone after either"""
+        """Send one message and receive one. raises LateError, EndedError; the process is gone after any exception"""
         late, process = threading.Event(), self.process
 
         def kill() -> None:  # holds the process, not its owner, which must be free to go
@@ -82,6 +82,9 @@ class FrameProcess:
             answer = self._connection.recv_bytes()
         except (EOFError, OSError):  # broken pipe, connection reset
             pass
+        except BaseException:  # interrupted: the next exchange would take this one's answer for its own
+            self.close()
+            raise
         finally:
             timer.cancel()
         if answer is not None and not late.is_set():

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from millrace.serve.settings import ServerSettings
+from tests.serve.support import until
 from tests.support.loaded import BATCHES
 from tests.support.repository import ADD_SUB, serving, write_models
 
@@ -201,8 +202,12 @@ def test_a_client_that_goes_away_cancels_what_it_asked(root: Path) -> None:
         sockets[1].close()
         assert sockets[0].recv(100).startswith(b"HTTP/1.1 200 OK")
         sockets[0].close()
-        (stats,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
-        assert (stats["execution_count"], stats["inference_stats"]["fail"]["count"]) == (1, 1)
+
+        def counts() -> tuple[int, int]:
+            (stats,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+            return stats["execution_count"], stats["inference_stats"]["fail"]["count"]
+
+        until(lambda: counts() == (1, 1))
         text = httpx.get(f"{url}/metrics").text
         assert 'nv_inference_request_failure{model="m",version="1",reason="CANCELED"} 1\n' in text
 

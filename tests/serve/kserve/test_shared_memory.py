@@ -42,7 +42,8 @@ def memory(served: Threaded) -> Iterator[Memory]:
     """4 KiB, registered as "r" from byte 64 on."""
     made = Memory(create=True, size=4096)
     body = {"key": f"/{made.name}", "offset": 64, "byte_size": 1024}
-    assert httpx.post(f"{served.url}/v2/systemsharedmemory/region/r/register", json=body).status_code == 200
+    reply = httpx.post(f"{served.url}/v2/systemsharedmemory/region/r/register", json=body)
+    assert reply.status_code == 200, reply.text
     yield made
     assert httpx.post(f"{served.url}/v2/systemsharedmemory/unregister").status_code == 200
     made.close()
