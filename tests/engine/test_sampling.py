@@ -112,7 +112,7 @@ LARGE: list[dict[str, float]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fields", LARGE, ids=str)
 @pytest.mark.parametrize("spread", [0.0, 0.001, 0.5, 1, 4, 400])
 def test_a_large_vocabulary_keeps_the_right_set(fields: dict[str, float], spread: float) -> None:

@@ -144,7 +144,7 @@ def test_no_token_waits_for_pages_that_another_has_on_the_disk(tmp_path: Path) -
     tier.close()
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_callback_that_raises_in_the_thread_keeps_no_others_end() -> None:
     """What had ended with the same step is told as it ended; and whoever was held while the engine computes goes on."""
@@ -164,7 +164,7 @@ def test_a_callback_that_raises_in_the_thread_keeps_no_others_end() -> None:
     assert computing[-1] is False
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nor_does_one_that_raises_at_its_end_too() -> None:
     """Whoever waits for a place is told that there will be none, and whoever looks after the engine hears of it."""

@@ -184,7 +184,7 @@ def chain(n: int, last: dict[str, Any]) -> str:
     return json.dumps({"$defs": {**links, f"a{n}": last}, "$ref": "#/$defs/a0"})
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_hostile_ones_take_time_by_their_length() -> None:
     """By rounds over all that is there, these would be some million steps each, and by recursion too deep."""
     n = MAX_BYTES // 110

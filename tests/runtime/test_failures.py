@@ -18,7 +18,7 @@ from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import limits, make_loop
 
-pytestmark = pytest.mark.timeout(30)  # a thread that waits for ever is what these tests look for
+pytestmark = pytest.mark.timeout(120)  # a thread that waits for ever is what these tests look for
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 
 

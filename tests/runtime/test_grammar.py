@@ -153,7 +153,7 @@ def grammars() -> Grammars:
     return Grammars(tokenizer(), VOCABULARY, [eos])
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("given, says", BAD, ids=[str(given)[:60] for given, _ in BAD])
 def test_what_cannot_be_held_to_is_refused_by_name(grammars: Grammars, given: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=re.escape(says)) as error:

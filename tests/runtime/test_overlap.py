@@ -16,7 +16,7 @@ from tests.runtime.test_failures import failing_at
 from tests.runtime.test_loop import check_any_schedule
 from tests.support.drawn import SEEDS, examples, within
 
-pytestmark = within(30)
+pytestmark = within(120)
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 
 

@@ -19,7 +19,7 @@ from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine, RequestHandle, ServiceOptions
 from tests.runtime.fakes import VOCAB, FakeTokenizer, expected_choice, limits, make_loop
 
-pytestmark = pytest.mark.timeout(60)  # a stream that never ends is what these tests look for
+pytestmark = pytest.mark.timeout(240)  # a stream that never ends is what these tests look for
 TIGHT = limits(n_pages=60, page_tokens=4, max_sequences=8, max_step_tokens=24)  # 240 tokens for 8 sequences: preemption
 
 

@@ -65,7 +65,7 @@ def took_s(form: ToolFormat, thinks: bool, text: str) -> float:
     return time.thread_time() - began_s
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name, form, thinks, before, repeated", ANSWERS, ids=[case[0] for case in ANSWERS])
 def test_four_times_the_text_takes_four_times_the_work(
     name: str, form: ToolFormat, thinks: bool, before: str, repeated: str
