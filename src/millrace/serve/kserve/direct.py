@@ -200,7 +200,8 @@ class DirectAnswer:
         except StatusError as error:
             self._answered(None, error)
         self._is_begun = True
-        return self._response
+        response, self._response = self._response, None
+        return response
 
     # ------------------------------------------------------------------ its end
 
@@ -248,9 +249,11 @@ class DirectAnswer:
 
     def _finish(self, reply: Reply) -> None:
         self._end(reply.status)
-        self._response = self._head_of(reply) + reply.body
+        response = self._head_of(reply) + reply.body
         if self._is_begun:
-            self._connection.send(self, self._response)
+            self._connection.send(self, response)
+        else:
+            self._response = response
 
     def _head_of(self, reply: Reply) -> bytes:
         return b"".join(
@@ -276,13 +279,15 @@ class DirectAnswer:
             direct.backend.log.add("POST", head.path, self._id, status, took_ms)
         direct.serving.metrics.answered(head.route, "POST", status)
         direct.serving.load.n -= 1
+        self._request = self._wanted = None  # the connection keeps this, and so would regions of shared memory be kept
 
     def _looked(self) -> None:
         """The connection has news: if its client has left, nobody waits for the answer."""
         if not self.disconnected or self._is_over:
             return
+        request = self._request
         self._end(CLIENT_CLOSED)
-        if self._request is not None:
-            self._model.cancel(self._request)
+        if request is not None:
+            self._model.cancel(request)
         if self._writing is not None:
             self._writing.cancel()
