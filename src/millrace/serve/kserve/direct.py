@@ -22,7 +22,7 @@ from millrace.serve.inference.model import Model, only_response
 from millrace.serve.inference.request import Bill, InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import held_bytes
-from millrace.serve.keys import Keys
+from millrace.serve.keys import Grant, Keys
 from millrace.serve.kserve import encoding
 from millrace.serve.kserve.heads import END, JSON_LENGTH, LENGTH, REQUEST_ID
 from millrace.serve.kserve.http import Reply, addressed, error_of, error_reply, header_length, infer_headers
@@ -125,15 +125,19 @@ class Direct:
         head: of `packet`. dates: headers that every response has
         """
         model = self._model(head)
-        if model is None:
+        grant = self.granted(head) if model is not None else None
+        if model is None or grant is None:
             return None
-        try:
-            given = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
-            grant = self.keys.grant(*given, counts_refusals=False)
-        except HttpError:
-            return None  # the usual path refuses it
         answer = DirectAnswer(self, head, model, grant.end, dates, connection)
         return answer.begin(packet[head.n_bytes :], grant.tenant) or answer
+
+    def granted(self, head: InferHead) -> Grant | None:
+        """By its credentials; None: the usual path refuses it, and counts that."""
+        given = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
+        try:
+            return self.keys.grant(*given, counts_refusals=False)
+        except HttpError:
+            return None
 
     def _model(self, head: InferHead) -> Model | None:
         backend = self.backend
@@ -259,8 +263,8 @@ class DirectAnswer:
         return b"".join(
             (
                 STATUS_LINE[reply.status],
-                *[b"%b: %b\r\n" % header for header in self._dates],
-                *[b"%b: %b\r\n" % (name.lower(), value) for name, value in reply.headers],
+                lines(self._dates),
+                lines(reply.headers),
                 b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
             )
         )
@@ -291,3 +295,8 @@ class DirectAnswer:
             self._model.cancel(request)
         if self._writing is not None:
             self._writing.cancel()
+
+
+def lines(headers: Sequence[Header]) -> bytes:
+    """Of a head, as uvicorn writes them."""
+    return b"".join(b"%b: %b\r\n" % (name.lower(), value) for name, value in headers)

@@ -18,13 +18,12 @@ import numpy as np
 from numpy import ndarray
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from millrace.serve.errors import HttpError
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse, Parameter
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import Array
 from millrace.serve.keys import Keys
-from millrace.serve.kserve.direct import Direct, DirectAnswer, InferHead
+from millrace.serve.kserve.direct import Direct, DirectAnswer, InferHead, lines
 from millrace.serve.kserve.heads import ID, REQUEST_ID, Filled, Head, head_of
 from millrace.serve.kserve.http import error_of, infer_headers
 from millrace.serve.kserve.infer_body import HttpWanted, read_infer
@@ -80,7 +79,7 @@ class Quick:
     """Of one server."""
 
     def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
-        self.repository, self.backend, self.keys, self.serving = backend.repository, backend, keys, serving
+        self.repository, self.backend, self.serving = backend.repository, backend, serving
         self.direct = Direct(backend, keys, serving)
 
     def connection(self) -> "QuickConnection":
@@ -173,11 +172,9 @@ class QuickConnection:
         self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes | None:
         """holes: what is in them"""
-        try:
-            given = known.told.headers.get(b"authorization"), known.told.headers.get(b"x-api-key")
-            grant = self._of.keys.grant(*given, counts_refusals=False)
-        except HttpError:
-            return None  # which is refused the usual way
+        grant = self._of.direct.granted(known.told)
+        if grant is None:
+            return None
         try:
             return self._answer(known, model, packet, holes, dates)
         finally:
@@ -204,7 +201,7 @@ class QuickConnection:
         self._of.backend.log.add("POST", known.told.path, request_id, status, took_ms)
         self._of.serving.metrics.answered(known.told.route, "POST", status)
         told = b"x-request-id: %b\r\n\r\n" % request_id.encode()
-        return b"".join((STATUS_LINE[status], _lines(dates), head, told, body))
+        return b"".join((STATUS_LINE[status], lines(dates), head, told, body))
 
 
 def ready(
@@ -274,8 +271,4 @@ def is_like(like: Likeness, outputs: Mapping[str, Array]) -> bool:
 
 
 def _with_head(headers: Sequence[Header], body: bytes) -> tuple[bytes, bytes]:
-    return _lines([*headers, (b"content-length", b"%d" % len(body))]), body
-
-
-def _lines(headers: Sequence[Header]) -> bytes:
-    return b"".join(b"%b: %b\r\n" % (name.lower(), value) for name, value in headers)  # as uvicorn writes them
+    return lines([*headers, (b"content-length", b"%d" % len(body))]), body
