@@ -96,7 +96,6 @@ class Connection(HttpToolsProtocol):
             if head:
                 self._show(self._shortcut, head + data, n_heads)
         elif self._shortcut.knows(data):
-            self._unset_keepalive_if_required()
             self._head, self._held = data, self.loop.call_later(HOLD_S, self._read_head)
         elif not self._answered_at_once(self._shortcut, data):
             n_heads = self._n_heads + 1
@@ -130,7 +129,6 @@ class Connection(HttpToolsProtocol):
         response = shortcut.begin(data, self.server_state.default_headers, self)
         if response is None:
             return False
-        self._unset_keepalive_if_required()  # from here on it is `_check_silence` that looks
         if isinstance(response, bytes):
             self.transport.write(response)
             self.server_state.total_requests += 1
@@ -243,7 +241,11 @@ class Connection(HttpToolsProtocol):
             self._read_no_more()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:  # as uvicorn, but without its timer for each request: `_check_silence` closes what is silent
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
         self._changed(self._reading)
 
     def send_400_response(self, msg: str) -> None:
@@ -396,4 +398,3 @@ class Connection(HttpToolsProtocol):
         self.transport.write(problem_of(refusal, accepting=True).whole_response(refusal.headers))
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._unset_keepalive_if_required()

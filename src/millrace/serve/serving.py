@@ -283,16 +283,24 @@ class Admission:
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """raises BusyError"""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Take one request, until `leave`. raises BusyError"""
         if self.is_draining:
             raise _shutting_down()
         self._n += 1
         self._none_left.clear()
-        try:
-            yield
-        finally:
-            self._n -= 1
-            if not self._n:
-                self._none_left.set()
+
+    def leave(self) -> None:
+        """It is answered."""
+        self._n -= 1
+        if not self._n:
+            self._none_left.set()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new ones, and wait for those that are there; False: some were not answered in time."""

@@ -65,10 +65,12 @@ class Instance(ABC):
     answers_later: a request may still be answered after `execute` has returned.
     quick_bytes: inputs of no more bytes take `execute` some microseconds, less than another thread does to wake up; it
         is then called in the event loop's thread, while its own waits.
+    is_independent: `execute` is done when it returns, and has never waited for another request; this is never lost.
     """
 
     answers_later = False
     quick_bytes = 0
+    is_independent = False
 
     @abstractmethod
     def execute(self, requests: Sequence[InferRequest]) -> None:

@@ -15,6 +15,7 @@ from millrace.serve.inference.backend import InstanceGiven, ModelBackend
 from millrace.serve.inference.batching import Batch, BatchQueue, BatchRules
 from millrace.serve.inference.instances import Outbox, Worker
 from millrace.serve.inference.iterative import Slots
+from millrace.serve.inference.memory_usage import MemoryUsage
 from millrace.serve.inference.model import Loadable, Model, Waiting
 from millrace.serve.inference.others import Others
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -40,7 +41,6 @@ class BackendModel(Model):
         self._watch: asyncio.TimerHandle | None = None  # while instances compute
         self._n_busy = 0  # instances that compute
         self._broken = ""  # why no instance ever will
-        self._has_memory_failed = False  # said once, however often it is asked for
         batching = of.config.dynamic_batching
         # with preserve_ordering: those that were begun, in order, and what waits for those before it
         self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
@@ -53,11 +53,14 @@ class BackendModel(Model):
             for worker in self._workers:
                 self._limiter.add(worker, worker.given.group, self)
         self._idle = deque(self._workers)
+        self._memory = MemoryUsage(self.name, self.version, self._workers)
         self.infer_at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
         self._is_never_quick = bool(
             self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
             or self.cache is not None or self._limiter is not None
         )  # fmt: skip
+        # Only if that decides nothing: which request is next, with which others, by which instance.
+        self._gives_ahead = self._computes_here and batching is None and len(self._workers) == 1
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
         return Worker(given, lambda: warmed(backend.instance(given), given), self._outbox, self)
@@ -72,8 +75,9 @@ class BackendModel(Model):
 
     @property
     def n_pending(self) -> int:
-        """Requests that no instance has taken."""
-        return len(self._queue) + (len(self._slots) if self._slots is not None else 0)
+        """Requests that no instance computes."""
+        n_given = sum(1 for worker in self._workers for _ in worker.not_begun())
+        return len(self._queue) + n_given + (len(self._slots) if self._slots is not None else 0)
 
     def _take(self, request: InferRequest, now_ns: int) -> None:
         request.send_by = self._send
@@ -94,7 +98,7 @@ class BackendModel(Model):
         if any(worker.is_lost for worker in workers):
             return None
         if request.started_ns:
-            workers = [w for w in workers if w.batch is not None and request in w.batch.requests]
+            workers = [w for w in workers if w.has(request)]
         elif self._idle and (self._limiter is None or any(map(self._limiter.may_compute, self._idle))):
             return None
         return self._all_wait_for(workers, surely)
@@ -110,10 +114,11 @@ class BackendModel(Model):
         return [waiting for waiting, is_sure in worker.given.waits.items() if is_sure or not surely]
 
     def cancel(self, request: InferRequest) -> None:
-        """Nobody waits for it any more. One that no instance has taken ends at once."""
+        """Nobody waits for it any more. One that no instance computes ends at once."""
         request.cancel()
-        if self._queue.leave(request) or (self._slots is not None and self._slots.waits(request)):
-            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+        is_waiting = self._queue.leave(request) or (self._slots is not None and self._slots.waits(request))
+        if is_waiting or any(request in worker.not_begun() for worker in self._workers):
+            self._end_all([request], StatusError(Code.CANCELLED, f"{request.named}request was cancelled"))
             return
         for worker in self._workers:
             worker.cancelled(request)
@@ -137,11 +142,17 @@ class BackendModel(Model):
         self._unloaded()
 
     def abort(self) -> None:
-        self._end_all(StatusError(Code.UNAVAILABLE, "Server is stopping"))
+        self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, "Server is stopping"))
 
-    def _end_all(self, error: StatusError) -> None:
-        """Of those that no instance has."""
-        for request in [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained()]:
+    def _waiting(self) -> list[InferRequest]:
+        """Those that no instance computes; the queue is empty afterwards."""
+        not_begun = [request for worker in self._workers for request in worker.not_begun()]
+        return [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained(), *not_begun]
+
+    def _end_all(self, requests: Sequence[InferRequest], error: StatusError) -> None:
+        """Of requests that no instance computes."""
+        for request in requests:
+            request.batch = None  # which is not counted
             self._answered(request, None, error, True)
 
     def _close(self) -> None:
@@ -166,17 +177,17 @@ class BackendModel(Model):
                     self._begun.append(request)
             if self._limiter is not None:
                 self._limiter.begin(worker)
-            if self._computes_here and worker.run_here(batch):
+            if self._computes_here and worker.batch is None and worker.run_here(batch):
                 self._end(worker, batch)
                 if self._limiter is not None:
                     self._limiter.end(worker)
                 continue
             for request in batch.requests:
                 request.send_by = self._send
-            self._n_busy += 1
-            self._idle.remove(worker)
-            worker.busy_since_s, worker.batch = self._loop.time(), batch
-            worker.take(batch)
+            if worker.batch is None:
+                self._n_busy += 1
+                self._idle.remove(worker)
+            worker.take(batch, self._loop.time())
             if self._watch is None:
                 self._watch = self._loop.call_later(PATIENCE_S, self._look)
         if self._timer is not None:
@@ -192,8 +203,10 @@ class BackendModel(Model):
             self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
 
     def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
-        """An idle instance, and what it is to compute now."""
+        """An idle instance, or one that takes batches ahead, and what it is to compute."""
         workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._queue) > 0)
+        if not workers and self._gives_ahead and not self._is_never_quick and self._workers[0].takes_ahead:
+            workers = self._workers
         batch = self._queue.take(now_ns) if workers else None
         if batch is not None:
             return workers[0], batch
@@ -232,10 +245,13 @@ class BackendModel(Model):
         self._free(worker)
 
     def _free(self, worker: Worker) -> None:
+        worker.done(self._loop.time())
+        if worker.batch is not None:
+            self._dispatch(time.monotonic_ns())
+            return
         self._n_busy -= 1
         for waiting in [waiting for waiting, is_sure in worker.given.waits.items() if not is_sure]:
             del worker.given.waits[waiting]  # it did not wait for it
-        worker.busy_since_s = worker.batch = None
         if self._limiter is not None:
             self._limiter.end(worker)
         if worker.is_lost:
@@ -280,21 +296,10 @@ class BackendModel(Model):
         log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, why)
         if all(worker.is_dead for worker in self._workers):
             self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
-            self._end_all(StatusError(Code.UNAVAILABLE, self._broken))
+            self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, self._broken))
 
     def told(self) -> dict[str, Any]:
-        return super().told() | {"memory_usage": self._memory_usage()}
-
-    def _memory_usage(self) -> list[dict[str, Any]]:
-        """Empty where an instance fails to say its part: the others' sum would pass for the whole."""
-        try:
-            held = [n_bytes for worker in self._workers if (n_bytes := worker.memory_bytes()) is not None]
-        except BaseException as error:  # a backend may raise anything; whoever asks asks of other models, too
-            if not self._has_memory_failed:
-                log.warning("%s version %d: its memory is not told", self.name, self.version, exc_info=error)
-            self._has_memory_failed = True
-            return []
-        return [{"type": "CPU", "id": 0, "byte_size": sum(held)}] if held else []
+        return super().told() | {"memory_usage": self._memory.told()}
 
     @property
     def is_ready(self) -> bool:

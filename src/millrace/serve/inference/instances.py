@@ -5,8 +5,9 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
@@ -24,6 +25,8 @@ from millrace.serve.tracebacks import portable, without_frames
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_SOON_NS, _N_SOON = 1_000_000, 16  # an instance that was so quick, so often in a row, is given batches ahead
+_MOST_AHEAD = 15  # batches
 MOST_MEMORY_BYTES = 1 << 57  # an address has no more bits, and so many instances' still fit a message's uint64
 RESTARTS_S = (
     0.05,
@@ -120,6 +123,8 @@ class Worker:
     def __init__(self, given: InstanceGiven, make: Callable[[], Instance], outbox: Outbox, owner: Owner) -> None:
         self.given, self.name, self._make, self._outbox, self._owner = given, given.name, make, outbox, owner
         self.batch: Batch | None = None  # that it computes
+        self._ahead: deque[Batch] = deque()  # given to it behind that, in order
+        self._n_soon = 0  # batches in a row that took less than _SOON_NS
         self.is_lost = self.is_dead = False  # as its owner knows; dead: for good
         self.unready = ""  # as its owner knows: why its instance says that it is not ready
         self.answers_later = False
@@ -138,8 +143,36 @@ class Worker:
 
     # ------------------------------------------------------------------ of the event loop
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: Batch, now_s: float) -> None:
+        """Compute it: at once, or after those that it was given before."""
+        if self.batch is None:
+            self.batch, self.busy_since_s = batch, now_s
+        else:
+            self._ahead.append(batch)
         self._jobs.put(batch)
+
+    def done(self, now_s: float) -> None:
+        """`batch` is computed; the next one, if there is any, is being computed."""
+        self.batch = self._ahead.popleft() if self._ahead else None
+        self.busy_since_s = now_s if self.batch is not None else None
+
+    def has(self, request: InferRequest) -> bool:
+        """Whether it was given this one, and is not done with it."""
+        return (self.batch is not None and request in self.batch.requests) or request in self.not_begun()
+
+    def not_begun(self) -> Iterator[InferRequest]:
+        """What it was given and, as far as is known here, has not begun; without those that were answered meanwhile."""
+        return (request for batch in self._ahead for request in batch.requests if not request.finished)
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether it may be given one more batch while it computes: it is done soon, and waits for no other request.
+
+        A thread that finds its next batch at hand need not be woken by the event loop for each.
+        """
+        if self._n_soon < _N_SOON or len(self._ahead) >= _MOST_AHEAD or self._instance is None:
+            return False
+        return self._instance.is_independent
 
     def run_here(self, batch: Batch) -> bool:
         """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
@@ -232,8 +265,15 @@ class Worker:
         return job is _Job.REVIVE
 
     def _begin(self, instance: Instance, batch: Batch) -> None:
+        began_ns = time.monotonic_ns()
+        for request in batch.requests:
+            request.started_ns = began_ns
         try:
+            if all(request.finished for request in batch.requests):  # while others were in front of it
+                self._is_done(batch, None)
+                return
             instance.begin(batch.given, partial(self._is_done, batch))
+            self._n_soon = self._n_soon + 1 if time.monotonic_ns() - began_ns < _SOON_NS else 0
         except InstanceGoneError:
             self._outbox.post(self._owner.untouched, self, batch)
         except BaseException as error:

@@ -62,9 +62,8 @@ class SequenceModel(BackendModel):
             for worker in self._workers:
                 worker.cancelled(request)
 
-    def _end_all(self, error: StatusError) -> None:
-        for request in self._sequences.drained():
-            self._answered(request, None, error, True)
+    def _waiting(self) -> list[InferRequest]:
+        return self._sequences.drained()
 
     def untouched(self, worker: Worker, batch: Batch) -> None:
         """Its sequences were the instance's, and what that knew of them is gone with it."""

@@ -167,7 +167,7 @@ class DirectAnswer:
 
     scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
     __slots__ = (
-        "_admitted", "_began_ns", "_connection", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun",
+        "_began_ns", "_connection", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun",
         "_is_over", "_model", "_request", "_response", "_wanted", "_writing", "disconnected", "keep_alive",
         "message_event", "response_complete", "response_started",
     )  # fmt: skip
@@ -183,7 +183,6 @@ class DirectAnswer:
         self._wanted: HttpWanted | None = None
         self._response: bytes | None = None
         self._writing: asyncio.Future[None] | None = None
-        self._admitted = direct.backend.admitted()
         self._is_begun = self._is_over = False
         self.disconnected = self.response_started = self.response_complete = False
         self.keep_alive = True
@@ -193,7 +192,7 @@ class DirectAnswer:
         """The response, if it is there at once."""
         backend = self._direct.backend
         self._direct.serving.load.n += 1
-        self._admitted.__enter__()
+        backend.enter()
         try:
             request, self._wanted = read_infer(
                 body, self._head.n_json, self._model.name, self._model.checker, backend.shared
@@ -273,7 +272,7 @@ class DirectAnswer:
         """Whatever it held is free, and its line is in the log."""
         self._is_over = True
         direct, head, took_ms = self._direct, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
-        self._admitted.__exit__(None, None, None)
+        direct.backend.leave()
         bill = self._request.bill if self._request is not None else None
         prompt, generated = (bill.prompt, bill.generated) if bill is not None else (0, 0)
         self._end_grant(prompt + generated)

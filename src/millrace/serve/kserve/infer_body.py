@@ -205,15 +205,16 @@ def _of_span(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: in
 
 def _check_source(told: InferInput, size: int | UnsetType) -> None:
     is_shared = told.parameters is not UNSET and told.parameters.shared_memory_region is not UNSET
+    if (told.data is not UNSET) + (size is not UNSET) + is_shared == 1:
+        return
     there = {
         "'data'": told.data is not UNSET, "'binary_data_size'": size is not UNSET, "'shared_memory_region'": is_shared,
     }  # fmt: skip
-    if sum(there.values()) != 1:
-        said = [name for name, is_there in there.items() if is_there]
-        raise invalid(
-            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-            f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
-        )
+    said = [name for name, is_there in there.items() if is_there]
+    raise invalid(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
+    )
 
 
 def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:

@@ -29,8 +29,11 @@ def flat_array(name: str, datatype: str, data: Any) -> Array:
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
         raise invalid(what)
-    flat = elements(data)
-    kinds = set(map(type, flat))
+    kinds: set[type] = set(map(type, data)) if isinstance(data, list) else {list}
+    flat = data
+    if list in kinds:  # nested, or a value of its own
+        flat = elements(data)
+        kinds = set(map(type, flat))
     if datatype == BYTES:
         _only(kinds, {str}, "string", "string")
         return objects([text.encode("utf-8", "surrogatepass") for text in flat])

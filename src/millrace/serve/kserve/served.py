@@ -141,15 +141,25 @@ class RepositoryBackend(Backend):
 
         is_control: it is never one too many, for a model that hangs must be unloaded by whoever can
         """
-        with self._admission.admitted():
-            if self._n_open >= self._max_open and not is_control:
-                what = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
-                raise StatusError(Code.UNAVAILABLE, what)
+        self.enter(is_control)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, is_control: bool = False) -> None:
+        """Begin what `admitted` does, until `leave`. raises as that"""
+        if self._admission.is_draining or self._n_open < self._max_open or is_control:
+            self._admission.enter()
             self._n_open += 1
-            try:
-                yield
-            finally:
-                self._n_open -= 1
+            return
+        what = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
+        raise StatusError(Code.UNAVAILABLE, what)
+
+    def leave(self) -> None:
+        """One request is answered."""
+        self._n_open -= 1
+        self._admission.leave()
 
     def close(self) -> None:
         self._lane.close()

@@ -38,6 +38,10 @@ class _PythonModel(Instance):
         except GuestError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
 
+    @property
+    def is_independent(self) -> bool:  # type: ignore[override]
+        return not self._host.has_asked
+
     def says_ready(self) -> Callable[[], bool] | None:
         return self._model.is_ready if self._model.has_say else None
 

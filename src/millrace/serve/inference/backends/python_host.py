@@ -59,6 +59,7 @@ class ServerHost(Host):
         super().__init__(given.name, given.config.name)
         self._given, self._others = given, given.others
         self._numbers: set[int] = set()  # of its metrics
+        self.has_asked = False  # another model, ever
 
     def ask(self, asked: Asked, receive: Receive) -> Asking:
         """Inputs are copied: whoever asks may write into its own while they are computed."""
@@ -68,6 +69,7 @@ class ServerHost(Host):
 
     def ask_for(self, asked: Asked, behind: Sequence[InferRequest], receive: Receive) -> "HereAsking":
         """The same, for these requests, with inputs that nobody writes into."""
+        self.has_asked = True
         request = InferRequest({}, tuple(asked.outputs), asked.id)
         request.parameters, request.correlation_id = dict(asked.parameters), asked.correlation_id
         request.flags, request.timeout_us = asked.flags, asked.timeout_us
