@@ -36,6 +36,8 @@ BEST = (
     ("millrace", "llama.cpp"), ("millrace-bf16", "llama.cpp"), ("millrace-generate", "openvino-genai"),
     ("millrace-bf16-generate", "openvino-genai"), ("millrace-generate", "vllm"), ("millrace-bf16-generate", "vllm"),
 )  # fmt: skip
+# Of the README: in the numbers of the file, each peer in whichever format is fastest and no worse.
+HEADLINE = (("millrace", "llama.cpp"), ("millrace-generate", "openvino-genai"), ("millrace-generate", "vllm"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,16 @@ def by_engine(result: Result) -> dict[str, dict[str, Speed]]:
 
 
 def speed_table(result: Result) -> str:
+    """Speeds and ratios of one run, with its label and its files."""
+    parts = [*speeds_beside_kl(result)]
+    if beside := ratios(result):
+        names = ("Millrace beside", *SHOWN.values())
+        parts.append(f"Times as fast, the median of ratios within a round:\n\n{table(names, beside)}")
+    return "\n\n".join([*parts, *builds(result), sources(result)])
+
+
+def speeds_beside_kl(result: Result) -> Iterator[str]:
+    """A table with a row for each engine, and its label."""
     rows, engines = [], by_engine(result)
     timed = any("ready_s" in e for e in result["engines"].values())
     for engine, cells in engines.items():
@@ -104,23 +116,27 @@ def speed_table(result: Result) -> str:
         )
     header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in SHOWN.values()))
     versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
-    builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
-    parts = [table((*header, "ready, s") if timed else header, rows), _label(result, versions)]
-    if beside := ratios(result):
-        names = ("Millrace beside", *SHOWN.values())
-        parts.append(f"Times as fast, the median of ratios within a round:\n\n{table(names, beside)}")
-    found = [speed for cells in engines.values() for speed in cells.values()]
-    own = f"KL on {result['text']}." if result.get("text") else kl_from(found)
-    return "\n\n".join([*parts, *builds, f"Speeds from {file_of(result)}. {own}".rstrip()])
+    yield table((*header, "ready, s") if timed else header, rows)
+    yield f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {label(result)}; {versions}."
 
 
-def _label(result: Result, versions: str) -> str:
+def builds(result: Result) -> list[str]:
+    """Sentences: how peers were built, and which were left out, with the reason."""
+    return [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
+
+
+def sources(result: Result) -> str:
+    """The files of its speeds and KL."""
+    own = f"KL on {result['text']}." if result.get("text") else kl_from(speeds(result))
+    return f"Speeds from {file_of(result)}. {own}".rstrip()
+
+
+def label(result: Result) -> str:
+    """The day, the commit and the rounds."""
     rounds = int(result.get("rounds", 1))
     few = "" if decides(result) else f", fewer than the {ROUNDS} that decide"
-    return (
-        f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}, commit {result['commit']}; medians of"
-        f" {rounds} round{'s' if rounds > 1 else ''}{few}; {versions}."
-    )
+    medians = f"medians of {rounds} round{'s' if rounds > 1 else ''}{few}"
+    return f"{result['date']}, commit {result['commit']}; {medians}"
 
 
 def ratios(result: Result) -> list[list[str]]:
@@ -140,6 +156,28 @@ def ratios(result: Result) -> list[list[str]]:
             named = [f"{cell} ({peer})" if cell else "" for cell, peer in zip(_shown(cells), best, strict=True)]
             rows.append([f"{ours} to the fastest format of {family} whose KL is no worse", *named])
     return rows
+
+
+def headline(result: Result) -> list[list[str]]:
+    """Rows of the README: a peer, Millrace's KL and the peer's, and how many times as fast Millrace is by workload."""
+    if not all("round" in s for s in result["samples"]):
+        return []
+    same = [_ratio(result, "millrace", "llama.cpp", w) for w in SHOWN]
+    rows = [["llama.cpp, the same file", _prices(result, "millrace", "llama.cpp"), *_shown(same)]] if any(same) else []
+    for ours, family in HEADLINE:
+        best = [_fastest(result, ours, family, w) for w in SHOWN]
+        cells = [None if peer is None else _ratio(result, ours, peer, w) for peer, w in zip(best, SHOWN, strict=True)]
+        if any(cells):
+            formats = dict.fromkeys(peer for peer in best if peer is not None)
+            prices = ", ".join(_prices(result, ours, peer) for peer in formats)
+            rows.append([f"{', '.join(formats)}: its fastest whose KL is no worse", prices, *_shown(cells)])
+    return rows
+
+
+def _prices(result: Result, ours: str, peer: str) -> str:
+    """KL of both; empty: not measured."""
+    found = [_price(result, engine) for engine in (ours, peer)]
+    return " / ".join("" if price is None else f"{price:.2g}" for price in found) if any(found) else ""
 
 
 def _shown(cells: Sequence[float | None]) -> list[str]:

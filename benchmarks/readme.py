@@ -3,15 +3,29 @@
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.processors import blocks, by_engine, decides, runs_by_processor
-from benchmarks.runs import Result, Speed
-from benchmarks.tables import SHOWN, kl
+from benchmarks.processors import (
+    builds,
+    by_engine,
+    decides,
+    headline,
+    label,
+    processor,
+    runs_by_processor,
+    sources,
+    speeds_beside_kl,
+)
+from benchmarks.runs import Result, Speed, file_of
+from benchmarks.tables import SHOWN, kl, table
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
 BEGIN, END = "<!-- benchmarks: written by python -m benchmarks.readme -->", "<!-- end of benchmarks -->"
 _COLOURS = {"millrace": "#0b7285"}
 _OTHER = "#adb5bd"
+_RATIOS = (
+    "How many times as fast Millrace is, on each kind of processor that was measured; below 1 it is slower. Medians of"
+    " ratios within a round; all tables: [docs/performance.md](docs/performance.md#by-processor)."
+)
 
 
 def newest() -> Result:
@@ -21,14 +35,21 @@ def newest() -> Result:
 
 
 def tables() -> str:
-    """One block for each kind of processor, the picture's first."""
+    """The run of the picture, and ratios on each kind of processor, the picture's first."""
     shown = newest()
-    parts = []
-    for block in sorted(blocks(), key=lambda b: b.run is not shown):
-        text = block.text
-        if block.run is shown:
-            text += f" `docs/{PICTURE.name}` shows the same figures."
-        parts.append(f"**{block.title}**\n\n{text}")
+    parts = [
+        f"**{processor(shown)}**", *speeds_beside_kl(shown), *builds(shown),
+        f"{sources(shown)} `docs/{PICTURE.name}` shows the same figures.",
+    ]  # fmt: skip
+    rows, hosts = [], []
+    for result in sorted(runs_by_processor(), key=lambda run: run is not shown):
+        if found := headline(result):
+            rows += [[processor(result) if row is found[0] else "", *row] for row in found]
+            cores = f"{result['machine']['cores']} cores"
+            hosts.append(f"- {processor(result)}; {cores}; {label(result)}; {file_of(result)}")
+    if rows:
+        header = ("processor", "Millrace beside", "KL, ours / theirs", *SHOWN.values())
+        parts += [_RATIOS, table(header, rows), "\n".join(hosts)]
     return "\n\n".join(parts)
 
 
@@ -55,14 +76,14 @@ def picture(result: Result) -> str:
 
 
 def _bar(engine: str, speed: Speed, most: float, y: int) -> str:
-    width = 360 * speed.median / most
+    width = 330 * speed.median / most
     colour = next((c for start, c in _COLOURS.items() if engine.startswith(start)), _OTHER)
     found = kl(engine, speed.numbers, speed.own_kl)
     told = f"{speed.median:,.0f}" + (f"   KL {found}" if found else "")
     return (
         f'<text x="0" y="{y}">{escape(engine)}</text>'
-        f'<rect x="130" y="{y - 12}" width="{width:.0f}" height="15" rx="2" fill="{colour}"/>'
-        f'<text x="{138 + width:.0f}" y="{y}" xml:space="preserve">{escape(told)}</text>'
+        f'<rect x="170" y="{y - 12}" width="{width:.0f}" height="15" rx="2" fill="{colour}"/>'
+        f'<text x="{178 + width:.0f}" y="{y}" xml:space="preserve">{escape(told)}</text>'
     )
 
 
