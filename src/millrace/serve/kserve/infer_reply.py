@@ -37,11 +37,11 @@ def written(
     model: Model, request: InferRequest, response: InferResponse, wanted: HttpWanted
 ) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON where not all of it is. raises StatusError"""
-    outputs, raw = list[bytes](), list[bytes | memoryview]()
+    outputs, raw = list[dict[str, Any]](), list[bytes | memoryview]()
+    long: dict[str, Sequence[bytes]] = {}  # JSON of an output's data, in pieces
     for tensor in told_outputs(model, request, response, wanted.n_classes):
         name, datatype = tensor.name, tensor.datatype
         told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
-        data: Sequence[bytes] = ()
         if (place := wanted.shared.get(name)) is not None:
             place.write(
                 name, tensor.raw()
@@ -53,15 +53,22 @@ def written(
         elif tensor.values.size <= _PIECE:
             told["data"] = listed(name, datatype, tensor.values)
         else:
-            data = _listed_pieces(name, datatype, tensor.values)
-        if outputs:
-            outputs.append(b",")
-        outputs += _with_member(msgspec.json.encode(told), b"data", data)
+            long[name] = _listed_pieces(name, datatype, tensor.values)
+        outputs.append(told)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)
     if response.parameters:
         answer["parameters"] = response.parameters
-    head = _with_member(msgspec.json.encode(answer), b"outputs", (b"[", *outputs, b"]"))
+    if not long:
+        answer["outputs"] = outputs
+        head: Sequence[bytes] = (msgspec.json.encode(answer),)
+    else:
+        pieces = list[bytes]()
+        for told in outputs:
+            pieces += (b",", *_with_member(msgspec.json.encode(told), b"data", long.get(told["name"], ())))
+        head = _with_member(msgspec.json.encode(answer), b"outputs", (b"[", *pieces[1:], b"]"))
+    if not raw and len(head) == 1:
+        return head[0], None
     return concatenated([*head, *raw]), sum(map(len, head)) if raw else None
 
 
