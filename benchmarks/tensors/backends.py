@@ -1,6 +1,6 @@
 """What real tensor backends cost, beside FastAPI and grpcio with the same function: CPU of the server, and latency.
 
-    python -m benchmarks.tensors.backends [--seconds 2] [--rounds 5]
+    python -m benchmarks.tensors.backends [--seconds 2] [--rounds 5] [--connections 1 8 64]
 
 The models of `backend_models.py`: a plain `model.py` that adds two vectors (in the server's process, and in one of its
 own), an ensemble of two of them, a small network by ONNX Runtime and by OpenVINO where they are installed, and the
@@ -167,7 +167,13 @@ def our_targets(names: list[str], pid: int, http: int, grpc: int) -> dict[str, T
     return found
 
 
-def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
+def function_of(target: str) -> str:
+    """What it computes: targets of the same function are measured one after the other."""
+    what, other = target.split(", ")
+    return MODELS.get(what, other)
+
+
+def run(rounds: int, seconds: float, connections: Sequence[int], folder: Path) -> dict[str, Any]:
     network = folder / "model.onnx"
     names = write_repository(folder / "models", network)
     with contextlib.ExitStack() as running:
@@ -176,9 +182,11 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
             ours = running.enter_context(ServerProcess(None, arguments))
         http, grpc = (int(url.rpartition(":")[2]) for url in (ours.url, ours.grpc_url))
         targets = our_targets(names, ours.pid, http, grpc)
-        for function in dict.fromkeys(MODELS[name] for name in names):
+        functions = [*dict.fromkeys(MODELS[name] for name in names)]
+        for function in functions:
             targets |= peer_targets(function, network, running)
-        found = {n: in_turn(targets, n, rounds, seconds) for n in CONNECTIONS}
+        targets = dict(sorted(targets.items(), key=lambda one: functions.index(function_of(one[0]))))
+        found = {n: in_turn(targets, n, rounds, seconds) for n in connections}
         ours.terminate()
         ours.wait()
     medians = {n: {name: _median(samples) for name, samples in of_n.items()} for n, of_n in found.items()}
@@ -222,9 +230,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--connections", type=count, nargs="+", default=CONNECTIONS)
     said = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(said.rounds, said.seconds, Path(folder))
+        result = run(said.rounds, said.seconds, said.connections, Path(folder))
     for n, of_n in result["medians"].items():
         for name, one in of_n.items():
             print(f"{n:3} connections  {name:24} {one['cpu_us']:7.0f} us CPU  p50 {one['p50_ms']:.3f} ms")
