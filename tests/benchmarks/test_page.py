@@ -28,9 +28,9 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         assert result["commit"] in told, name
         if kind(result) == "peers":
             assert all(line in told for line in (*left_out(result), *remarks(result))), name
-    assert {kind(r) for _, r in results()} - {"hadamard", "gpu"} == {  # of a GPU there may be none yet
+    assert {kind(r) for _, r in results()} - {"hadamard", "gpu", "busy_machine"} == {  # of these there may be none yet
         "alone", "calibration", "compression", "contexts", "embeddings", "gpu_kernels", "grammars", "loop", "mmlu",
-        "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors",
+        "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors", "tensors.backends",
         "tensors.batching", "tensors.child", "tensors.routes", "truth", "versions",
     }  # fmt: skip
     for shown in (
