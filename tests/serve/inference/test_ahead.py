@@ -80,6 +80,7 @@ async def started(root: Path, repository: ModelRepository, more: str = "", count
     model = repository.get("m")
     for i in range(20 * count):
         await model.infer(request(model, i))
+    await becomes(lambda: not model._n_busy)  # type: ignore[attr-defined]
     return model
 
 
@@ -190,6 +191,7 @@ def test_who_may_not_be_given_ahead(
             model, answers = repository.get("m"), Answers()
             for i in range(20 * count):
                 await model.infer(shaped(model, i))
+            await becomes(lambda: not model._n_busy)  # type: ignore[attr-defined]
             given = [shaped(model, CLOSED) for _ in range(count)] + [shaped(model, v) for v in (101, 102)]
             for one in given:
                 model.submit(one, answers.receive(float(one.inputs["IN"].flat[0])))
