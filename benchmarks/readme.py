@@ -46,7 +46,8 @@ def tables() -> str:
         if found := headline(result):
             rows += [[processor(result) if row is found[0] else "", *row] for row in found]
             cores = f"{result['machine']['cores']} cores"
-            hosts.append(f"- {processor(result)}; {cores}; {label(result)}; {file_of(result)}")
+            remarks = " ".join(builds(result)) if result is not shown else ""
+            hosts.append(f"- {processor(result)}; {cores}; {label(result)}; {file_of(result)}. {remarks}".rstrip())
     if rows:
         header = ("processor", "Millrace beside", "KL, ours / theirs", *SHOWN.values())
         parts += [_RATIOS, table(header, rows), "\n".join(hosts)]

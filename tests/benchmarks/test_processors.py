@@ -52,7 +52,7 @@ def test_each_kind_has_its_newest_run_with_rounds_enough(monkeypatch: pytest.Mon
     hidden = "A, family.model 6.85: wider instruction sets than AVX2 hidden"
     assert f"| {hidden} | llama.cpp, the same file | 0.002 / 0.002 |  | 2.00 |  |" in told.splitlines()
     assert "|  | llama.cpp-q8_0: its fastest whose KL is no worse | 0.002 / 0.001 |  | 1.50 |  |" in told.splitlines()
-    assert f"- {hidden}; 2 cores; 2027-01-31, commit abc; medians of 5 rounds; `hidden`" in told.splitlines()
+    assert f"- {hidden}; 2 cores; 2027-01-31, commit abc; medians of 5 rounds; `hidden`." in told.splitlines()
     assert "medians of 4 rounds, fewer than the 5 that decide" in told and "medians of 5 rounds; " in told
 
 

@@ -27,8 +27,7 @@ from millrace.machine.huge_pages import huge_page_share
 from millrace.machine.isa_flags import NEEDED
 from millrace.machine.roofline import Rate, Roofline
 
-# What each instruction set needs, as the kernel names it.
-LITTLE_MEMORY = 2 << 30
+LOW_MEMORY_BYTES = 2 << 30  # below this, doctor warns
 
 
 def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:
@@ -137,7 +136,7 @@ def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
                 "stop them, and measure again",
             )
         )
-    if facts["memory_available_bytes"] < LITTLE_MEMORY:
+    if facts["memory_available_bytes"] < LOW_MEMORY_BYTES:
         found.append((f"only {size(facts['memory_available_bytes'])} of memory are available", "free memory"))
     return found
 
