@@ -117,7 +117,7 @@ def speeds_beside_kl(result: Result) -> Iterator[str]:
     header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in SHOWN.values()))
     versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
     yield table((*header, "ready, s") if timed else header, rows)
-    yield f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {label(result)}; {versions}."
+    yield f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {measured(result)}; {versions}."
 
 
 def builds(result: Result) -> list[str]:
@@ -131,7 +131,7 @@ def sources(result: Result) -> str:
     return f"Speeds from {file_of(result)}. {own}".rstrip()
 
 
-def label(result: Result) -> str:
+def measured(result: Result) -> str:
     """The day, the commit and the rounds."""
     rounds = int(result.get("rounds", 1))
     few = "" if decides(result) else f", fewer than the {ROUNDS} that decide"
@@ -150,8 +150,7 @@ def ratios(result: Result) -> list[list[str]]:
             same = "numbers" if "bf16" in ours else "file"
             rows.append([f"{ours} to {peer}, the same {same}", *_shown(cells)])
     for ours, family in BEST:
-        best = [_fastest(result, ours, family, w) for w in SHOWN]
-        cells = [None if peer is None else _ratio(result, ours, peer, w) for peer, w in zip(best, SHOWN, strict=True)]
+        best, cells = _to_fastest(result, ours, family)
         if any(cells):
             named = [f"{cell} ({peer})" if cell else "" for cell, peer in zip(_shown(cells), best, strict=True)]
             rows.append([f"{ours} to the fastest format of {family} whose KL is no worse", *named])
@@ -165,13 +164,18 @@ def headline(result: Result) -> list[list[str]]:
     same = [_ratio(result, "millrace", "llama.cpp", w) for w in SHOWN]
     rows = [["llama.cpp, the same file", _prices(result, "millrace", "llama.cpp"), *_shown(same)]] if any(same) else []
     for ours, family in HEADLINE:
-        best = [_fastest(result, ours, family, w) for w in SHOWN]
-        cells = [None if peer is None else _ratio(result, ours, peer, w) for peer, w in zip(best, SHOWN, strict=True)]
+        best, cells = _to_fastest(result, ours, family)
         if any(cells):
             formats = dict.fromkeys(peer for peer in best if peer is not None)
             prices = ", ".join(_prices(result, ours, peer) for peer in formats)
             rows.append([f"{', '.join(formats)}: its fastest whose KL is no worse", prices, *_shown(cells)])
     return rows
+
+
+def _to_fastest(result: Result, ours: str, family: str) -> tuple[list[str | None], list[float | None]]:
+    """By workload: the peer's fastest format whose KL is no worse, and how many times as fast ours is."""
+    best = [_fastest(result, ours, family, w) for w in SHOWN]
+    return best, [None if peer is None else _ratio(result, ours, peer, w) for peer, w in zip(best, SHOWN, strict=True)]
 
 
 def _prices(result: Result, ours: str, peer: str) -> str:

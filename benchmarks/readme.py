@@ -8,7 +8,7 @@ from benchmarks.processors import (
     by_engine,
     decides,
     headline,
-    label,
+    measured,
     processor,
     runs_by_processor,
     sources,
@@ -47,7 +47,7 @@ def tables() -> str:
             rows += [[processor(result) if row is found[0] else "", *row] for row in found]
             cores = f"{result['machine']['cores']} cores"
             remarks = " ".join(builds(result)) if result is not shown else ""
-            hosts.append(f"- {processor(result)}; {cores}; {label(result)}; {file_of(result)}. {remarks}".rstrip())
+            hosts.append(f"- {processor(result)}; {cores}; {measured(result)}; {file_of(result)}. {remarks}".rstrip())
     if rows:
         header = ("processor", "Millrace beside", "KL, ours / theirs", *SHOWN.values())
         parts += [_RATIOS, table(header, rows), "\n".join(hosts)]

@@ -49,7 +49,7 @@ class _Gated(Instance):
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         for request in requests:
-            value = float(request.inputs["IN"][0])
+            value = float(request.inputs["IN"].flat[0])
             self._of.executed.append(value)
             if value == CLOSED:
                 assert self._of.gate.wait(20)
@@ -85,7 +85,7 @@ async def started(root: Path, repository: ModelRepository, more: str = "", count
 
 
 def request(model: Model, value: float) -> InferRequest:
-    return asked(model, IN=np.array([value], np.float32))
+    return asked(model, IN=np.array([[value]] if model.config.max_batch_size else [value], np.float32))
 
 
 class Answers:
@@ -99,7 +99,7 @@ class Answers:
 
     def _received(self, value: float, response: InferResponse | None, error: StatusError | None, final: bool) -> None:
         assert final and (response is None) != (error is None)
-        told: Any = error.code if error is not None else float(response.outputs["OUT"][0])  # type: ignore[union-attr]
+        told: Any = error.code if error is not None else float(response.outputs["OUT"].flat[0])  # type: ignore[union-attr]
         self.found.append((value, told))
 
 
@@ -179,36 +179,17 @@ def test_who_may_not_be_given_ahead(
     backend.is_independent = is_independent
     monkeypatch.setattr(instances, "_SOON_NS", soon_ns)
 
-    def shaped(model: Model, value: float) -> InferRequest:
-        array = np.array([[value]] if more else [value], np.float32)
-        return asked(model, IN=array)
-
     async def run() -> None:
         async with loaded(tmp_path) as repository:
-            (tmp_path / "m" / "1").mkdir(parents=True)
-            (tmp_path / "m" / "config.pbtxt").write_text(CONFIG % (more, count))
-            await repository.load("m")
-            model, answers = repository.get("m"), Answers()
-            for i in range(20 * count):
-                await model.infer(shaped(model, i))
-            await becomes(lambda: not model._n_busy)  # type: ignore[attr-defined]
-            given = [shaped(model, CLOSED) for _ in range(count)] + [shaped(model, v) for v in (101, 102)]
+            model, answers = await started(tmp_path, repository, more, count), Answers()
+            given = [request(model, CLOSED) for _ in range(count)] + [request(model, v) for v in (101, 102)]
             for one in given:
                 model.submit(one, answers.receive(float(one.inputs["IN"].flat[0])))
             assert [one.started_ns > 0 for one in given] == [True] * count + [False, False]
             backend.gate.set()
             await becomes(lambda: len(answers.found) == len(given))
 
-    if more:
-        monkeypatch.setattr(_Gated, "execute", _execute_batched)
     asyncio.run(run())
-
-
-def _execute_batched(self: _Gated, requests: Sequence[InferRequest]) -> None:
-    for one in requests:
-        if float(one.inputs["IN"][0, 0]) == CLOSED:
-            assert self._of.gate.wait(20)
-        one.send(InferResponse({"OUT": one.inputs["IN"][0]}))
 
 
 @pytest.mark.usefixtures("quick_looks")

@@ -60,7 +60,7 @@ class BackendModel(Model):
             or self.cache is not None or self._limiter is not None
         )  # fmt: skip
         # Only if that decides nothing: which request is next, with which others, by which instance.
-        self._gives_ahead = self._computes_here and batching is None and len(self._workers) == 1
+        self._gives_ahead = self._computes_here and not (batching or self._is_never_quick or self._workers[1:])
 
     def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
         return Worker(given, lambda: warmed(backend.instance(given), given), self._outbox, self)
@@ -205,7 +205,7 @@ class BackendModel(Model):
     def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
         """An idle instance, or one that takes batches ahead, and what it is to compute."""
         workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._queue) > 0)
-        if not workers and self._gives_ahead and not self._is_never_quick and self._workers[0].takes_ahead:
+        if not workers and self._gives_ahead and self._workers[0].takes_ahead:
             workers = self._workers
         batch = self._queue.take(now_ns) if workers else None
         if batch is not None:
