@@ -189,26 +189,29 @@ def test_a_reload_under_load_drops_no_request(root: Path) -> None:
 
 
 def test_a_client_that_goes_away_cancels_what_it_asked(root: Path) -> None:
-    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
-    with serving(root) as url:
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }'})
+    with serving(root) as url, httpx.Client() as client:
         host, port = url.removeprefix("http://").split(":")
         body = json.dumps(ONE).encode()
         head = b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         sockets = [socket.create_connection((host, int(port))) for _ in range(2)]
-        for one in sockets:
-            one.sendall(head + body)
-        time.sleep(0.1)  # the first is being computed, the second waits
+
+        def counts() -> tuple[int, int]:
+            (stats,) = client.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+            return stats["execution_count"], stats["inference_stats"]["fail"]["count"]
+
+        sockets[0].sendall(head + body)
+        for _ in range(2):  # what arrived before the first of these is being computed after the second
+            assert counts() == (0, 0)
+        sockets[1].sendall(head + body)
+        waiting = 'nv_inference_pending_request_count{model="m",version="1"} 1\n'
+        until(lambda: waiting in client.get(f"{url}/metrics").text)
         sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # gone, not only silent
         sockets[1].close()
         assert sockets[0].recv(100).startswith(b"HTTP/1.1 200 OK")
         sockets[0].close()
-
-        def counts() -> tuple[int, int]:
-            (stats,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
-            return stats["execution_count"], stats["inference_stats"]["fail"]["count"]
-
         until(lambda: counts() == (1, 1))
-        text = httpx.get(f"{url}/metrics").text
+        text = client.get(f"{url}/metrics").text
         assert 'nv_inference_request_failure{model="m",version="1",reason="CANCELED"} 1\n' in text
 
 
