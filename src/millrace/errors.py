@@ -78,7 +78,7 @@ class EngineError(MillraceError):
 
 
 class MachineError(MillraceError):
-    """This machine lacks an instruction set or the memory that was asked for."""
+    """This machine lacks an instruction set or the memory that was asked for (HTTP 503, where a request needs it)."""
 
 
 class RequestError(MillraceError):

@@ -264,7 +264,7 @@ def test_what_ends_a_new_process_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 
     def exchange(process: FrameProcess, payload: bytes, timeout_s: float) -> bytes:
         process.process.kill()
-        raise EndedError
+        raise EndedError(-9)
 
     worker = Worker(WORKER, started.append)
     monkeypatch.setattr(FrameProcess, "exchange", exchange)

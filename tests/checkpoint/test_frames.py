@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.frames import EndedError, FrameProcess, Worker
+from millrace.errors import MachineError
 
 _SCRIPT = """
 import time
@@ -65,3 +66,44 @@ def test_a_worker_starts_another_after_it(script: Path) -> None:
     with pytest.raises(Interrupted):
         worker.exchange(b"2", 60)
     assert worker.exchange(b"3", 60) == b"answer to 3"
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def greeted(process: FrameProcess) -> None:
+        process.exchange(b"hello", 60)
+
+    broken = tmp_path / "broken_worker.py"
+    broken.write_text("raise SystemExit(7)")
+    worker = Worker(broken, greeted)
+    for retry in (True, False):
+        with pytest.raises(MachineError, match=r"broken_worker cannot start: it ended with exit status 7"):
+            worker.exchange(b"1", 60, retry=retry)
+    assert len([record for record in caplog.records if "cannot start" in record.message]) == 2
+
+    def no_process(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", no_process)
+    with pytest.raises(MachineError, match="cannot start: Resource temporarily unavailable"):
+        worker.exchange(b"1", 60)
+
+
+def test_a_message_that_may_end_its_process_is_sent_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        _SCRIPT.replace("    connection.send", "    if message == b'fatal': raise SystemExit(3)\n    connection.send")
+    )
+    n = 0
+
+    def greet(process: FrameProcess) -> None:
+        nonlocal n
+        n += 1
+
+    worker = Worker(script, greet)
+    assert worker.exchange(b"1", 60) == b"answer to 1"
+    with pytest.raises(EndedError) as error:
+        worker.exchange(b"fatal", 60, retry=False)
+    assert error.value.returncode == 3 and n == 1
+    assert worker.exchange(b"2", 60) == b"answer to 2" and n == 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import RequestError
+from millrace.errors import MachineError, RequestError
 from millrace.runtime import grammar_process, grammar_worker
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.grammar_bounds import (
@@ -22,6 +22,7 @@ from millrace.runtime.grammar_bounds import (
 )
 from millrace.runtime.grammar_process import GrammarProcess, in_deep_stack
 from millrace.runtime.structured import StructuredOutputsParams
+from millrace.serve.errors import problem_of
 from tests.serve.support import VOCABULARY, tokenizer
 
 Forms = dict[str, Any]
@@ -159,6 +160,37 @@ def test_what_ends_the_compiling_process_is_refused(name: str, tmp_path: Path, m
             assert compiling.lark(StructuredOutputsParams(regex="ok"), "ok") == "ok"
 
 
+def test_a_compiling_process_that_cannot_start_is_the_servers_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text("raise SystemExit(1)")
+    monkeypatch.setattr(grammar_process, "_WORKER", script)
+    compiling = GrammarProcess(16, {0: b"<end>"}, [0], None)
+    compiling.start()
+    with pytest.raises(MachineError, match="cannot start") as error:
+        compiling.lark(StructuredOutputsParams(regex="ok"), "ok")
+    assert problem_of(error.value, accepting=True).status == problem_of(error.value, accepting=False).status == 503
+
+
+def test_an_answer_without_memory_for_its_lexer_ends_alone(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other answers of the step get their masks."""
+    (lost,) = grammars.matchers(StructuredOutputsParams(regex="a+"), 1)
+    (other,) = grammars.matchers(StructuredOutputsParams(regex="(?s:.)+"), 1)
+    lost.guide.consume_token(VOCABULARY + 10**6)  # an error of the matcher, as its lexer's limit is
+    assert lost.why
+    expected = grammars.masks([other])[0]
+    monkeypatch.setattr(grammars, "_left_by_their_lexer", lambda matchers: [0])
+
+    def no_thread(work: object) -> None:
+        raise MachineError("no memory is left", "memory", "try again")
+
+    monkeypatch.setattr("millrace.runtime.grammar.in_deep_stack", no_thread)
+    masks = grammars.masks([lost, other])
+    assert not masks[0].any() and (masks[1] == expected).all() and expected.any()
+    assert lost.why == "no memory is left" and lost.fault is None and not other.why
+
+
 def test_a_short_form_waits_for_no_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = "import time; time.sleep(600)"
     with process(tmp_path, monkeypatch, fault) as compiling:
@@ -174,12 +206,12 @@ def test_a_short_form_waits_for_no_long_one(tmp_path: Path, monkeypatch: pytest.
         waiting = threading.Thread(target=wait)
         waiting.start()
         deadline = time.monotonic() + 60
-        while compiling._long.process is None and time.monotonic() < deadline:
+        while compiling._long.worker._at_work is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert compiling._long.process is not None
+        assert compiling._long.worker._at_work is not None
         assert compiling.lark(StructuredOutputsParams(regex="short"), "short") == "short"
         assert waiting.is_alive()
-        compiling._long.process.kill()
+        compiling._long.worker._at_work.kill()
         waiting.join(60)
     assert len(failed) == 1
 

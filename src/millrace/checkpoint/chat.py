@@ -150,9 +150,8 @@ def normalised(messages: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _greet(sources: Mapping[str, str], variables: Mapping[str, str], limits: ChatLimits, process: FrameProcess) -> None:
-    """Give a new process its memory limit, then the template. raises CheckpointError where that is broken"""
-    with _said(limits, _START_S):
-        process.exchange(json.dumps({"memory_bytes": limits.memory_bytes}).encode(), _START_S)
+    """Give a new process its memory limit, then the template. raises CheckpointError if the template is broken"""
+    process.exchange(json.dumps({"memory_bytes": limits.memory_bytes}).encode(), _START_S)
     load = {"templates": dict(sources), "first": DEFAULT, "variables": dict(variables)}
     with _said(limits, limits.timeout_s):
         reply = json.loads(process.exchange(json.dumps(load).encode(), limits.timeout_s))

@@ -3,6 +3,7 @@
 The messages are bytes, as `multiprocessing.connection` sends them: nothing is pickled.
 """
 
+import logging
 import signal
 import socket
 import subprocess
@@ -11,11 +12,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from millrace.errors import MachineError
+
+log = logging.getLogger(__name__)
 _CAN_HOLD = sys.platform == "linux"  # where a process that is stopped can go on when its owner has ended
+_ENDING_S = 1.0  # for a process to end after its connection was closed
 _LONG_S = 0.05  # of which what a process takes, one slice of the kernel's, is hardly felt
 
 
@@ -24,7 +29,11 @@ class LateError(Exception):
 
 
 class EndedError(Exception):
-    """The process ended without an answer."""
+    """The process ended without an answer. returncode: its exit status; -N if signal N ended it"""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(returncode)
+        self.returncode = returncode
 
 
 class FrameProcess:
@@ -89,15 +98,18 @@ class FrameProcess:
             timer.cancel()
         if answer is not None and not late.is_set():
             return answer
+        if not late.is_set():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING_S)  # its connection closes before it has ended: its own exit status is awaited
         self.close()
-        raise LateError if late.is_set() else EndedError
+        raise LateError if late.is_set() else EndedError(process.returncode)
 
 
 class Worker:
     """A FrameProcess that is started when it is needed, and again after it ended. Threads take turns with it."""
 
     def __init__(self, script: Path, greet: Callable[[FrameProcess], None]) -> None:
-        """greet: says the first messages to a new process; what it raises ends the process"""
+        """greet: sends the first messages to a new process; what it raises ends the process"""
         self._script, self._greet = script, greet
         self._turn = threading.Lock()
         self.process: FrameProcess | None = None
@@ -106,15 +118,20 @@ class Worker:
         self._at_work: FrameProcess | None = None
         self._halted: FrameProcess | None = None
 
-    def exchange(self, payload: bytes, timeout_s: float) -> bytes:
-        """raises LateError, EndedError, and what `greet` raises"""
+    def exchange(self, payload: bytes, timeout_s: float, *, retry: bool = True) -> bytes:
+        """Send one message and receive one.
+
+        retry: if the process ends that answered before, ask a new one; False: the message may be what ended it
+
+        raises LateError, EndedError; MachineError if no process can start; and what else `greet` raises
+        """
         with self._turn:
             before, process = self.process, self._started()
             try:
                 with self._work_of(process):
                     return process.exchange(payload, timeout_s)
             except EndedError:
-                if process is not before or process.killed:
+                if not retry or process is not before or process.killed:
                     raise
             again = self._started()  # the other may have ended before it was asked
             with self._work_of(again):
@@ -173,13 +190,25 @@ class Worker:
             return self.process
         if self.process is not None:
             self.process.close()
-        self.process = process = FrameProcess(self._script)
+        try:
+            self.process = process = FrameProcess(self._script)
+        except OSError as error:  # no memory, no more processes or descriptors
+            raise self._unavailable(f"{error.strerror}") from None
         try:
             self._greet(process)
+        except LateError:
+            raise self._unavailable("it was not ready in time") from None
+        except EndedError as error:
+            raise self._unavailable(f"it ended with exit status {error.returncode}") from None
         except BaseException:
             process.close()
             raise
         return process
+
+    def _unavailable(self, why: str) -> MachineError:
+        what = f"the process {self._script.stem} cannot start: {why}"
+        log.error("%s", what)
+        return MachineError(what, "memory and time for one more process", "free memory, then try again")
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:

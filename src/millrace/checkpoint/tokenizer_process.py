@@ -7,6 +7,8 @@ others wait, and a thread of low priority that holds the interpreter's lock is w
 import base64
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -34,15 +36,8 @@ class TokenizerProcess:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`text` holds no half of a surrogate pair. raises CheckpointError where the process cannot do it"""
         payload = (b"\1" if add_special_tokens else b"\0") + text.encode()
-        try:
+        with _tokenising(f"a text of {len(text):,} characters was not tokenised", self._timeout_s):
             answer = self._worker.exchange(payload, self._timeout_s)
-        except (LateError, EndedError) as error:
-            raise CheckpointError(
-                f"a text of {len(text):,} characters was not tokenised: the process for it "
-                + ("took too long" if isinstance(error, LateError) else "ended"),
-                f"tokens within {self._timeout_s:g} s and the machine's memory",
-                "send a shorter text, or try again when the machine is less busy",
-            ) from None
         ids: list[int] = np.frombuffer(answer, np.int32).tolist()
         return ids
 
@@ -54,4 +49,18 @@ class TokenizerProcess:
 def _greet(folder: Path, files: Files, timeout_s: float, process: FrameProcess) -> None:
     contents = {name: base64.b64encode(data).decode() for name, data in files.items()}
     hello = {"folder": str(folder), "files": contents, "path": sys.path}
-    process.exchange(json.dumps(hello).encode(), timeout_s)
+    with _tokenising("the tokenizer's files were not read", timeout_s):
+        process.exchange(json.dumps(hello).encode(), timeout_s)
+
+
+@contextmanager
+def _tokenising(what_failed: str, timeout_s: float) -> Iterator[None]:
+    """raises CheckpointError if the process ends or takes too long"""
+    try:
+        yield
+    except (LateError, EndedError) as error:
+        raise CheckpointError(
+            f"{what_failed}: the process for it {'took too long' if isinstance(error, LateError) else 'ended'}",
+            f"tokens within {timeout_s:g} s and the machine's memory",
+            "send a shorter text, or try again when the machine is less busy",
+        ) from None

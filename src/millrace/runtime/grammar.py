@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.errors import RequestError
+from millrace.errors import MachineError, RequestError
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.grammar_process import GrammarProcess, in_deep_stack
 from millrace.runtime.grammar_source import LIMITED, shortened, stopped_because
@@ -86,7 +86,17 @@ class _Held:
 class Matcher:
     """Where one answer is in its grammar. It belongs to one thread at a time."""
 
-    __slots__ = ("_held", "_is_free", "_may_think", "_n_gap", "_taken", "_thoughts", "compiled", "guide")
+    __slots__ = (
+        "_failed_because",
+        "_held",
+        "_is_free",
+        "_may_think",
+        "_n_gap",
+        "_taken",
+        "_thoughts",
+        "compiled",
+        "guide",
+    )
 
     def __init__(self, held: _Held, thoughts: Thoughts | None = None) -> None:
         self._held, self._thoughts = held, thoughts
@@ -95,6 +105,7 @@ class Matcher:
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
         self._n_gap = 0  # characters of the gap that may come
+        self._failed_because = ""  # of the server
 
     def take(self, token: int) -> None:
         """The next token of the answer."""
@@ -124,15 +135,19 @@ class Matcher:
         self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
         self.guide.consume_tokens(self._taken)
 
+    def fail(self, why: str) -> None:
+        """End the answer for a reason that is the server's, not the request's."""
+        self._failed_because = why
+
     @property
     def why(self) -> str:
         """The answer cannot be gone on with: what happened. "" where it can, or is complete."""
-        return stopped_because(self.guide)
+        return self._failed_because or stopped_because(self.guide)
 
     @property
     def fault(self) -> RequestError | None:
         """The request's, where its answer cannot be gone on with."""
-        if not (why := self.why):
+        if self._failed_because or not (why := self.why):
             return None
         asked = self._held.asked
         what = f"its {asked.kind} cannot be held to any more in the middle of the answer: {why}"
@@ -178,7 +193,7 @@ class Grammars:
 
         thoughts: may go before each, and are held to nothing
 
-        raises RequestError for what cannot be compiled, or is beyond the limits
+        raises RequestError for what cannot be compiled, or is beyond the limits; MachineError without memory for it
         """
         if asked is None:
             return []
@@ -235,10 +250,16 @@ class Grammars:
 
     def _fill(self, masks: NDArray[np.uint32], matchers: Sequence[Matcher]) -> None:
         self._compute(range(len(matchers)), matchers, masks)
-        if left := self._left_by_their_lexer(matchers):
-            for row in left:
+        restarted = []
+        for row in self._left_by_their_lexer(matchers):
+            try:
                 matchers[row].restart(self._compiled)
-            self._compute(left, matchers, masks)
+            except MachineError as error:  # the other answers of the step go on
+                matchers[row].fail(error.what)
+            else:
+                restarted.append(row)
+        if restarted:
+            self._compute(restarted, matchers, masks)
         for mask, matcher in zip(masks, matchers, strict=True):
             matcher.finish(mask, self._ends)
 

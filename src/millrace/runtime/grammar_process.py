@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
 from millrace.checkpoint.grammar_limits import limits
-from millrace.errors import BusyError, RequestError
+from millrace.errors import MachineError, RequestError
 from millrace.runtime.grammar_worker import MEMORY_BYTES, STACK_BYTES
 from millrace.runtime.structured import StructuredOutputsParams
 
@@ -31,39 +31,34 @@ _THREAD_STACK_BYTES = 2 * STACK_BYTES
 _stack_size = threading.Lock()  # Python has one setting for all threads
 
 
-class _Process:
-    """One compiling process, started when it is needed, and again after it ended. Threads take turns with it."""
-
-    def __init__(self, hello: bytes, cpu_s: float) -> None:
-        self.cpu_s = cpu_s
-        self._hello = hello
-        self._turn = threading.Lock()
-        self.process: FrameProcess | None = None
-
-    def exchange(self, message: Mapping[str, object]) -> Mapping[str, Any]:
-        """Return the answer to a message. raises LateError, EndedError, and _SlowError if its CPU time is used up"""
-        payload = json.dumps({**message, "cpu_s": self.cpu_s} if message else message).encode()
-        with self._turn:
-            process = self._started()
-            try:
-                answer: Mapping[str, Any] = json.loads(process.exchange(payload, _TIMEOUT_S))
-            except EndedError:
-                if process.process.returncode == -signal.SIGPROF:
-                    raise _SlowError from None
-                raise
-        return answer
-
-    def _started(self) -> FrameProcess:
-        if self.process is None or not self.process.alive:
-            if self.process is not None:
-                self.process.close()
-            self.process = FrameProcess(_WORKER)
-            self.process.exchange(self._hello, _TIMEOUT_S)
-        return self.process
-
-
 class _SlowError(Exception):
     """A request took more CPU time than its process allows."""
+
+
+class _Compiler:
+    """A process that compiles, with a limit of CPU time for each request."""
+
+    def __init__(self, hello: bytes, cpu_s: float) -> None:
+        self.cpu_s, self._hello = cpu_s, hello
+        self.worker = Worker(_WORKER, self._greet)
+
+    def start(self) -> None:
+        """raises MachineError"""
+        self.worker.exchange(b"{}", _TIMEOUT_S)
+
+    def compile(self, message: Mapping[str, object]) -> Mapping[str, Any]:
+        """Return the answer to a request. raises _SlowError, LateError, EndedError, and MachineError"""
+        payload = json.dumps({**message, "cpu_s": self.cpu_s}).encode()
+        try:
+            answer: Mapping[str, Any] = json.loads(self.worker.exchange(payload, _TIMEOUT_S, retry=False))
+        except EndedError as error:
+            if error.returncode == -signal.SIGPROF:
+                raise _SlowError from None
+            raise
+        return answer
+
+    def _greet(self, process: FrameProcess) -> None:
+        process.exchange(self._hello, _TIMEOUT_S)
 
 
 class GrammarProcess:
@@ -80,18 +75,21 @@ class GrammarProcess:
             "special": [[token, text.decode("latin-1")] for token, text in special.items()],
         }  # fmt: skip
         hello = json.dumps(opened).encode()
-        self._short, self._long = _Process(hello, SHORT_CPU_S), _Process(hello, LONG_CPU_S)
+        self._short, self._long = _Compiler(hello, SHORT_CPU_S), _Compiler(hello, LONG_CPU_S)
 
     def start(self) -> None:
         """Start the process for short requests, so that the first of them does not wait for it.
 
         If it cannot start, the first request tries again, and says so.
         """
-        with suppress(LateError, EndedError):
-            self._short.exchange({})
+        with suppress(MachineError, LateError, EndedError):
+            self._short.start()
 
     def lark(self, params: StructuredOutputsParams, text: str) -> str:
-        """Return the grammar of a request. raises RequestError if it cannot be enforced, or ends the process"""
+        """Return the grammar of a request.
+
+        raises RequestError if it cannot be enforced, or ends the process; MachineError if no process can start
+        """
         message = {"kind": params.kind, "text": text, "asked_as": params.asked_as, "limits": limits()}
         try:
             answer = self._compiled(params.is_short, message)
@@ -112,8 +110,8 @@ class GrammarProcess:
         """What proves slow although it is short is tried again among the long ones."""
         if is_short:
             with suppress(_SlowError):
-                return self._short.exchange(message)
-        return self._long.exchange(message)
+                return self._short.compile(message)
+        return self._long.compile(message)
 
 
 def _not_compiled(params: StructuredOutputsParams, why: str) -> RequestError:
@@ -126,7 +124,7 @@ def _not_compiled(params: StructuredOutputsParams, why: str) -> RequestError:
 def in_deep_stack(work: Callable[[], T]) -> T:
     """Return the result of `work`, called in a thread with a stack larger than the compiling process has.
 
-    raises what `work` raises, and BusyError if there is no memory for the thread
+    raises what `work` raises, and MachineError if there is no memory for the thread
     """
     with ThreadPoolExecutor(1, "millrace-compile") as pool:
         with _stack_size:
@@ -134,7 +132,10 @@ def in_deep_stack(work: Callable[[], T]) -> T:
             try:
                 result = pool.submit(work)  # starts the thread
             except RuntimeError:
-                raise BusyError("there is no memory for a thread", "memory for its stack", "come back later") from None
+                raise MachineError(
+                    "no memory is left for a thread that compiles grammars", f"{_THREAD_STACK_BYTES // 2**20} MB",
+                    "try again later; the server's operator may free memory",
+                ) from None  # fmt: skip
             finally:
                 threading.stack_size(usual)
         return result.result()

@@ -10,7 +10,7 @@ from http import HTTPStatus
 import msgspec
 from starlette.responses import Response
 
-from millrace.errors import BusyError, CheckpointError, ContextError, MillraceError, RequestError
+from millrace.errors import BusyError, CheckpointError, ContextError, MachineError, MillraceError, RequestError
 from millrace.runtime.params import Delta, FinishReason
 from millrace.serve.replies import ErrorBody, ErrorReply
 
@@ -94,6 +94,9 @@ ErrorWriter = Callable[[Problem], bytes]  # a protocol's: the JSON of a reply th
 BUG = Problem(500, "The server failed at this request; its log says why.", code="internal_error")
 
 
+MACHINE_RETRY_S = 5.0  # memory may be free again then
+
+
 def one_line(error: MillraceError) -> str:
     """What was wrong, what was expected and how to mend it, as one line of prose."""
     return f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
@@ -113,6 +116,8 @@ def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
             return Problem(429, message, code="queue_full", retry_after_s=error.retry_after_s)
         case BusyError():
             return Problem(503, message, code="unavailable", retry_after_s=error.retry_after_s)
+        case MachineError():
+            return Problem(503, message, code="unavailable", retry_after_s=MACHINE_RETRY_S)
         case CheckpointError():  # the chat template cannot digest it; asking again would not help
             return Problem(422, message, param="messages", code="chat_template_failed")
     return Problem(500, message, code="server_error")

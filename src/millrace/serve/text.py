@@ -321,7 +321,7 @@ class TextBackend(Backend):
     async def matchers(
         self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
     ) -> Sequence[Matcher]:
-        """Of what n answers are held to, compiled beside event loop and engine. raises RequestError, BusyError
+        """Compile for n answers, beside event loop and engine. raises RequestError, BusyError, MachineError
 
         thoughts: what may go before each
         """

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from millrace.errors import BusyError, RequestError
+from millrace.errors import BusyError, MachineError, RequestError
 from millrace.runtime.batch import EngineThread
 from millrace.serve.inference.backend import Instance
 from millrace.serve.inference.request import InferRequest
@@ -31,7 +31,7 @@ class EngineInstance(Instance):
 
 
 def begin_each(requests: Sequence[InferRequest], begin: Callable[[InferRequest], None]) -> None:
-    """begin: raises StatusError, RequestError, BusyError, which is the answer of its request alone"""
+    """begin: raises StatusError, RequestError, BusyError, MachineError, which is the answer of its request alone"""
     for request in requests:
         try:
             begin(request)
@@ -39,7 +39,7 @@ def begin_each(requests: Sequence[InferRequest], begin: Callable[[InferRequest],
             request.fail(error)
         except RequestError as error:
             request.fail(invalid(f"{request.named}{error.what}; expected: {error.expected}"))
-        except BusyError as error:
+        except (BusyError, MachineError) as error:
             request.fail(StatusError(Code.UNAVAILABLE, f"{request.named}{error.what}"))
 
 
