@@ -14,8 +14,8 @@ import msgspec
 import tokenizers
 from tokenizers import normalizers
 
+from millrace.checkpoint.address_space import check_address_space
 from millrace.checkpoint.tokenizer import Specials, TokenizerConfig, VocabularyTokenizer, check_unicode
-from millrace.checkpoint.tokenizer_room import check_room
 from millrace.errors import CheckpointError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -33,7 +33,7 @@ class JsonTokenizer(VocabularyTokenizer):
         _check_whole(data, path)
         _check_charsmaps(data, path)
         _check_prefix(data, path)
-        check_room(data, _ROOM_PER_BYTE, path)
+        check_address_space(data, _ROOM_PER_BYTE, path)
         with _failures_told(path):
             library = tokenizers.Tokenizer.from_buffer(data)
             library.no_truncation()  # of training; a prompt is never cut silently

@@ -1,14 +1,15 @@
 """SentencePiece's `tokenizer.model`, for checkpoints that come without a tokenizer.json (Llama 2, Mistral, Gemma)."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
 import sentencepiece
 
+from millrace.checkpoint.address_space import check_address_space
+from millrace.checkpoint.protobuf import BYTES, WireError, fields
 from millrace.checkpoint.tokenizer import Added, Specials, TokenizerConfig, VocabularyTokenizer
-from millrace.checkpoint.tokenizer_room import check_room
 from millrace.errors import CheckpointError
 
 _MARK = "\u2581"  # SentencePiece's visible space
@@ -29,7 +30,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
         """`data`: the file's contents; `path` is for messages."""
         _check_lengths(data, path)
-        check_room(data, _ROOM_PER_BYTE, path)
+        check_address_space(data, _ROOM_PER_BYTE, path)
         self._model, self._inner = _open(data, path)
         size: int = self._model.get_piece_size()
         self._prefix = self._model.encode("a") != self._inner.encode("a")
@@ -143,54 +144,12 @@ def _open(
 def _check_lengths(data: bytes, path: Path) -> None:
     """Refuse a protobuf message with a field that ends outside it, before the library allocates what it claims."""
     try:
-        for field, start, end in _fields(data, 0, len(data)):
-            if field in _SPECS and start >= 0:
-                for _ in _fields(data, start, end):
+        for number, kind, _, begin, end in fields(data):
+            if number in _SPECS and kind == BYTES:
+                for _ in fields(data, begin, end):
                     pass
-    except (IndexError, ValueError):
+    except WireError:
         raise _unreadable(path, f"it is truncated or damaged: a field ends outside its {len(data)} bytes") from None
-
-
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, first byte and end of each field of a message; the first byte is -1 if it is a number.
-
-    raises ValueError, IndexError for a field that ends behind `end`, or of an unknown type
-    """
-    while at < end:
-        tag, at = _varint(data, at)
-        start = -1
-        match tag & 7:
-            case 0:
-                _, at = _varint(data, at)
-            case 1:
-                at += 8
-            case 2:
-                size, start = _varint(data, at)
-                at = start + size
-            case 5:
-                at += 4
-            case _:
-                raise ValueError(tag)
-        if at > end:
-            raise ValueError(tag)
-        yield tag >> 3, start, at
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where it ends.
-
-    raises IndexError at the end of the data, ValueError for more than 10 bytes
-    """
-    byte = data[at]
-    if byte < 128:
-        return byte, at + 1
-    value = byte & 127
-    for i in range(1, 10):
-        byte = data[at + i]
-        value |= (byte & 127) << (7 * i)
-        if byte < 128:
-            return value, at + i + 1
-    raise ValueError(value)
 
 
 def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:

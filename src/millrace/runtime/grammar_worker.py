@@ -20,7 +20,6 @@ import sys
 import threading
 from ctypes import addressof, c_uint32
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 STACK_BYTES = 64 * 2**20
 MEMORY_BYTES = 512 * 2**20  # address space beyond what the process needs for itself
+USED_BYTES = 2**31  # of address space, where the system does not tell
 PRIORITY = 5  # as of nice(1): the engine's threads go first
 N_STEPS = 8  # of an answer, whose masks are computed
 
@@ -58,9 +58,10 @@ def _serve(owner: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    statm = Path("/proc/self/statm")
-    used = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 2**31
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    from millrace.checkpoint.address_space import used_address_space
+
+    limit = (used_address_space() or USED_BYTES) + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 class _Vocabulary:

@@ -10,10 +10,11 @@ import httpx
 import numpy as np
 import pytest
 
+from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference import check
 from millrace.serve.kserve import grpc_scan
 from millrace.serve.kserve.grpc_scan import LARGE, MOST_BESIDE, MOST_TYPED
-from millrace.serve.kserve.messages import SERVICE, message, varint
+from millrace.serve.kserve.messages import SERVICE, message
 from millrace.serve.kserve.shared_memory import RegionPlace
 from tests.support.kserve import one
 from tests.support.kserve_grpc import Client, connected, refusal, request

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference import concatenation
 from millrace.serve.inference.concatenation import concatenated
 from millrace.serve.inference.guest import strings
@@ -24,7 +25,7 @@ from millrace.serve.inference.tensors import BYTES, DTYPES, Tensor, objects
 from millrace.serve.kserve import grpc_infer, grpc_scan, infer_reply
 from millrace.serve.kserve.grpc_infer import GrpcWanted, response_bytes
 from millrace.serve.kserve.infer_body import HttpWanted
-from millrace.serve.kserve.messages import CONTENTS, SERVICE, message, varint
+from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
 from tests.support.repository import identity, in_process, write_models
 from tests.support.server import Threaded
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference import at_once
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.messages import SERVICE, message, varint
+from millrace.serve.kserve.messages import SERVICE, message
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from tests.serve.kserve.test_quick import n_quick
 from tests.support.drawn import examples

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import objects
 from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
-from millrace.serve.kserve.messages import message, varint
+from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.stream_answers import Answers, Deadline
 
 MODEL: Any = SimpleNamespace(name="llm", version=3, labels={"scores": ("a", "b")})

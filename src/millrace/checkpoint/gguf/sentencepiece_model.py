@@ -12,8 +12,9 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from millrace.checkpoint.protobuf import FIXED32, VARINT, bytes_field, key, varint
+
 UNKNOWN, UNUSED = 2, 5
-_VARINT, _BYTES, _FLOAT = 0, 2, 5  # wire types
 _BPE = 2
 
 
@@ -26,27 +27,14 @@ class Piece(NamedTuple):
 def encode_model(pieces: Sequence[Piece], *, byte_fallback: bool, prefix: bool) -> bytes:
     """A model that SentencePiece can load; `prefix`: a space is put in front of a text."""
     trainer = _number(3, _BPE) + _number(35, byte_fallback)
-    normalizer = _bytes(1, b"identity") + _number(3, prefix) + _number(4, False) + _number(5, True)
-    return b"".join(_bytes(1, _piece(p)) for p in pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
+    normalizer = bytes_field(1, b"identity") + _number(3, prefix) + _number(4, False) + _number(5, True)
+    return b"".join(bytes_field(1, _piece(p)) for p in pieces) + bytes_field(2, trainer) + bytes_field(3, normalizer)
 
 
 def _piece(piece: Piece) -> bytes:
-    score = bytes([2 << 3 | _FLOAT]) + struct.pack("<f", piece.score)
-    return _bytes(1, piece.text.encode()) + score + _number(3, piece.type)
+    score = key(2, FIXED32) + struct.pack("<f", piece.score)
+    return bytes_field(1, piece.text.encode()) + score + _number(3, piece.type)
 
 
 def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3 | _VARINT) + _varint(value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return _varint(field << 3 | _BYTES) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return key(field, VARINT) + varint(value)

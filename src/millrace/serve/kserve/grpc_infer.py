@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference.check import Given, Later, check_shape, shown
 from millrace.serve.inference.concatenation import concatenated
 from millrace.serve.inference.guest.strings import joined_pieces
@@ -20,7 +21,7 @@ from millrace.serve.inference.tensors import BYTES, DTYPES
 from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.grpc_scan import Cut, contents_pieces
 from millrace.serve.kserve.infer_reply import told_outputs
-from millrace.serve.kserve.messages import CONTENTS, message, varint
+from millrace.serve.kserve.messages import CONTENTS, message
 from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
 
 RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last

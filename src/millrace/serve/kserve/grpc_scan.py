@@ -7,22 +7,16 @@ times as large; of these the contents of an input are cut out too, and decoded i
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, key, varint
 from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.inference.tensors import MOST_STRINGS
-from millrace.serve.kserve.messages import field_numbers, varint
+from millrace.serve.kserve.messages import field_numbers
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
 MOST_TYPED = 16 << 20  # bytes of all typed contents together
 MOST_BESIDE = 1 << 20  # bytes of names, shapes and parameters
 _MOST_FIELDS = 1 << 16  # of a message that is no tensor
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
-_SIZES = {_FIXED64: 8, _FIXED32: 4}
 _PIECE = 1 << 16  # bytes of contents, which are decoded at once
-_MOST_VARINT = 10  # bytes
-
-
-class _BrokenError(Exception):
-    """No message, as protobuf will say."""
 
 
 @dataclass(slots=True)
@@ -47,7 +41,7 @@ def check(name: str, data: bytes) -> None:
                     pass
             case _ if len(data) > MOST_BESIDE:
                 raise invalid(f"the message {name} has {len(data)} bytes, at most {MOST_BESIDE} are supported")
-    except _BrokenError:
+    except WireError:  # protobuf will say so
         return
 
 
@@ -57,7 +51,7 @@ def cut(data: bytes) -> Cut | None:
         return None
     try:
         return _cut(memoryview(data))
-    except _BrokenError:
+    except WireError:  # protobuf will say so
         return None
 
 
@@ -66,17 +60,17 @@ def _cut(data: memoryview) -> Cut:
     found, kept, n_inputs = Cut(b""), list[bytes | memoryview](), 0
     typed = beside = 0
     for number, kind, start, begin, end in _fields(data, _MOST_FIELDS):
-        if (number, kind) == (request["raw_input_contents"], _BYTES):
+        if (number, kind) == (request["raw_input_contents"], BYTES):
             found.raw_contents.append(data[begin:end])
             continue
         beside += end - begin
-        if (number, kind) != (request["inputs"], _BYTES):
+        if (number, kind) != (request["inputs"], BYTES):
             kept.append(data[start:end])
             continue
         inner, parts = data[begin:end], list[bytes | memoryview]()
         for of_input, its_kind, key_at, at, stop in _fields(inner, _MOST_FIELDS):
             part = inner[at:stop]
-            if (of_input, its_kind) == (tensor["contents"], _BYTES):
+            if (of_input, its_kind) == (tensor["contents"], BYTES):
                 typed, beside = typed + len(part), beside - len(part)
                 _check_strings(part)
                 if len(part) > _PIECE:
@@ -97,7 +91,7 @@ def _cut(data: memoryview) -> Cut:
 
 
 def _header(number: int, n_bytes: int) -> bytes:
-    return bytes((number << 3 | _BYTES,)) + varint(n_bytes)
+    return key(number, BYTES) + varint(n_bytes)
 
 
 def contents_pieces(contents: memoryview) -> Iterator[bytes]:
@@ -105,7 +99,7 @@ def contents_pieces(contents: memoryview) -> Iterator[bytes]:
     numbers, kept_from = field_numbers("InferTensorContents"), 0
     fixed = (numbers["fp32_contents"], numbers["fp64_contents"])
     for number, kind, start, begin, end in _fields(contents, MOST_STRINGS):
-        if kind == _BYTES and number != numbers["bytes_contents"] and end - begin > _PIECE:  # packed numbers
+        if kind == BYTES and number != numbers["bytes_contents"] and end - begin > _PIECE:  # packed numbers
             yield bytes(contents[kept_from:start])
             for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
                 yield _header(number, len(packed)) + packed
@@ -121,7 +115,7 @@ def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[bytes]:
     begin = 0
     while begin < len(packed):
         end = begin + _PIECE
-        while has_varints and end < min(len(packed), begin + _PIECE + _MOST_VARINT) and packed[end - 1] & 0x80:
+        while has_varints and end < min(len(packed), begin + _PIECE + MAX_VARINT) and packed[end - 1] & 0x80:
             end += 1
         yield bytes(packed[begin:end])
         begin = end
@@ -135,43 +129,11 @@ def _check_strings(contents: memoryview) -> None:
 
 
 def _fields(data: memoryview, most: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Number, wire type, and where the key begins, the content begins and ends. raises StatusError, _BrokenError"""
-    at, end, n = 0, len(data), 0
-    while at < end:
-        n += 1
+    """Yield fields as `protobuf.fields` does, of which there are at most so many. raises StatusError, WireError"""
+    for n, one in enumerate(fields(data), 1):
         if n > most:
             raise _too_many(most)
-        start = at
-        key, at = _varint(data, at)
-        match key & 7:
-            case 0:  # a varint
-                begin = at
-                _, at = _varint(data, at)
-            case 2:  # bytes
-                size, begin = _varint(data, at)
-                at = begin + size
-            case kind:
-                begin, at = at, at + _size_of(kind)
-        if at > end:
-            raise _BrokenError
-        yield key >> 3, key & 7, start, begin, at
-
-
-def _size_of(kind: int) -> int:
-    if kind not in _SIZES:
-        raise _BrokenError
-    return _SIZES[kind]
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number, and where it ends."""
-    found = shift = 0
-    for i in range(at, min(at + _MOST_VARINT, len(data))):
-        found |= (data[i] & 0x7F) << shift
-        if data[i] < 0x80:
-            return found, i + 1
-        shift += 7
-    raise _BrokenError
+        yield one
 
 
 def _too_many(most: int) -> StatusError:

@@ -119,17 +119,6 @@ def field_numbers(name: str) -> Mapping[str, int]:
     return {field.name: field.number for field in message(name).DESCRIPTOR.fields}
 
 
-def varint(n: int) -> bytes:
-    """As protobuf writes a length."""
-    if n < 128:
-        return bytes((n,))
-    found = bytearray()
-    while n > 127:
-        found.append(n & 127 | 128)
-        n >>= 7
-    return bytes((*found, n))
-
-
 def made(name: str, fields: Mapping[str, Any]) -> Any:
     """A message of that name. fields: with dictionaries in place of messages, which protobuf's own constructors do not
     take in maps before 6.30

@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy import ndarray
 
+from millrace.checkpoint.protobuf import BYTES, key, varint
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
@@ -22,7 +23,7 @@ from millrace.serve.inference.tensors import Array
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import GrpcWanted, fill_response, read_infer
 from millrace.serve.kserve.heads import MOST_BYTES
-from millrace.serve.kserve.messages import message, varint
+from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.quick import InputPlace, ready
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.wire import FREE_BYTES
@@ -147,7 +148,7 @@ def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[
 
     Empty where the tensors are not at the end, or there are none.
     """
-    heads = [bytes((field << 3 | 2,)) + varint(len(one)) for one in raw]
+    heads = [key(field, BYTES) + varint(len(one)) for one in raw]
     tail = b"".join(part for pair in zip(heads, raw, strict=True) for part in pair)
     if not raw or not data.endswith(tail):
         return b"", []
@@ -166,7 +167,7 @@ def _place_of_id(front: bytes, told: Any) -> slice | None:
     told: the message, a ModelInferRequest or a ModelInferResponse
     """
     before = type(told)(model_name=told.model_name, model_version=told.model_version).SerializeToString()
-    before += bytes((_ID << 3 | 2,)) + varint(len(told.id))
+    before += key(_ID, BYTES) + varint(len(told.id))
     is_here = told.id and told.id.isascii() and front.startswith(before + told.id.encode())
     return slice(len(before), len(before) + len(told.id)) if is_here else None
 

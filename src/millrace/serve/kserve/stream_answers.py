@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference.concatenation import LARGE, concatenated
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import BYTES, Array, Tensor
 from millrace.serve.kserve.grpc_infer import FINAL, RAW_OUTPUT, GrpcWanted, fill_response, set_parameter
-from millrace.serve.kserve.messages import message, varint
+from millrace.serve.kserve.messages import message
 
 _INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
 _Kind = tuple[str, Any, tuple[int, ...]]  # of an output: its name, dtype and shape

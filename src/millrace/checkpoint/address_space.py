@@ -1,6 +1,7 @@
-"""Memory that a native tokenizer library may still take, where the process has a limit of address space.
+"""Address space: what this process uses, and what its limit (`ulimit -v`) leaves.
 
-These libraries end the process when an allocation fails, so a file that needs more is refused before they see it.
+Native tokenizer libraries end the process when an allocation fails, so a file that needs more is refused before they
+see it.
 """
 
 import resource
@@ -12,16 +13,20 @@ _STATM = Path("/proc/self/statm")  # Linux
 _BASE_BYTES = 16 << 20  # whatever the size of the file: tables of the library, and an allocator's step
 
 
-def check_room(data: bytes, per_byte: int, path: Path) -> None:
+def used_address_space() -> int | None:
+    """Return the bytes of address space that this process uses; None where the system does not tell."""
+    return int(_STATM.read_text().split()[0]) * resource.getpagesize() if _STATM.exists() else None
+
+
+def check_address_space(data: bytes, per_byte: int, path: Path) -> None:
     """Check that the limit of address space (ulimit -v) leaves what reading the file takes.
 
     per_byte: address space that the library takes for each byte of the file
     raises CheckpointError
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY or not _STATM.exists():
+    if limit == resource.RLIM_INFINITY or (used := used_address_space()) is None:
         return
-    used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
     needed = _BASE_BYTES + per_byte * len(data)
     if limit - used < needed:
         raise CheckpointError(
