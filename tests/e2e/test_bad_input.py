@@ -204,7 +204,7 @@ REQUESTS: list[tuple[str, bytes, int, str]] = [  # path, body, status, the messa
     (CHAT, chat(max_token=1), 400, 'did you mean "max_tokens"?'),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": ""}}]), 400, "tools[0] has no name"),
     (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema is missing"),
-    (CHAT, chat(guided_regex="(a"), 400, "guided_regex: its regex cannot be held to"),
+    (CHAT, chat(guided_regex="(a"), 400, "guided_regex: its regex cannot be enforced"),
     (CHAT, chat(response_format={"type": "text"}), 200, ""),
     (CHAT, chat(user="me", metadata={"a": "b"}, store=True), 200, ""),
     (CHAT, chat(top_k=5, min_p=0.1, ignore_eos=True, stop_token_ids=[7]), 200, ""),

@@ -236,7 +236,7 @@ def test_bounds_that_are_no_float64_are_refused(tiny: Live) -> None:
 def test_what_cannot_be_held_to_is_the_clients_mistake(tiny: Live) -> None:
     for fields, says in (
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"guided_regex": "(a"}, "guided_regex: its regex cannot be held to"),
+        ({"guided_regex": "(a"}, "guided_regex: its regex cannot be enforced"),
     ):
         reply = tiny.post("/v1/chat/completions", {"messages": HELLO, **fields})
         assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text

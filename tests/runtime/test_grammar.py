@@ -129,20 +129,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}, "not"),
     ({"json": {"type": "object", "propertyNames": {"pattern": "a"}}}, "propertyNames"),
     ({"json": {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}}, "uniqueItems"),
-    ({"json": {"$ref": "https://example.com/schema.json"}}, "json cannot be held to"),
-    ({"json": {"type": "text"}}, "json cannot be held to"),
-    ({"json": NEVER}, "json cannot be held to"),
+    ({"json": {"$ref": "https://example.com/schema.json"}}, "json cannot be enforced"),
+    ({"json": {"type": "text"}}, "json cannot be enforced"),
+    ({"json": NEVER}, "json cannot be enforced"),
     ({"regex": "(a"}, 'held to: invalid regex "(a" (in regex): regex parse error: unclosed group'),
     ({"regex": "a(?=b)"}, "look-ahead and look-behind, is not supported"),
     ({"regex": "b" * 5000 + "(a"}, "unclosed group"),
     ({"json": {"type": "string", "pattern": r"(a)\1"}}, "backreferences are not supported"),
-    ({"regex": "[^\\s\\S]"}, "regex cannot be held to"),
-    ({"grammar": "start: nothing"}, "grammar cannot be held to"),
-    ({"grammar": 'start: "a" ('}, "grammar cannot be held to"),
+    ({"regex": "[^\\s\\S]"}, "regex cannot be enforced"),
+    ({"grammar": "start: nothing"}, "grammar cannot be enforced"),
+    ({"grammar": 'start: "a" ('}, "grammar cannot be enforced"),
     ({"grammar": "start: x\nx[temperature=2]: /a*/"}, "a rule with a temperature"),
     ({"grammar": 'start: x\n  x [ stop="," , capture, max_tokens=3,\n temperature = 0.5]: /a*/'}, "with a temperature"),
-    ({"grammar": "start: x\n" + "x[a=1," * 20_000}, "grammar cannot be held to"),
-    ({"grammar": "start: x\nx" + "[" + "\t" * 120_000}, "grammar cannot be held to"),
+    ({"grammar": "start: x\n" + "x[a=1," * 20_000}, "grammar cannot be enforced"),
+    ({"grammar": "start: x\nx" + "[" + "\t" * 120_000}, "grammar cannot be enforced"),
 ]
 
 
@@ -180,7 +180,7 @@ def test_what_explodes_ends_at_a_limit(limit: str, fake: Grammars, monkeypatch: 
     asked = StructuredOutputsParams(grammar="start: A B\nA: /(.*a.{300}.*b.{300}){2}/\nB: /[a-z]{2,9}/")
     fake.matchers(asked, 1)
     monkeypatch.setattr(grammar_limits, limit, 2)
-    with pytest.raises(RequestError, match="its grammar cannot be held to: ") as error:
+    with pytest.raises(RequestError, match="its grammar cannot be enforced: ") as error:
         Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
     assert len(error.value.what) < 400
 
@@ -276,7 +276,7 @@ def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
     while loop.step():
         pass
     failed = [delta for delta in got["held"] if delta.finish_reason is FinishReason.ERROR]
-    assert failed and all("cannot be held to what was asked" in (delta.error or "") for delta in failed)
+    assert failed and all("cannot be enforced any more" in (delta.error or "") for delta in failed)
     assert all(delta.fault and delta.fault.param == "structured_outputs" for delta in failed)
     assert got["plain"][-1].finish_reason is FinishReason.LENGTH and not loop.thread.dead_because
     assert all(delta.fault is None for delta in got["plain"])

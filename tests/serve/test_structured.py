@@ -130,7 +130,7 @@ def test_what_explodes_in_the_middle_is_the_clients_mistake(
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] == param, error
     assert (
-        f"{param}: its regex cannot be held to any more" in error["message"] and "too many states" in error["message"]
+        f"{param}: its regex cannot be enforced any more" in error["message"] and "too many states" in error["message"]
     )
     assert len(error["message"]) < 600 and "\n" not in error["message"]
     assert holding.wait_until_idle().healthy
@@ -186,7 +186,7 @@ def test_a_response_that_explodes_has_failed_with_the_reason(holding: Running, f
     assert whole.status_code == 400 and whole.json()["error"]["param"] == "text.format"
     for error in (last["response"]["error"], found["error"], whole.json()["error"]):
         assert error["code"] == "invalid_value" and "too many states" in error["message"]
-        assert error["message"].startswith("text.format: its json cannot be held to any more")
+        assert error["message"].startswith("text.format: its json cannot be enforced any more")
 
 
 def test_ollamas_clients_are_told_too(holding: Running, few_states: None) -> None:
@@ -195,7 +195,7 @@ def test_ollamas_clients_are_told_too(holding: Running, few_states: None) -> Non
     streamed = post(holding.url, "/api/chat", body)
     assert whole.status_code == 400 and streamed.status_code == 200
     for error in (whole.json()["error"], json.loads(streamed.text.splitlines()[-1])["error"]):
-        assert error.startswith("format: its json cannot be held to any more") and "too many states" in error
+        assert error.startswith("format: its json cannot be enforced any more") and "too many states" in error
 
 
 def test_another_failure_of_such_an_answer_is_the_servers(few_states: None) -> None:

@@ -85,7 +85,7 @@ BAD: list[tuple[Any, Any, str, str]] = [
         "parameters.type is [",
     ),
     ([ADD, ADD], None, "tools", "has the name 'add' again"),
-    ([ADD] * (MAX_TOOLS + 1), None, "tools", "tools has 129 of them"),
+    ([ADD] * (MAX_TOOLS + 1), None, "tools", "tools has 129 tools"),
     ([DEEP], "required", "tools", "the parameters of the tool 'deep': its schema is too deep"),
     ([{**DEEP, "function": {**DEEP["function"], "strict": True}}], "auto", "tools", "its schema is too deep"),
     (None, "required", "tool_choice", "there are no tools"),

@@ -31,7 +31,7 @@ _ID = "abcdefgh0"  # nine letters and digits: some templates take no other
 ABSENT = object()
 
 
-class Shapes:
+class TemplateProbe:
     """Which contents a template renders for each kind of message. Found when first needed, then remembered."""
 
     def __init__(self, probe: Probe) -> None:

@@ -132,7 +132,7 @@ class Renderer:
 
     def __init__(self, source: str, variables: dict[str, object]) -> None:
         self._template = Template(source, variables)
-        self.shapes = shapes.Shapes(self._template.probe)
+        self.shapes = shapes.TemplateProbe(self._template.probe)
 
     def render(self, request: dict[str, Any]) -> str:
         """Render the first form of the conversation that the template accepts.

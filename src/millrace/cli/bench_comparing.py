@@ -52,7 +52,7 @@ def run(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """As `millrace bench compare` was asked."""
+    """Run `millrace bench compare`."""
     bounds = Bounds(parse_limits(goodput), allow)
     if engines:
         if a is not None or len(engines) != 2:

@@ -30,7 +30,7 @@ def run(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """As `millrace bench infer` was asked."""
+    """Run `millrace bench infer`."""
     targets = [target for target in (url, url_given) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench infer http://HOST:PORT", "give it, once")

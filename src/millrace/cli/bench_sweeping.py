@@ -31,7 +31,7 @@ NAMES = {"within": "best within limits", "latency": "lowest latency", "throughpu
 def run(
     url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any
 ) -> None:  # fmt: skip
-    """As `millrace bench sweep` was asked."""
+    """Run `millrace bench sweep`."""
     _agree(by, first, most, given)
     check_pictures(output, as_png := given.pop("as_png"))
     certify_s = given.pop("certify_s")

@@ -46,7 +46,7 @@ def run(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """As `millrace bench` was asked."""
+    """Run `millrace bench`."""
     targets = [target for target in (url, url_given, engine) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")

@@ -19,10 +19,12 @@ class TrafficSettings(Settings):
         metavar="FILE",
     )
     traffic_covers: float | None = setting(
-        None, "percent of the recorded requests that are to fit into the context; default: 100", low=50, high=100
+        None, "percent of the recorded requests that must fit into the context; default: 100", low=50, high=100
     )
     traffic_part: str | None = setting(
-        None, "where day and night differ: of which of them; both: two engines; default: all", choices=PARTS
+        None,
+        "which part of a recording whose days and nights differ: both builds two engines; default: all",
+        choices=PARTS,
     )
 
     def __post_init__(self) -> None:

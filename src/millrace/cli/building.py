@@ -35,7 +35,7 @@ def run(
     ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, device: str, as_json: bool,
     **given: Any,
 ) -> None:  # fmt: skip
-    """As `millrace build` was asked."""
+    """Run `millrace build`."""
     started_s = time.perf_counter()
     build, traffic = made(BuildSettings, given), made(TrafficSettings, given)
     precisions = _read_map(precision_map, build) if precision_map else None

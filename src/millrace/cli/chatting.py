@@ -43,7 +43,7 @@ _NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
 
 def run(env: Env, /, model: str, system: str | None, as_json: bool, **given: Any) -> None:
-    """As `millrace chat` was asked."""
+    """Run `millrace chat`."""
     params = made(SamplingFlags, given).params()
     build, run = made(BuildSettings, given), made(RunSettings, given)
     with opened(model, build, run, env, sequences=1, quiet=as_json) as model_opened:

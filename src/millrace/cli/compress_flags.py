@@ -12,9 +12,9 @@ QUESTIONS = 10  # of each subject, where nobody says: some minutes for a small m
 _MOST_ROWS = 4096
 Command = Callable[..., Any]
 _OF_ADVICE = (
-    click.option("--advise", is_flag=True, help="Make no checkpoint: try methods side by side on this machine, and say "
-                 "which to take for what. -o is the folder of results; a run that was ended goes on there."),
-    click.option("--presets", metavar="NAME,...", help="Those to try with --advise; default: all."),
+    click.option("--advise", is_flag=True, help="Make no checkpoint: compare methods on this machine, and recommend "
+                 "one for each workload. -o is the folder of results; an interrupted run continues there."),
+    click.option("--presets", metavar="NAME,...", help="Presets that --advise tries; default: all."),
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ _TAKES = {
 
 
 def run(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> None:
-    """As `millrace compress` was asked."""
+    """Run `millrace compress`."""
     run: dict[str, Callable[..., None]] = {
         "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": searched, "--advise": advised,
     }  # fmt: skip

@@ -28,7 +28,7 @@ _TASKS = {"mmlu": of_mmlu, "wikitext": perplexity_of, "kl": agreement_with, FILE
 
 
 def run(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> None:
-    """As `millrace eval` was asked."""
+    """Run `millrace eval`."""
     kind = FILE if Path(task).suffix == ".jsonl" else task
     if kind not in _TASKS:
         raise ConfigError(f"--task is {task!r:.80}", nearest(task, _TASKS), "correct --task")

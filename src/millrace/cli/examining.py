@@ -31,7 +31,7 @@ LOW_MEMORY_BYTES = 2 << 30  # below this, doctor warns
 
 
 def run(env: Env, threads: int | None, isa: str | None, device: str | None, as_json: bool) -> None:
-    """As `millrace doctor` was asked."""
+    """Run `millrace doctor`."""
     if device not in (None, CPU):
         if threads is not None or isa is not None:
             raise ConfigError(f"--{'threads' if isa is None else 'isa'} beside --device {device}",
@@ -151,7 +151,7 @@ def _show(facts: dict[str, Any], isa: str, roofline: Roofline) -> None:
             ("processor", facts["cpu"]),
             ("instructions", ", ".join(facts["isas"]) + lacking),
             ("cores", cores + ("no cgroup limit" if quota is None else f"{quota:g} by cgroup")),
-            ("caches", ", ".join(_cache(**c) for c in facts["caches"]) or "not told"),
+            ("caches", ", ".join(_cache(**c) for c in facts["caches"]) or "unknown"),
             ("memory", f"{size(facts['memory_available_bytes'])} available of {size(facts['memory_bytes'])}"),
             ("huge pages", f"{facts['huge_pages']}; a test allocation got {facts['huge_page_share']:.0%}"),
         ]

@@ -19,7 +19,7 @@ from millrace.runtime.settings import RunSettings
 def run(
     env: Env, /, model: str, text: str | None, prompt: str | None, chat: bool, n: int, as_json: bool, **given: Any
 ) -> None:
-    """As `millrace generate` was asked."""
+    """Run `millrace generate`."""
     params = made(SamplingFlags, given).params(n)
     text = _prompt(text, prompt)
     build, run = made(BuildSettings, given), made(RunSettings, given)

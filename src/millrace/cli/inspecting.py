@@ -24,7 +24,7 @@ THE_MODEL = "(the model)"  # the origin of what its own forward() does
 
 
 def run(env: Env, engine: str, part: str | None, html: Path | None, as_json: bool) -> None:
-    """As `millrace inspect` was asked."""
+    """Run `millrace inspect`."""
     if html is not None and part is not None:
         raise ConfigError(f"--{part} and --html are both given", "one of them", "leave one out: the page has it all")
     with progress(as_json) as report:

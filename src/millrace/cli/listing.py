@@ -15,7 +15,7 @@ UNREADABLE = "unreadable"
 
 
 def run(env: Env, as_json: bool) -> None:
-    """As `millrace list` was asked."""
+    """Run `millrace list`."""
     entries = EngineCache(env.cache).entries()
     known = described(entries)
     if as_json:

@@ -6,7 +6,7 @@ from millrace.env import Env
 
 
 def run(env: Env, model: str, as_json: bool) -> None:
-    """As `millrace pull` was asked."""
+    """Run `millrace pull`."""
     with progress(as_json) as report:
         name, folder = model_folder(model, env, report)
     files = folder.iterdir() if folder.is_dir() else [folder]  # a GGUF file is one that is here already

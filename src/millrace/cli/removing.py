@@ -7,7 +7,7 @@ from millrace.env import Env
 
 
 def run(env: Env, names: tuple[str, ...], as_json: bool) -> None:
-    """As `millrace rm` was asked."""
+    """Run `millrace rm`."""
     cache = EngineCache(env.cache)
     known = described(cache.entries())  # while it can still be read
     apart, removed = told_apart(known), cache.remove(names)

@@ -45,7 +45,7 @@ class ServeFlags(Settings):
     )
     api_key_file: str | None = setting(
         None,
-        "file with API keys, one a line, and limits; read again when it changes; default: everybody may ask",
+        "file with API keys, one per line, and their limits; read again if it changes; default: no authentication",
         metavar="FILE",
     )
     share_prefix_cache: bool = setting(
@@ -113,14 +113,17 @@ class QueueFlags(Settings):
     title: ClassVar = "Scheduling"
 
     max_queued: int = setting(
-        MAX_QUEUED, "sequences that may wait, of an encoder requests; more are answered 429", low=1
+        MAX_QUEUED, "sequences that may wait (for an encoder: requests); beyond that the answer is 429", low=1
     )
     schedule: str = setting(
         "fcfs", "which of the waiting goes first: fcfs, shortest (soonest done) or prefix (most of it is known)",
         choices=SCHEDULES,
     )  # fmt: skip
     itl_ms: float = setting(
-        DEFAULT_GAP_LIMIT_S * 1e3, "no step that running answers wait for is made longer than this", low=1, high=60_000
+        DEFAULT_GAP_LIMIT_S * 1e3,
+        "target for the time between tokens of running answers: prompts are cut so that a step lasts no longer",
+        low=1,
+        high=60_000,
     )
 
 

@@ -52,7 +52,7 @@ class Told:
 
 
 def run(as_json: bool) -> None:
-    """As `millrace demo` was asked."""
+    """Run `millrace demo`."""
     say = (lambda text: None) if as_json else note
     with tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder:
         told = _journey(Path(folder), say, as_json)

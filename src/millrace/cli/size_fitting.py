@@ -28,7 +28,7 @@ _MOST_LEFT_OUT = 64
 def run(
     results: tuple[Path, ...], output: Path | None, runs: Path | None, leave_one_out: bool, as_json: bool, **ran: Any
 ) -> None:  # fmt: skip
-    """As `millrace size fit` was asked."""
+    """Run `millrace size fit`."""
     device, precision = find_device(ran["hardware"]), str(ran["precision"])
     device.peak(precision)
     instance = instance_of(find_model(ran["model"]), device, precision, ran["tp"])

@@ -29,7 +29,7 @@ def run(
     env: Env, /, model: str | None, flags: tuple[str, ...], url: str | None, output: Path | None,
     as_json: bool, **given: Any,
 ) -> int:  # fmt: skip
-    """As `millrace size verify` was asked."""
+    """Run `millrace size verify`."""
     asked = made(VerifySettings, given)
     asked.shares  # noqa: B018 (complains before anything is built)
     if (model is None) == (url is None):

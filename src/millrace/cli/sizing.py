@@ -29,7 +29,7 @@ from millrace.size.told import told
 def run(
     ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **given: Any
 ) -> None:  # fmt: skip
-    """As `millrace size` was asked. given: what is on the command line"""
+    """Run `millrace size`. given: what is on the command line"""
     said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
     if report is not None:
         check_page(report)

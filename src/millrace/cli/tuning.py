@@ -15,7 +15,7 @@ from millrace.errors import ConfigError, MachineError
 
 
 def run(env: Env, engine: str, seconds: float, threads: int | None, cached: bool, as_json: bool) -> None:
-    """As `millrace tune` was asked."""
+    """Run `millrace tune`."""
     if math.isnan(seconds):
         raise ConfigError("--seconds is nan", "a number of seconds", "write one")
     timings = TimingCache(env.cache / "timings.json")

@@ -21,7 +21,7 @@ RECEIPT = ("path", "release", "engine", "seed", "prompt", "answers")
 
 
 def run(model: str, request_file: Path, response_file: Path, as_json: bool) -> None:
-    """As `millrace verify` was asked."""
+    """Run `millrace verify`."""
     asked, response = _object(request_file), _object(response_file)
     receipt = _receipt(response)
     with ServerProcess(model, ("--log-level", "warning", *_named(asked, response)), start_s=TIMEOUT_S) as server:

@@ -1,4 +1,4 @@
-"""Bounds of an engine's dimensions that cannot be: said before it is built, not when it is opened."""
+"""Checks of the dimensions of an engine, before it is built rather than when it is opened."""
 
 from millrace.engine.manifest import Manifest, contradiction
 from millrace.errors import ConfigError
@@ -6,7 +6,7 @@ from millrace.graph.types import Graph
 
 
 def check_openable(manifest: Manifest) -> None:
-    """raises ConfigError for a network of which no engine could be opened"""
+    """Check that an engine of this network could be opened. raises ConfigError"""
     if what := contradiction(manifest):
         raise ConfigError(
             f"no engine can be made of {manifest.architecture}: it {what}",
@@ -16,7 +16,7 @@ def check_openable(manifest: Manifest) -> None:
 
 
 def check_sequences(tokens: int, sequences: int, rows: int) -> None:
-    """raises ConfigError for more sequences than a step has tokens or rows of logits: each has one, and draws one"""
+    """Check that a step has a token and a row of logits for each sequence. raises ConfigError"""
     if sequences > min(tokens, rows):
         raise ConfigError(
             f"S is at most {sequences}: more sequences than the {tokens} tokens (T) or the {rows} rows of logits (R) "
@@ -26,7 +26,10 @@ def check_sequences(tokens: int, sequences: int, rows: int) -> None:
 
 
 def unbounded(graph: Graph, name: str, asked: list[str]) -> ConfigError:
-    """For a dimension without bounds, or bounds without a dimension; `asked`: those that a profile has to name."""
+    """Return the error for a dimension without bounds, or bounds without a dimension.
+
+    asked: dimensions that a profile has to name
+    """
     having = {s.name: [p.name for p in graph.inputs if s in p.value.shape] for s in graph.symbols}
     what = (
         f"has no bounds; it is of the input {', '.join(having[name])}"

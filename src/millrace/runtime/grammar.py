@@ -150,7 +150,7 @@ class Matcher:
         if self._failed_because or not (why := self.why):
             return None
         asked = self._held.asked
-        what = f"its {asked.kind} cannot be held to any more in the middle of the answer: {why}"
+        what = f"its {asked.kind} cannot be enforced any more in the middle of the answer: {why}"
         return asked.refused(what, LIMITED, f"bound what {asked.asked_as} repeats, or simplify it")
 
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
@@ -298,7 +298,7 @@ class Grammars:
         if not first.is_error():
             first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
         if why := stopped_because(first):
-            raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
+            raise asked.refused(f"its {asked.kind} cannot be enforced: {why}", LIMITED)
         return source, matcher
 
     def prepare(self) -> None:

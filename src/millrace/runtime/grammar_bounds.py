@@ -17,6 +17,8 @@ MAX_ALL_PROPERTIES = 2000  # of all objects of a schema, or of a grammar's schem
 MAX_RULES = 1000  # rules and terminals of a grammar
 MAX_GBNF_RULES = 500  # reading GBNF takes time in proportion to the square of their number
 
+_SMALLER = "leave out properties, or split the request"
+
 T = TypeVar("T")
 # Possessive: a text without an end is not tried again shorter.
 _TOKEN = re.compile(
@@ -38,7 +40,7 @@ def check_schema(root: Schema, refuse: Refuse) -> int:
     for schema in _visited([root], within, id, refuse):
         n = sum(len(schema[key]) for key in ("properties", "patternProperties") if isinstance(schema.get(key), dict))
         if n > MAX_PROPERTIES:
-            raise refuse(f"an object of its schema has {n} properties", f"at most {MAX_PROPERTIES}", "")
+            raise refuse(f"an object of its schema has {n} properties", f"at most {MAX_PROPERTIES}", _SMALLER)
         n_properties += n
         check_properties(n_properties, refuse)
     return n_properties
@@ -47,7 +49,8 @@ def check_schema(root: Schema, refuse: Refuse) -> int:
 def check_properties(n: int, refuse: Refuse) -> None:
     """Check the properties of all objects together. raises RequestError"""
     if n > MAX_ALL_PROPERTIES:
-        raise refuse(f"its objects have more than {MAX_ALL_PROPERTIES} properties together", "fewer", "")
+        expected = f"at most {MAX_ALL_PROPERTIES}"
+        raise refuse(f"its objects have more than {MAX_ALL_PROPERTIES} properties together", expected, _SMALLER)
 
 
 def check_lark(lark: str, refuse: Refuse) -> None:
@@ -72,7 +75,7 @@ def check_lark(lark: str, refuse: Refuse) -> None:
 def check_rules(n: int, refuse: Refuse, most: int = MAX_RULES) -> None:
     """Check a grammar's number of rules. raises RequestError"""
     if n > most:
-        raise refuse(f"it has more than {most} rules and terminals", "fewer", "")
+        raise refuse(f"it has more than {most} rules and terminals", f"at most {most}", "simplify the grammar")
 
 
 def with_schemas(lark: str, rewrite: Callable[[Schema], Schema]) -> str:
@@ -123,4 +126,5 @@ def _visited(
             yield part
             path.append(within(part))
             if len(path) > MAX_CHAIN + 2:
-                raise refuse(f"it has a chain of more than {MAX_CHAIN} references", "a shorter one", "")
+                what = f"it has a chain of more than {MAX_CHAIN} references"
+                raise refuse(what, f"a chain of at most {MAX_CHAIN}", "repeat parts less deeply, or write them out")

@@ -27,7 +27,7 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 # that for each mask, under the interpreter's lock, and it asks in text, which half a character is not.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
-LIMITED = "what an answer can be held to, within the limits"
+LIMITED = "a grammar that can be enforced within the limits"
 NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
 MAX_WHY = 200  # characters of each part of what llguidance says
 # Of a rule's attributes. llguidance leaves that to whoever samples, and says nothing; a row has one temperature.
@@ -50,9 +50,9 @@ def compiled(
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
     warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
     if warnings:  # about what llguidance would ignore
-        raise params.refused(f"its {params.kind} cannot be held to: {warnings[0]}", "a schema without that")
+        raise params.refused(f"its {params.kind} cannot be enforced: {warnings[0]}", "a schema without that")
     if why := stopped_because(matcher):
-        raise params.refused(f"its {params.kind} cannot be held to: {why}", LIMITED)
+        raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
     check_ending(params, text, source)
     return source, matcher
 

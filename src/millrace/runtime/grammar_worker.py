@@ -30,6 +30,7 @@ MEMORY_BYTES = 512 * 2**20  # address space beyond what the process needs for it
 USED_BYTES = 2**31  # of address space, where the system does not tell
 PRIORITY = 5  # as of nice(1): the engine's threads go first
 N_STEPS = 8  # of an answer, whose masks are computed
+_STRIDE = 7919  # a prime: it picks tokens from all over the vocabulary
 
 
 def main() -> None:
@@ -117,7 +118,7 @@ class _Compiler:
             allowed = [i for i in range(self._n_vocab) if masks[i // 32] >> i % 32 & 1]
             if not allowed:
                 return
-            token = allowed[step * 7919 % len(allowed)]
+            token = allowed[step * _STRIDE % len(allowed)]
             first.consume_token(token)
             second.consume_token(token)
 

@@ -386,7 +386,7 @@ class Sequence:
     def why_not(self, token: int) -> tuple[str, RequestError | None]:
         """Why nothing was drawn, or scored: `token` is what came instead. And the request's own fault, where it is."""
         if token == NOTHING_ALLOWED and self.matcher is not None:
-            why = f"the answer cannot be held to what was asked: {self.matcher.why or 'nothing is allowed'}"
+            why = f"the grammar cannot be enforced any more: {self.matcher.why or 'nothing is allowed'}"
             return why, self.matcher.fault
         return "the model's output for this request was not finite", None
 

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from millrace.runtime.schema_numbers import LOWER, UPPER, Bounds, Refuse, Schema, check_constant, check_steps, is_number
 
+_MAX_REFS = 32  # references followed to find out whether a keyword is neutral; beyond these it is taken not to be
 LONGEST = 2**31  # characters, items or properties: no answer has as many
 
 TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
@@ -121,7 +122,11 @@ def _simplify_one(root: Schema, schema: Schema, path: str, refuse: Refuse, combi
     _remove_neutral(root, schema, types)
     for key in UNSUPPORTED:
         if key in schema:
-            raise refuse(f'"{key}" at {path} cannot be enforced', f'a schema without "{key}"', "")
+            raise refuse(
+                f'"{key}" at {path} cannot be enforced',
+                f'a schema without "{key}"',
+                f'leave "{key}" out, and check the answer yourself',
+            )
     for key in ("const", "enum"):
         if key in schema:
             check_constant(schema[key], f"{path}/{key}", refuse)
@@ -218,7 +223,7 @@ def _is_false(schema: object) -> bool:
 
 
 def _allows_strings(root: Schema, schema: object) -> bool:
-    for _ in range(32):
+    for _ in range(_MAX_REFS):
         if not isinstance(schema, dict) or set(schema) - set(ANNOTATIONS) != {"$ref"}:
             break
         schema = resolved(root, schema["$ref"])

@@ -14,7 +14,8 @@ The budget balances three limits:
   row in a step with few others misses the sequences whose prompts still wait: the more wait, the longer the chunk.
 - Prompts get at least a third of the time of a step, however slow the machine is.
 
-Promise 1 makes chunks free to choose: no token depends on them.
+Answers do not depend on how prompts are cut into chunks (promise 1 of docs/architecture.md), so the budget is free to
+choose.
 """
 
 from dataclasses import dataclass, field
@@ -36,9 +37,11 @@ OUTLIER = 4.0  # one measurement moves the model by at most this factor: a step 
 _PACE_NOISE, _OVERHEAD_NOISE, _ROW_NOISE = 0.05, 0.1, 0.06
 _NOISE_LOW, _NOISE_HIGH = 0.03, 0.5  # of a step's time from the model: followed as well, within these
 _LEAST_S = 1e-12  # of anything
-# Longer chunks are tried above this deviation of the logarithm of their length; what is above counts so many times.
-_DOUBT, _OPTIMISM = 0.2, 3.0
-_PROBE_S, _NARROW, _PROBE = 0.5, 3.0, 6  # seconds without steps of so different rows, then one so many times as long
+_DOUBT = 0.2  # longer chunks are tried if the logarithm of their length has a deviation above this
+_OPTIMISM = 3.0  # weight of the deviation above _DOUBT
+_PROBE_S = 0.5  # a longer chunk is tried after so many seconds of steps with about as many rows
+_NARROW = 3.0  # "about as many": the most rows are at most this many times the fewest
+_PROBE = 6  # the longer chunk has this many times the rows
 _MOST_VARIANCE = 1.0  # of either number
 _FIRST_VARIANCES, _SOLVED_VARIANCES = (1.0, 0.25), (0.02, 0.02)  # after the first step, and the first that differs
 _DECODE_ROW = 0.5  # prompt tokens that a decode row counts as
@@ -73,8 +76,9 @@ class StepTime:
 
         Chunks that are short compared with the overhead tell nothing about it. So longer ones are tried while in doubt.
         """
-        p_aa, p_at, p_tt = self._covariance
-        deviation = self.overhead_s / self.of(rows) * sqrt(max(p_aa + p_tt - 2 * p_at, 0.0))
+        overhead_variance, covariance, row_variance = self._covariance
+        difference = max(overhead_variance + row_variance - 2 * covariance, 0.0)
+        deviation = self.overhead_s / self.of(rows) * sqrt(difference)
         return self.row_s * exp(-_OPTIMISM * max(deviation - _DOUBT, 0.0))
 
     def assume(self, overhead_s: float, row_s: float, variances: tuple[float, float]) -> None:
@@ -93,23 +97,28 @@ class StepTime:
             return
         if self._first is not None and self._solve(rows, measured_s):
             return
-        p_aa, p_at, p_tt = self._covariance
-        p_aa = min(p_aa + _PACE_NOISE**2 + _OVERHEAD_NOISE**2, _MOST_VARIANCE)
-        p_tt = min(p_tt + _PACE_NOISE**2 + _ROW_NOISE**2, _MOST_VARIANCE)
-        most = sqrt(p_aa * p_tt)
-        p_at = min(max(p_at + _PACE_NOISE**2, -most), most)
+        overhead_variance, covariance, row_variance = self._covariance
+        overhead_variance = min(overhead_variance + _PACE_NOISE**2 + _OVERHEAD_NOISE**2, _MOST_VARIANCE)
+        row_variance = min(row_variance + _PACE_NOISE**2 + _ROW_NOISE**2, _MOST_VARIANCE)
+        most = sqrt(overhead_variance * row_variance)
+        covariance = min(max(covariance + _PACE_NOISE**2, -most), most)
         expected_s = self.of(rows)
         error = min(log(measured_s / expected_s), log(OUTLIER))
         share = self.overhead_s / expected_s  # of the overhead: the derivative by its logarithm
-        h_a, h_t = p_aa * share + p_at * (1 - share), p_at * share + p_tt * (1 - share)
-        doubt = h_a * share + h_t * (1 - share)
+        with_overhead = overhead_variance * share + covariance * (1 - share)  # covariances with the step's time
+        with_row = covariance * share + row_variance * (1 - share)
+        doubt = with_overhead * share + with_row * (1 - share)
         self._noise += SMOOTHING / 2 * (min(max(error**2 - doubt, _NOISE_LOW**2), _NOISE_HIGH**2) - self._noise)
         # Whatever interrupts a process makes a step longer. One in less than half of the expected time is no accident.
         variance = doubt + (self._noise if error > -log(2) else _NOISE_LOW**2)
-        gain_a, gain_t = h_a / variance, h_t / variance
-        self.row_s = max(self.row_s * exp(gain_t * error), _LEAST_S)
-        self.overhead_s = max(self.overhead_s * exp(gain_a * error), self.row_s)  # no step is cheaper than that
-        self._covariance = (max(p_aa - gain_a * h_a, 0.0), p_at - gain_a * h_t, max(p_tt - gain_t * h_t, 0.0))
+        overhead_gain, row_gain = with_overhead / variance, with_row / variance
+        self.row_s = max(self.row_s * exp(row_gain * error), _LEAST_S)
+        self.overhead_s = max(self.overhead_s * exp(overhead_gain * error), self.row_s)  # no step is cheaper than that
+        self._covariance = (
+            max(overhead_variance - overhead_gain * with_overhead, 0.0),
+            covariance - overhead_gain * with_row,
+            max(row_variance - row_gain * with_row, 0.0),
+        )
 
     def _solve(self, rows: float, measured_s: float) -> bool:
         """Set both numbers from the first two steps that differ by some rows. Return False if these two do not."""
@@ -197,7 +206,8 @@ class TokenBudget:
         `row_s / 2 + overhead_s / N` with the N sequences that then decode together. A step of D decode rows and
         c prompt tokens may cost 1 / (1 - MAX_COST) times what its rows would cost so.
         """
-        a, t, more = self.model.overhead_s, self.model.row_s, 1 / (1 - MAX_COST)
+        overhead_s, row_s, allowed = self.model.overhead_s, self.model.row_s, 1 / (1 - MAX_COST)
         together = n_decode + n_pending
-        missing_s = a * (1 - more * n_decode / together) - (more - 1) * n_decode * _DECODE_ROW * t
-        return max(0.0, missing_s / ((more - 1) * t + more * a / self.max_step_tokens))
+        missing_s = overhead_s * (1 - allowed * n_decode / together)
+        missing_s -= (allowed - 1) * n_decode * _DECODE_ROW * row_s
+        return max(0.0, missing_s / ((allowed - 1) * row_s + allowed * overhead_s / self.max_step_tokens))

@@ -33,14 +33,14 @@ _OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": b
 
 
 def checked_functions(tools: Sequence[Mapping[str, object]], shape: ToolShape = OPENAI) -> list[Mapping[str, object]]:
-    """The `function` of each. raises RequestError (param "tools") for what is no tool, and for a name twice
+    """Return the `function` of each tool. raises RequestError (param "tools") for what is no tool, or a repeated name
 
     shape: of the protocol in which the client wrote them
     """
     if len(tools) > MAX_TOOLS:
-        raise _wrong(f"tools has {len(tools)} of them", f"at most {MAX_TOOLS}")
+        raise _wrong(f"tools has {len(tools)} tools", f"at most {MAX_TOOLS}")
     if (n_bytes := len(msgspec.json.encode(tools))) > MAX_TOOL_BYTES:
-        raise _wrong(f"tools has {n_bytes} bytes", f"at most {MAX_TOOL_BYTES}")
+        raise _wrong(f"tools takes {n_bytes} bytes of JSON", f"at most {MAX_TOOL_BYTES}")
     functions = [_function(i, tool, shape) for i, tool in enumerate(tools)]
     names: set[object] = set()
     for i, function in enumerate(functions):

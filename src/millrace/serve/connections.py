@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         """Let it remember what the usual path has just read, if that was one request and nothing else."""
         is_one = self._reading is _Reading.START and self._n_heads == n_heads and not self.pipeline
         if is_one and self.scope["http_version"] == "1.1":
-            shortcut.came(self.scope["method"], self.scope["raw_path"], self.headers, packet)
+            shortcut.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
 
     def _taken_head(self) -> bytes:
         assert self._held is not None, "a head is held"

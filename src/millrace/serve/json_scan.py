@@ -1,4 +1,4 @@
-"""What JSON is made of, counted before anything is decoded: a few bytes of it may become a hundred times as many.
+"""The structure of JSON, counted before it is decoded: a decoded value may take a hundred times the bytes of its text.
 
 Pieces are looked at by NumPy, which lets other threads run meanwhile; a decoder holds the interpreter until it is done.
 """
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PIECE = 1 << 18  # bytes: a fraction of a millisecond at a time
+_FEW = 50_000  # values, whose count need not be exact: they take at most some 5 MB
 _QUOTE, _BACKSLASH, _COMMA = b'"\\,'
 _OPENING, _CLOSING = b"[{", b"]}"
 Bytes = NDArray[np.uint8]
@@ -19,7 +20,10 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """at: where it begins. plain: which bytes lie outside of strings. depth: after each byte, of lists and objects"""
+    """A piece of a JSON text.
+
+    at: its offset in the text; plain: which bytes lie outside of strings; depth: of lists and objects, after each byte
+    """
 
     at: int
     data: Bytes
@@ -35,7 +39,7 @@ class Piece:
 
 
 def pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[Piece]:
-    """The structure of a text, which need not be right: nothing is checked. depth: before it"""
+    """Yield the structure of a text, which need not be valid JSON. depth: before its first byte"""
     everything = np.frombuffer(text, np.uint8)
     inside = is_escaped = False
     for at in range(0, len(everything), PIECE):
@@ -52,7 +56,10 @@ def pieces(text: bytes | memoryview, depth: int = 0) -> Iterator[Piece]:
 
 
 def _quotes(data: Bytes, is_escaped: bool) -> tuple[Flags, bool]:
-    """Where a string begins or ends; and whether the next piece's first byte is escaped. is_escaped: this one's"""
+    """Return where strings begin or end, and whether the next piece's first byte is escaped.
+
+    is_escaped: whether the first byte of this piece is
+    """
     quotes = data == _QUOTE
     slashes = np.flatnonzero(data == _BACKSLASH)
     if is_escaped:
@@ -70,14 +77,14 @@ def _quotes(data: Bytes, is_escaped: bool) -> tuple[Flags, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """values: at most so many there are, lists and objects among them; containers: lists and objects"""
+    """Upper bounds of the values in a text, containers among them, and of its containers: lists and objects."""
 
     values: int
     containers: int
 
 
 def counts(text: bytes) -> Counts:
-    """Of what is outside of strings; where all commas and brackets are few, those within strings are counted, too."""
+    """Count the values of a text; if it has few commas and brackets, those within strings are counted, too."""
     n_containers = text.count(_OPENING[:1]) + text.count(_OPENING[1:])
     n_values = text.count(b",") + n_containers + 1
     if n_values <= _FEW:
@@ -87,9 +94,6 @@ def counts(text: bytes) -> Counts:
         n_containers += _n(piece.opens)
         n_values += _n(piece.opens) + _n(piece.commas)
     return Counts(n_values, n_containers)
-
-
-_FEW = 50_000
 
 
 def _n(flags: Any) -> int:

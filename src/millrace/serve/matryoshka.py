@@ -13,8 +13,6 @@ from millrace.checkpoint.tokenizer import read_json_object
 from millrace.errors import RequestError
 from millrace.runtime.embedding import Vectors
 
-_MOST_DIMENSIONS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class Matryoshka:
@@ -27,8 +25,8 @@ class Matryoshka:
         """Read config.json of an engine or a checkpoint; None if the model has vectors of one length only."""
         config = read_json_object(folder / "config.json")
         given = config.get("matryoshka_dimensions")
-        if isinstance(given, list) and given and all(type(n) is int and n > 0 for n in given[:_MOST_DIMENSIONS]):
-            return cls(tuple(given[:_MOST_DIMENSIONS]))
+        if isinstance(given, list) and given and all(type(n) is int and n > 0 for n in given):
+            return cls(tuple(sorted(set(given))))
         return cls() if config.get("is_matryoshka") is True else None
 
 
@@ -42,9 +40,10 @@ def check_dimensions(dimensions: int | None, width: int, trained: Matryoshka | N
             "leave dimensions out: the model is not trained for shorter vectors, or its config.json does not say so "
             "(is_matryoshka, matryoshka_dimensions)", "dimensions",
         )  # fmt: skip
-    if trained.dimensions and dimensions not in trained.dimensions:
-        lengths = ", ".join(map(str, sorted({*trained.dimensions, width})))
-        raise RequestError(f"dimensions is {dimensions}", f"one of {lengths}", "choose one of them", "dimensions")
+    lengths = sorted({*(n for n in trained.dimensions if n < width), width})
+    if trained.dimensions and dimensions not in lengths:
+        expected = f"one of {', '.join(map(str, lengths))}"
+        raise RequestError(f"dimensions is {dimensions}", expected, "choose one of them", "dimensions")
     if dimensions is not None and not 1 <= dimensions <= width:
         raise RequestError(f"dimensions is {dimensions}", f"from 1 to {width}", "choose another length", "dimensions")
 

@@ -23,7 +23,7 @@ class ServerSettings:
     ssl_certfile: str | None = None  # PEM, with the chain; with it the server speaks TLS, over gRPC too
     ssl_keyfile: str | None = None  # PEM; None: in ssl_certfile
     metrics_port: int | None = None  # where nothing but /metrics is; None: nowhere else
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may ask
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no authentication
     key_file: KeyFile | None = None  # more of them, with limits; read anew when it changes
     share_prefix_cache: bool = False  # between API keys: how long a prompt takes tells whether another key sent it
     cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may

@@ -1,4 +1,4 @@
-"""What a connection needs of whatever answers some of its requests without ASGI."""
+"""Interfaces between a connection and what answers some of its requests without ASGI."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,28 +14,28 @@ class Answering(Protocol):
 
 
 class Sending(Protocol):
-    """The connection, as it writes such a response."""
+    """A connection that writes such responses."""
 
     def send(self, answered: Answering, response: bytes) -> None:
-        """A whole response, its head included."""
+        """Send a whole response, its head included."""
 
     async def send_in_pieces(self, answered: Answering, head: bytes, body: bytes) -> None:
-        """A long one, as fast as the client takes it."""
+        """Send a long response as fast as the client reads it."""
 
 
 class Shortcut(Protocol):
-    """Answers requests without ASGI: those that are, but for their body, as one that came before."""
+    """Answers requests without ASGI that differ from an earlier one in their bodies only."""
 
-    def came(self, method: str, path: bytes, headers: Sequence[tuple[bytes, bytes]], packet: bytes) -> None:
-        """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
+    def remember(self, method: str, path: bytes, headers: Sequence[tuple[bytes, bytes]], packet: bytes) -> None:
+        """Remember a request of HTTP/1.1, all of `packet`, which ASGI answers."""
 
     def knows(self, head: bytes) -> bool:
-        """Whether these are the bytes of a head that came before, and a body must follow."""
+        """Return whether `head` was remembered with a body, which must follow."""
 
     def begin(
         self, packet: bytes, dates: Sequence[tuple[bytes, bytes]], connection: Sending
     ) -> Answering | bytes | None:
-        """The whole response to `packet`, or what `connection` is told to send later; None: neither.
+        """Return the response to `packet`, or what `connection` sends later; None: ASGI must answer.
 
         dates: headers that every response has
         """

@@ -278,16 +278,16 @@ def test_heads_are_bounded_and_the_least_recently_used_leave() -> None:
     first, second = added("0"), added("1")
     for i in range(2, n):
         added(str(i))
-    assert heads.found(first) is not None
+    assert heads.lookup(first) is not None
     added("one more")
-    assert heads.found(first) is not None and heads.found(second) is None
-    assert heads.found(first[:-1]) is None and heads.found(first + b"x") is None
-    assert heads.found(added("too large", 101)) is None
-    assert heads.found(added("x" * direct.MOST_HEAD_BYTES)) is None
+    assert heads.lookup(first) is not None and heads.lookup(second) is None
+    assert heads.lookup(first[:-1]) is None and heads.lookup(first + b"x") is None
+    assert heads.lookup(added("too large", 101)) is None
+    assert heads.lookup(added("x" * direct.MOST_HEAD_BYTES)) is None
 
 
 @pytest.mark.parametrize("line", ["x-other: 1", "expect: 100-continue", "content-encoding: gzip", "connection: close"])
 def test_heads_that_need_the_usual_path_are_not_kept(line: str) -> None:
     heads, whole = HeadCache(100), packet(b"{}").replace(b"host: x", b"host: x\r\n" + line.encode())
     headers = [tuple(one.split(b": ")) for one in whole.partition(END)[0].split(b"\r\n")[1:]]
-    assert heads.add(PATH.encode(), headers, whole) is None and heads.found(whole) is None  # type: ignore[arg-type]
+    assert heads.add(PATH.encode(), headers, whole) is None and heads.lookup(whole) is None  # type: ignore[arg-type]

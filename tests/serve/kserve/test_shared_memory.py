@@ -257,9 +257,9 @@ def infer(client: Client, parameters: dict[str, Any]) -> Any:
 def n_open(name: str) -> int:
     """Descriptors of this process that are of this file; other threads open and close theirs meanwhile."""
     n = 0
-    for one in Path("/dev/fd").iterdir():
+    for entry in Path("/dev/fd").iterdir():
         with contextlib.suppress(OSError):
-            n += name in str(one.readlink())
+            n += name in str(entry.readlink())
     return n
 
 

@@ -37,13 +37,16 @@ def quoted(name: str) -> str:
 class ToolFormat:
     """How one family writes calls.
 
-    opens: with one of these, calls begin, wherever in the answer; between: what may stand around single ones, beside
-        white space
-    header: a name before its arguments; None: calls are objects with both. mixed: they may be either
-    bare: without anything in front: an object at the beginning of the answer that names a tool
-    short_ids: its templates take ids of nine letters and digits only; text_arguments: and arguments as JSON text
-    native: the model's template writes calls and their results; else the prompt tells of them in words
-    tells: it tells the model of its tools, too; else the prompt does. single: it takes one call a message
+    opens: markers that begin calls, anywhere in the answer
+    between: what may stand around single calls, beside white space
+    header: matches a name in front of its arguments; None: a call is a JSON object with both
+    mixed: with a header, calls may also be such objects
+    bare: a call may have no marker: an object at the beginning of the answer that names a tool
+    short_ids: the template accepts ids of nine letters and digits only
+    text_arguments: the template expects arguments as JSON text
+    native: the model's template renders calls and results; otherwise they go into the prompt as words
+    tells: the model's template describes the tools; otherwise the prompt does
+    single: the template accepts one call per message
     """
 
     name: str

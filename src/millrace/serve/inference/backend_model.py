@@ -299,7 +299,7 @@ class BackendModel(Model):
             self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, self._broken))
 
     def told(self) -> dict[str, Any]:
-        return super().told() | {"memory_usage": self._memory.told()}
+        return super().told() | {"memory_usage": self._memory.report()}
 
     @property
     def is_ready(self) -> bool:

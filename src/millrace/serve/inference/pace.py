@@ -1,4 +1,4 @@
-"""How long an instance computes, by which it is known whether another thread would take longer to wake up."""
+"""Estimates whether an instance computes faster than another thread would wake up."""
 
 QUICK_NS = 100_000  # about what handing a request to another thread, and its answer back, costs
 MOST_BYTES = 64 << 10
@@ -10,14 +10,17 @@ _PAUSE = 1000  # further ones, after it was too often slow
 
 
 class Pace:
-    """Of an instance whose time depends on its inputs' sizes alone. quick_bytes: inputs of no more bytes are quick"""
+    """The pace of an instance whose time depends on the sizes of its inputs alone.
+
+    quick_bytes: inputs of at most so many bytes are computed quickly; 0: none
+    """
 
     def __init__(self) -> None:
         self.quick_bytes = 0
         self._score = self._largest = 0
 
     def took(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
-        """It computed inputs of so many bytes. cpu_ns: of its thread, which may have waited for others"""
+        """Record a computation. n_bytes: of its inputs; cpu_ns: CPU time of its thread, which may have waited"""
         if n_bytes > MOST_BYTES:
             return
         if cpu_ns is not None and took_ns <= _MOST_WAITING_NS:

@@ -46,7 +46,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InferHead:
-    """What an HTTP head says. n_body, n_json: bytes of the body, and of the JSON that begins it (None: all of it)"""
+    """A parsed HTTP head of an inference request.
+
+    n_body, n_json: bytes of the body, and of the JSON that begins it (None: all of it)
+    """
 
     n_bytes: int
     name: str
@@ -67,8 +70,8 @@ class HeadCache:
         self._most_bytes = min(most_bytes, FREE_BYTES)
         self._heads: OrderedDict[bytes, InferHead] = OrderedDict()
 
-    def found(self, packet: bytes) -> InferHead | None:
-        """What the head of `packet` says, if its body follows as a whole; None if the usual path must read it."""
+    def lookup(self, packet: bytes) -> InferHead | None:
+        """Return the head of `packet`, if it is known and its whole body follows; None: take the usual path."""
         end = packet.find(END, 0, MOST_HEAD_BYTES) + len(END)
         raw = packet[:end]
         head = self._heads.get(raw)
@@ -78,12 +81,12 @@ class HeadCache:
         return head
 
     def knows(self, raw: bytes) -> bool:
-        """Whether this is such a head, without its body."""
+        """Return whether `raw` is the head of a known request with a body, without that body."""
         head = self._heads.get(raw)
         return head is not None and head.n_body > 0
 
     def add(self, path: bytes, headers: Sequence[Header], packet: bytes) -> InferHead | None:
-        """The head of `packet`, a POST of HTTP/1.1 to `path`; None if something in it needs the usual path."""
+        """Keep the head of `packet`, a POST of HTTP/1.1 to `path`; None if something in it needs the usual path."""
         if not path.startswith(_MODELS):
             return None
         end, by_name = packet.find(END) + len(END), dict(headers)
@@ -111,7 +114,7 @@ class HeadCache:
 
 
 class Direct:
-    """Of one server."""
+    """Answers inference requests of one server whose heads are known."""
 
     def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
         self.backend, self.keys, self.serving = backend, keys, serving
@@ -120,7 +123,7 @@ class Direct:
     def begin(
         self, head: InferHead, packet: bytes, dates: Sequence[Header], connection: Sending
     ) -> "DirectAnswer | bytes | None":
-        """The whole response, or a request whose response `connection` sends later; None: take the usual path.
+        """Answer a request: return the response, or a request whose response is sent later; None: take the usual path.
 
         head: of `packet`. dates: headers that every response has
         """
@@ -132,7 +135,7 @@ class Direct:
         return answer.begin(packet[head.n_bytes :], grant.tenant) or answer
 
     def granted(self, head: InferHead) -> Grant | None:
-        """By its credentials; None: the usual path refuses it, and counts that."""
+        """Return what the credentials of a head grant; None: the usual path refuses the request, and counts that."""
         given = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
         try:
             return self.keys.grant(*given, counts_refusals=False)
@@ -153,8 +156,8 @@ class Direct:
         return None if model.is_decoupled else model
 
 
-class _Set:
-    """What uvicorn wakes if a client leaves: asyncio.Event's method."""
+class _DisconnectEvent:
+    """The `message_event` of a request, which uvicorn sets if its client disconnects."""
 
     __slots__ = ("set",)
 
@@ -163,7 +166,7 @@ class _Set:
 
 
 class DirectAnswer:
-    """One request, from its body to its response; in place of uvicorn's RequestResponseCycle."""
+    """A request, from its body to its response; in place of uvicorn's RequestResponseCycle."""
 
     scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
     __slots__ = (
@@ -186,10 +189,10 @@ class DirectAnswer:
         self._is_begun = self._is_over = False
         self.disconnected = self.response_started = self.response_complete = False
         self.keep_alive = True
-        self.message_event = _Set(self._looked)
+        self.message_event = _DisconnectEvent(self._on_disconnect)
 
     def begin(self, body: bytes, tenant: str) -> bytes | None:
-        """The response, if it is there at once."""
+        """Read the body and submit the request; return the response if it is ready at once."""
         backend = self._direct.backend
         self._direct.serving.load.n += 1
         backend.enter()
@@ -209,7 +212,7 @@ class DirectAnswer:
     # ------------------------------------------------------------------ its end
 
     def _answered(self, response: InferResponse | None, error: StatusError | None) -> None:
-        """By its model, or by what is wrong with it."""
+        """Take the model's response, or the error."""
         if self._is_over:
             return
         if response is not None and (n_bytes := held_bytes(response.outputs.values())) > LARGE_BODY:
@@ -262,14 +265,14 @@ class DirectAnswer:
         return b"".join(
             (
                 STATUS_LINE[reply.status],
-                lines(self._dates),
-                lines(reply.headers),
+                header_lines(self._dates),
+                header_lines(reply.headers),
                 b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
             )
         )
 
     def _end(self, status: int) -> None:
-        """Whatever it held is free, and its line is in the log."""
+        """Release what the request holds, and log it."""
         self._is_over = True
         direct, head, took_ms = self._direct, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
         direct.backend.leave()
@@ -284,8 +287,8 @@ class DirectAnswer:
         direct.serving.load.n -= 1
         self._request = self._wanted = None  # the connection keeps this, and so would regions of shared memory be kept
 
-    def _looked(self) -> None:
-        """The connection has news: if its client has left, nobody waits for the answer."""
+    def _on_disconnect(self) -> None:
+        """Cancel the request if its client has disconnected."""
         if not self.disconnected or self._is_over:
             return
         request = self._request
@@ -296,6 +299,6 @@ class DirectAnswer:
             self._writing.cancel()
 
 
-def lines(headers: Sequence[Header]) -> bytes:
-    """Of a head, as uvicorn writes them."""
+def header_lines(headers: Sequence[Header]) -> bytes:
+    """Return the lines of an HTTP head, as uvicorn writes them."""
     return b"".join(b"%b: %b\r\n" % (name.lower(), value) for name, value in headers)

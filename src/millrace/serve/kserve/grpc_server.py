@@ -67,7 +67,7 @@ class GrpcServer:
         self._backend, self._guard = backend, backend.grpc_guard
         self._quick = QuickCalls(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
-        self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.came, backend.shared)
+        self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.remember, backend.shared)
         self._untaken = Untaken(settings.max_unread_bytes)
         self._streams: set[Stream] = set()
         self._server: Any = None

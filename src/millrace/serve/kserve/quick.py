@@ -23,7 +23,7 @@ from millrace.serve.inference.request import InferRequest, InferResponse, Parame
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import Array
 from millrace.serve.keys import Keys
-from millrace.serve.kserve.direct import Direct, DirectAnswer, InferHead, lines
+from millrace.serve.kserve.direct import Direct, DirectAnswer, InferHead, header_lines
 from millrace.serve.kserve.heads import ID, REQUEST_ID, Filled, Head, head_of
 from millrace.serve.kserve.http import error_of, infer_headers
 from millrace.serve.kserve.infer_body import HttpWanted, read_infer
@@ -96,7 +96,7 @@ class QuickConnection:
 
     # ------------------------------------------------------------------ what came the usual way
 
-    def came(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
+    def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
         """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
         if method == "POST" and path.endswith(b"/infer"):
             found = self._of.direct.heads.add(path, headers, packet)
@@ -148,7 +148,7 @@ class QuickConnection:
         """As the connection's `Shortcut` has it."""
         if self._known and (response := self.answer(packet, dates)) is not None:
             return response
-        head = self._of.direct.heads.found(packet)
+        head = self._of.direct.heads.lookup(packet)
         if head is None:
             return None
         self._look(head, packet)
@@ -201,7 +201,7 @@ class QuickConnection:
         self._of.backend.log.add("POST", known.told.path, request_id, status, took_ms)
         self._of.serving.metrics.answered(known.told.route, "POST", status)
         told = b"x-request-id: %b\r\n\r\n" % request_id.encode()
-        return b"".join((STATUS_LINE[status], lines(dates), head, told, body))
+        return b"".join((STATUS_LINE[status], header_lines(dates), head, told, body))
 
 
 def ready(
@@ -271,4 +271,4 @@ def is_like(like: Likeness, outputs: Mapping[str, Array]) -> bool:
 
 
 def _with_head(headers: Sequence[Header], body: bytes) -> tuple[bytes, bytes]:
-    return lines([*headers, (b"content-length", b"%d" % len(body))]), body
+    return header_lines([*headers, (b"content-length", b"%d" % len(body))]), body

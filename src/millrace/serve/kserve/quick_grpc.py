@@ -66,7 +66,7 @@ class QuickCalls:
 
     # ------------------------------------------------------------------ what came the usual way
 
-    def came(self, data: bytes, told: Any, model: Model) -> None:
+    def remember(self, data: bytes, told: Any, model: Model) -> None:
         """told: the ModelInferRequest that `data` is, which is on its way to be answered"""
         raw = list(told.raw_input_contents)
         if len(data) > FREE_BYTES or not model.answers_at_once(sum(map(len, raw))):

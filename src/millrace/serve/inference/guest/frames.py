@@ -119,7 +119,9 @@ class Frames:
     def _frame_size(self) -> int | None:
         """None: it is not known yet. raises FrameError"""
         if not _MARK.startswith(bytes(self._unread[: len(_MARK)])):
-            raise FrameError(f"{bytes(self._unread[:16])!r} is no beginning of a message: who writes to the socket?")
+            raise FrameError(
+                f"{bytes(self._unread[:16])!r} is not the start of a message: does the model write to this socket?"
+            )
         if len(self._unread) < _HEAD.size:
             return None
         _, size, n_text = _HEAD.unpack_from(self._unread)
