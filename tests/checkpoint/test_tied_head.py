@@ -12,10 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from click.testing import CliRunner
 
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from millrace.cli.main import cli
 from tests.support.checkpoints import random_checkpoint
 
 Change = Callable[[dict[str, Any]], None]
@@ -92,3 +94,15 @@ def test_a_stored_tensor_that_is_not_used_is_named(tmp_path: Path) -> None:
                                                                    np.ones(32, np.float32)}))  # fmt: skip
     (note,) = Checkpoint.open(folder).notes
     assert "model.layers.0.self_attn.rotary_emb.inv_freq" in note
+
+
+@pytest.mark.parametrize("change", [rolled, equal], ids=lambda c: c.__name__)
+def test_a_compressed_checkpoint_does_not_contradict_itself(tmp_path: Path, change: Change) -> None:
+    """Other tools would tie the head that it stores."""
+    folder = make(tmp_path / "model", "llama", change)
+    asked = ["compress", str(folder), "-o", str(tmp_path / "out"), "--recipe", "int8-wo", "--no-evaluate"]
+    assert CliRunner().invoke(cli, asked).exit_code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is (change is equal)
+    opened = Checkpoint.open(tmp_path / "out")
+    assert opened.decoder.tie_embeddings is (change is equal) and not opened.notes

@@ -176,6 +176,8 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], why: Mapping
         raw = config_of(checkpoint.decoder) | {"dtype": "bfloat16"}
     else:
         raw = read_json_object(checkpoint.folder / CONFIG)
+        if not checkpoint.decoder.tie_embeddings and raw.get("tie_word_embeddings") is not False:
+            raw["tie_word_embeddings"] = False  # a head of its own is stored, whatever the source or its family says
     if job.pruned:
         raw |= pruned_config(checkpoint.decoder, job.pruned[0])
     if job.layers:

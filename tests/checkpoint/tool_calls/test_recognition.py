@@ -153,6 +153,19 @@ def test_a_call_is_read_in_the_format_that_the_template_writes(name: str) -> Non
     assert calls(source, again)[1][0][0] == "find"
 
 
+@pytest.mark.parametrize("call", [
+    '<tool_call>{"name": "' + NAME + '", "parameters": ' + ARGUMENTS + "}</tool_call>",
+    '<tool_call>\n{"name": "' + NAME + '", "parameters": ' + ARGUMENTS + "}\n</tool_call>",
+    '<tool_call> {"name":"' + NAME + '","arguments":' + ARGUMENTS + "} </tool_call>",
+    '<tool_call>{"id": 0, "name": "' + NAME + '", "arguments": ' + ARGUMENTS + "}</tool_call>",
+])  # fmt: skip
+def test_a_forced_call_is_written_as_the_template_writes_it(call: str) -> None:
+    of = format_of(template(CHATML, call))
+    assert of.name == "hermes"
+    assert of.written.calls([("find", '{"tide": 5}')]) == call.replace(NAME, "find").replace(ARGUMENTS, '{"tide": 5}')
+    assert calls(template(CHATML, call), of.written.calls([("find", '{"tide": 5}')]))[1][0][0] == "find"
+
+
 @pytest.mark.parametrize("name", IN_WORDS)
 def test_every_other_format_is_told_in_words(name: str) -> None:
     source = IN_WORDS[name]

@@ -105,7 +105,7 @@ class _Probe:
             fitting = [each for each in NATIVE if turn is not None and _is_written(each, turn, way.result)]
             if turn is not None and fitting:
                 exact = (each for each in fitting if _opening(each) in _CALL_ID.sub("", turn))
-                found = next(exact, fitting[0])
+                found = next(exact, None) or _as_rendered(fitting[0], turn)
                 tells, single = self._tells(way), self._rendered(way.conversation(2)) is None
                 return replace(found, text_arguments=way.text_arguments, tells=tells, single=single)
         return GENERIC
@@ -160,6 +160,29 @@ def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
     except ValueError:
         return False
     return bool(arguments == _ARGUMENTS and (has_more or _MARKS.fullmatch(said.content)))
+
+
+def _as_rendered(of: ToolFormat, turn: str) -> ToolFormat:
+    """Return a format whose calls are written as in the turn: with its own keys and white space.
+
+    A call whose arguments go before its name is written as the format's family writes it.
+    """
+    written, closing = of.written, of.between[0] if of.between else ""
+    begin = turn.find(of.opens[0])
+    name_at = turn.find(_NAME, begin)
+    for separators in (None, (",", ":")):
+        arguments = json.dumps(_ARGUMENTS, separators=separators)
+        at = turn.find(arguments, name_at)
+        end = turn.find(closing, at + len(arguments))
+        if of.header is None and not written.prologue and closing and 0 <= begin < name_at < at < end:
+            rendered = replace(
+                written,
+                before=turn[begin:name_at],
+                middle=turn[name_at + len(_NAME) : at],
+                after=turn[at + len(arguments) : end + len(closing)],
+            )
+            return replace(of, written=rendered)
+    return of
 
 
 def _squeezed(text: str) -> str:
