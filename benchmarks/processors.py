@@ -151,7 +151,7 @@ def ratios(result: Result) -> list[list[str]]:
             rows.append([f"{ours} to {peer}, the same {same}", *_shown(cells)])
     for ours, family in BEST:
         best, cells = _to_fastest(result, ours, family)
-        if any(cells):
+        if any(cells) and len(_formats(result, family)) > 1:
             named = [f"{cell} ({peer})" if cell else "" for cell, peer in zip(_shown(cells), best, strict=True)]
             rows.append([f"{ours} to the fastest format of {family} whose KL is no worse", *named])
     return rows
@@ -165,7 +165,7 @@ def headline(result: Result) -> list[list[str]]:
     rows = [["llama.cpp, the same file", _prices(result, "millrace", "llama.cpp"), *_shown(same)]] if any(same) else []
     for ours, family in HEADLINE:
         best, cells = _to_fastest(result, ours, family)
-        if any(cells):
+        if any(cells) and len(_formats(result, family)) > 1:  # of one format alone nothing is the fastest
             formats = dict.fromkeys(peer for peer in best if peer is not None)
             prices = ", ".join(_prices(result, ours, peer) for peer in formats)
             rows.append([f"{', '.join(formats)}: its fastest whose KL is no worse", prices, *_shown(cells)])
@@ -179,9 +179,9 @@ def _to_fastest(result: Result, ours: str, family: str) -> tuple[list[str | None
 
 
 def _prices(result: Result, ours: str, peer: str) -> str:
-    """KL of both; empty: not measured."""
+    """KL of ours and of the peer's."""
     found = [_price(result, engine) for engine in (ours, peer)]
-    return " / ".join("" if price is None else f"{price:.2g}" for price in found) if any(found) else ""
+    return " / ".join("not measured" if price is None else f"{price:.2g}" for price in found)
 
 
 def _shown(cells: Sequence[float | None]) -> list[str]:
@@ -206,13 +206,18 @@ def _fastest(result: Result, ours: str, family: str, workload: str) -> str | Non
     if bound is None:
         return None
     taken: dict[str, float] = {}
-    for engine in result["engines"]:
+    for engine in _formats(result, family):
         price = _price(result, engine)
-        if (engine == family or engine.startswith(f"{family}-")) and price is not None and no_worse(price, bound):
+        if price is not None and no_worse(price, bound):
             found = [s["seconds"] for s in result["samples"] if (s["engine"], s["workload"]) == (engine, workload)]
             if found:
                 taken[engine] = statistics.median(found)
     return min(taken, key=taken.__getitem__) if taken else None
+
+
+def _formats(result: Result, family: str) -> list[str]:
+    """A peer's engines in a run, one for each format of its weights."""
+    return [engine for engine in result["engines"] if engine == family or engine.startswith(f"{family}-")]
 
 
 def _price(result: Result, engine: str) -> float | None:

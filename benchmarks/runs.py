@@ -174,11 +174,23 @@ _REMARKS = {
 }
 
 
+# Why a peer's build leaves an instruction set of the processor unused (benchmarks/peers/build.py).
+_WHY_UNUSED = {
+    "AMX_INT8": "its AMX build ends in a segmentation fault on this file",
+    "AVX_VNNI": "its builds up to 2026-11-22 did not turn AVX_VNNI on",
+}
+
+
 def remarks(result: Result) -> list[str]:
     """How peers were built, where a reader who compares must know it."""
     known = [_REMARKS[result["time"]]] if result.get("time") in _REMARKS else []
     told = ((name, e.get("settings", {}).get("unused")) for name, e in result["engines"].items())
-    return known + [f"{name} was built without {' and '.join(unused)}" for name, unused in told if unused]
+    return known + [
+        f"{name} was built without {' and '.join(unused)}"
+        + "".join(f"; {_WHY_UNUSED[u]}" for u in unused if u in _WHY_UNUSED)
+        for name, unused in told
+        if unused
+    ]
 
 
 def left_out(result: Result) -> list[str]:
