@@ -10,6 +10,7 @@ import pytest
 from benchmarks import losses, readme
 from benchmarks.page import PAGE
 from benchmarks.record import RESULTS
+from benchmarks.tensors import backend_page
 
 FILE = re.compile(r"`([^`\s]+\.json)`")
 RESULT = re.compile(r"`(?:benchmarks/results/)?([\w.-]+-20\d{6}T\d{6}Z-[0-9a-f]{7,8})(?:\.json)?`")
@@ -20,9 +21,11 @@ _COUNT = "(?:two|three|four|five|six|seven|eight|nine|ten)"
 SPEED = re.compile(
     rf"{_NUMBER}\s(?:x|times)\s(?:as\s(?:fast|many|much)|(?:the|that\sof)\s|faster|slower|`?[\w.-]*(?:llama|vllm|openvino|fastapi|"
     rf"triton|grpcio|onnx|ollama))|{_COUNT}(?:\sto\s{_COUNT})?\stimes\s(?:as\sfast|the\sspeed|faster|slower)|"
-    rf"{_NUMBER}\s(?:tok/s|tokens/s|tokens\sa\ssecond|requests/s|chunks/s|inferences/s|GB/s|us|µs|ms|microseconds|milliseconds)\b",
+    rf"{_NUMBER}\s(?:tok/s|tokens/s|tokens\sa\ssecond|requests/s|chunks/s|inferences/s|GB/s|us|µs|ms|microseconds|milliseconds)\b|\bKL\s(?:of\s|is\s)?{_NUMBER}|perplexity\s(?:of\s|is\s)?{_NUMBER}",
     re.IGNORECASE,
 )
+# What a table measures, by its header.
+MEASURED = re.compile(r"(?<![\w-])(?:us|µs|ms|tok/s|tokens/s|requests/s|GB/s|KL|perplexity)\b")
 # A result: of benchmarks/results by its name, of the nightly parts by its path, or a page of --advise that is kept.
 NAMED = re.compile(r"`(?:[\w./-]*/)?([\w.-]+\.json)`|\]\((advice/[\w.-]+\.html)\)")
 # Paragraphs with such numbers that nobody measured, by how they begin.
@@ -32,6 +35,7 @@ NOT_MEASURED = {
     ("bench.md", "`the 3 slowest took"): "a line of output, to be explained",
     ("bench.md", "`python -m tools.beside_aiperf`"): "times that the null server is set to",
     ("bench.md", "**Certified.**"): "the load that is intended",
+    ("compress.md", "The words follow"): "a bound that is chosen",
     ("log.md", ""): "a diary of what was tried, by date and machine; its figures are claimed nowhere",
     ("performance.md", ""): "generated from the result files, row by row (above)",
     ("repository.md", "A request is a span"): "the timeout of an exporter",
@@ -108,6 +112,17 @@ def unnamed(document: str, existing: set[str]) -> list[str]:
     return found
 
 
+def unnamed_tables(document: str, existing: set[str]) -> list[str]:
+    """Return the headers of tables of measurements in sections that name no result."""
+    found = []
+    for section in sections(re.sub(r"^```.*?^```", "", document, flags=re.DOTALL | re.MULTILINE)):
+        names = {name for pair in NAMED.findall(section) for name in pair if name}
+        if not names & existing:
+            headers = re.findall(r"^(\|.*\|)\n\|[-|: ]+\|$", section, re.MULTILINE)
+            found += [header for header in headers if MEASURED.search(header)]
+    return found
+
+
 def results() -> set[str]:
     kept = [*RESULTS.glob("*.json"), *(ROOT / "tools" / "nightly" / "results").glob("*.json")]
     return {path.name for path in kept} | {f"advice/{path.name}" for path in (ROOT / "docs" / "advice").glob("*.html")}
@@ -125,6 +140,29 @@ def test_speeds_in_prose_name_a_result() -> None:
     assert needed >= {key for key in NOT_MEASURED if key[1]}, "an exception that is needed no more"
 
 
+def test_tables_of_measurements_name_a_result() -> None:
+    existing = results()
+    wrong = [f"{path.name}: {header}" for path in PROSE for header in unnamed_tables(path.read_text(), existing)]
+    assert not wrong, "name the result file in the table's section"
+
+
+def test_the_table_of_backends_is_of_the_newest_run() -> None:
+    text = backend_page.PAGE.read_text()
+    assert backend_page.written(text) == text, "python -m benchmarks.tensors.backend_page"
+
+
+@pytest.mark.parametrize(
+    ("document", "n"),
+    [
+        ("# a\n| x | tok/s |\n|---|---|\n| 1 | 2 |\n", 1),
+        ("# a\n`x.json`\n\n| x | tok/s |\n|---|---|\n| 1 | 2 |\n", 0),
+        ("# a\n`x.json`\n# b\n| x | KL |\n|---|---|\n| 1 | 2 |\n", 1), ("# a\n| x | y |\n|---|---|\n| 1 ms | 2 |\n", 0),
+    ],
+)  # fmt: skip
+def test_tables_without_a_result_are_seen(document: str, n: int) -> None:
+    assert len(unnamed_tables(document, {"x.json"})) == n
+
+
 @pytest.mark.parametrize(
     ("document", "n"),
     [
@@ -132,7 +170,8 @@ def test_speeds_in_prose_name_a_result() -> None:
         ("A prompt at 1,200 tok/s.", 1), ("16 users get 300\ntokens/s.", 1), ("A call costs 385 us of CPU", 1),
         ("Ready in 12.5 ms.\n\nSee `x.json`.", 1), ("- 3 ms\n- 4 ms `benchmarks/results/x.json`\n", 1),
         ("three to six times as fast", 1), ("0.6 times FastAPI's", 1), ("1.68 times the source's speed", 1),
-        ("a page of 4 MB, 16 tokens, 3 times", 0), ("```\n12 ms\n```\n", 0), ("| 12 ms |\n", 0), ("`--itl-ms 50`", 0),
+        ("at a KL of 0.0029", 1), ("KL 0.46", 1), ("perplexity 12.3", 1), ("a page of 4 MB, 16 tokens, 3 times", 0),
+        ("```\n12 ms\n```\n", 0), ("| 12 ms |\n", 0), ("`--itl-ms 50`", 0),
     ],
 )  # fmt: skip
 def test_speeds_without_a_result_are_seen(document: str, n: int) -> None:

@@ -132,7 +132,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": {"$ref": "https://example.com/schema.json"}}, "json cannot be enforced"),
     ({"json": {"type": "text"}}, "json cannot be enforced"),
     ({"json": NEVER}, "json cannot be enforced"),
-    ({"regex": "(a"}, 'held to: invalid regex "(a" (in regex): regex parse error: unclosed group'),
+    ({"regex": "(a"}, 'enforced: invalid regex "(a" (in regex): regex parse error: unclosed group'),
     ({"regex": "a(?=b)"}, "look-ahead and look-behind, is not supported"),
     ({"regex": "b" * 5000 + "(a"}, "unclosed group"),
     ({"json": {"type": "string", "pattern": r"(a)\1"}}, "backreferences are not supported"),

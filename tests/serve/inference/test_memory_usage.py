@@ -147,4 +147,4 @@ def test_a_backend_that_fails_to_tell_it_keeps_no_other_model_from_telling(
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
     (line,) = (record for record in caplog.records if "memory" in record.getMessage())
-    assert line.getMessage() == "b version 1: its memory is not told" and why in caplog.text
+    assert line.getMessage() == "b version 1: its memory usage is unknown" and why in caplog.text
