@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.checkpoint import frames
 from millrace.checkpoint.frames import EndedError, FrameProcess, Worker
 from millrace.errors import MachineError
 
@@ -88,6 +89,34 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_message(
     monkeypatch.setattr("subprocess.Popen", no_process)
     with pytest.raises(MachineError, match="cannot start: Resource temporarily unavailable"):
         worker.exchange(b"1", 60)
+
+
+def test_a_process_that_something_else_killed_is_replaced(script: Path) -> None:
+    """As the kernel does if memory runs out: the message is sent to a new process, once."""
+    killed: list[FrameProcess] = []
+
+    class Killed(FrameProcess):
+        def exchange(self, payload: bytes, timeout_s: float) -> bytes:
+            if payload == b"1" and len(killed) < n_kills:
+                killed.append(self)
+                self.process.kill()
+                self.process.wait()
+            return super().exchange(payload, timeout_s)
+
+    for n_kills, retry in ((1, True), (1, False), (2, False)):
+        killed.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frames, "FrameProcess", Killed)
+            worker = Worker(script, lambda process: None)
+            assert worker.exchange(b"0", 60) == b"answer to 0"
+            if n_kills == 1:
+                assert worker.exchange(b"1", 60, retry=retry) == b"answer to 1"
+            else:
+                with pytest.raises(EndedError) as error:
+                    worker.exchange(b"1", 60, retry=retry)
+                assert error.value.is_from_outside
+            assert len(killed) == n_kills
+            worker.stop()
 
 
 def test_a_message_that_may_end_its_process_is_sent_once(tmp_path: Path) -> None:

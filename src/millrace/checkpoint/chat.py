@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker, unavailable
 from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
@@ -161,14 +161,16 @@ def _greet(sources: Mapping[str, str], variables: Mapping[str, str], limits: Cha
 
 @contextmanager
 def _said(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
-    """What became of the process, in words. raises CheckpointError"""
+    """Say what became of the process. raises CheckpointError; MachineError if something else killed it"""
     try:
         yield
     except LateError:
         raise _broken(
             f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)"
         ) from None
-    except EndedError:
+    except EndedError as error:
+        if error.is_from_outside:
+            raise unavailable("the process that renders the chat template was killed") from None
         limit = limits.memory_bytes // 2**20
         raise _broken(
             f"the process that renders the chat template ended (does it need more than {limit} MB?)"

@@ -29,11 +29,19 @@ class LateError(Exception):
 
 
 class EndedError(Exception):
-    """The process ended without an answer. returncode: its exit status; -N if signal N ended it"""
+    """The process ended without an answer.
 
-    def __init__(self, returncode: int) -> None:
-        super().__init__(returncode)
-        self.returncode = returncode
+    returncode: its exit status; -N if signal N ended it; closed: by its owner, who wants no answer
+    """
+
+    def __init__(self, returncode: int, closed: bool = False) -> None:
+        super().__init__(returncode, closed)
+        self.returncode, self.closed = returncode, closed
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether something else ended the process, as the kernel does if memory runs out: not what it was sent."""
+        return self.returncode == -signal.SIGKILL and not self.closed
 
 
 class FrameProcess:
@@ -102,7 +110,13 @@ class FrameProcess:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING_S)  # its connection closes before it has ended: its own exit status is awaited
         self.close()
-        raise LateError if late.is_set() else EndedError(process.returncode)
+        raise LateError if late.is_set() else EndedError(process.returncode, self._killed)
+
+
+def unavailable(what: str) -> MachineError:
+    """Log what happened to a process that a request needs, and return it as an error."""
+    log.error("%s", what)
+    return MachineError(what, "memory and time for one more process", "free memory, then try again")
 
 
 class Worker:
@@ -121,7 +135,8 @@ class Worker:
     def exchange(self, payload: bytes, timeout_s: float, *, retry: bool = True) -> bytes:
         """Send one message and receive one.
 
-        retry: if the process ends that answered before, ask a new one; False: the message may be what ended it
+        retry: if the process ends that answered before, ask a new one; False: only if something else ended it, because
+        the message may have
 
         raises LateError, EndedError; MachineError if no process can start; and what else `greet` raises
         """
@@ -130,8 +145,8 @@ class Worker:
             try:
                 with self._work_of(process):
                     return process.exchange(payload, timeout_s)
-            except EndedError:
-                if not retry or process is not before or process.killed:
+            except EndedError as ended:
+                if process is not before or process.killed or not (retry or ended.is_from_outside):
                     raise
             again = self._started()  # the other may have ended before it was asked
             with self._work_of(again):
@@ -206,9 +221,7 @@ class Worker:
         return process
 
     def _unavailable(self, why: str) -> MachineError:
-        what = f"the process {self._script.stem} cannot start: {why}"
-        log.error("%s", what)
-        return MachineError(what, "memory and time for one more process", "free memory, then try again")
+        return unavailable(f"the process {self._script.stem} cannot start: {why}")
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker, unavailable
 from millrace.checkpoint.grammar_limits import limits
 from millrace.errors import MachineError, RequestError
 from millrace.runtime.grammar_worker import MEMORY_BYTES, STACK_BYTES
@@ -88,7 +88,7 @@ class GrammarProcess:
     def lark(self, params: StructuredOutputsParams, text: str) -> str:
         """Return the grammar of a request.
 
-        raises RequestError if it cannot be enforced, or ends the process; MachineError if no process can start
+        raises RequestError if it cannot be enforced, or ends the process; MachineError if no process can start or stay
         """
         message = {"kind": params.kind, "text": text, "asked_as": params.asked_as, "limits": limits()}
         try:
@@ -97,7 +97,9 @@ class GrammarProcess:
             raise _not_compiled(params, f"it takes more than {LONG_CPU_S:g} s of CPU time") from None
         except LateError:
             raise _not_compiled(params, f"it took more than {_TIMEOUT_S:g} s") from None
-        except EndedError:
+        except EndedError as ended:
+            if ended.is_from_outside:
+                raise unavailable("the process that compiles grammars was killed") from None
             raise _not_compiled(
                 params, f"the process for it ended (more than {MEMORY_BYTES // 2**20} MB, or nested too deeply)"
             ) from None
