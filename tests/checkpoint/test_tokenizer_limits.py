@@ -1,5 +1,6 @@
 """Tokenizer files under a limit of memory: cut off anywhere or too large, they are refused and end no process."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
+from millrace.checkpoint.protobuf import bytes_field
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
@@ -62,6 +64,39 @@ def test_every_prefix_of_a_tokenizer_model_is_refused_or_opened(tmp_path: Path) 
     found = opened(path, 24 << 20)
     assert found["whole"] == 1 and found.total() == path.stat().st_size + 1
     assert found["ends outside"] >= path.stat().st_size - 410  # 400 pieces, and the specifications
+
+
+LONG = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 50}
+MILD = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}
+CHARSMAP = base64.b64encode((1024).to_bytes(4, "little") + bytes(1024) + b"ab\0" + b"h" * 2000 + b"\0").decode()
+
+
+@pytest.mark.parametrize(("parts", "says"), [
+    ([LONG] * 6, "1.56e\\+10 times"), ([LONG] * 2, "2.5e\\+03 times"),
+    ([{"type": "Sequence", "normalizers": [LONG]}] * 3, "times"),
+    ([{"type": "Replace", "pattern": {"Regex": ""}, "content": "h" * 2000}], "times"),
+    ([{"type": "Precompiled", "precompiled_charsmap": CHARSMAP}], "times"),
+    ([LONG], ""), ([MILD] * 3, ""), ([{"type": "Prepend", "prepend": "x"}, {"type": "NFKC"}], ""),
+])  # fmt: skip
+def test_a_normalizer_without_bounds_is_refused(tmp_path: Path, parts: list[dict[str, object]], says: str) -> None:
+    save_byte_level(tmp_path, 300)
+    path = tmp_path / "tokenizer.json"
+    normalizer = {"type": "Sequence", "normalizers": parts}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": normalizer}))
+    if says:
+        with pytest.raises(CheckpointError, match=says):
+            open_tokenizer(tmp_path)
+    else:
+        open_tokenizer(tmp_path)
+
+
+def test_a_character_map_of_sentencepiece_is_bounded_too(tmp_path: Path) -> None:
+    save_sentencepiece(tmp_path, 400)
+    path = tmp_path / "tokenizer.model"
+    good, charsmap = path.read_bytes(), base64.b64decode(CHARSMAP)
+    path.write_bytes(good + bytes_field(3, bytes_field(2, charsmap)))
+    with pytest.raises(CheckpointError, match="2e\\+03 times"):
+        open_tokenizer(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's address space is known on Linux")

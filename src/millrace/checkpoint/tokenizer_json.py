@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from tokenizers import normalizers
 
 from millrace.checkpoint.address_space import check_address_space
 from millrace.checkpoint.tokenizer import Specials, TokenizerConfig, VocabularyTokenizer, check_unicode
+from millrace.checkpoint.tokenizer_model import MOST_GROWTH, grows, longest_replacement
 from millrace.errors import CheckpointError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -32,6 +34,7 @@ class JsonTokenizer(VocabularyTokenizer):
         """`data`: the file's contents; `path` is for messages."""
         _check_whole(data, path)
         _check_charsmaps(data, path)
+        _check_growth(data, path)
         _check_prefix(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         with _failures_told(path):
@@ -178,6 +181,33 @@ def _check_charsmaps(data: bytes, path: Path) -> None:
             size = int.from_bytes(charsmap[:4], "little")
             if len(charsmap) < 4 or size > len(charsmap) - 4:
                 raise _unreadable(path, f"its precompiled_charsmap of {len(charsmap)} bytes has a table of {size}")
+
+
+def _check_growth(data: bytes, path: Path) -> None:
+    """Refuse a normalizer that could make a short text so long that tokenising it takes the machine's memory."""
+    try:
+        normalizer = msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)
+    except _NOT_JSON:
+        return  # the library will say where
+    if (growth := _growth(normalizer)) > MOST_GROWTH:
+        raise _unreadable(path, grows(growth))
+
+
+def _growth(normalizer: Any) -> float:
+    """Return how many times as long a text becomes at most, in bytes; what is added once is counted like one byte's."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    if isinstance(parts := normalizer.get("normalizers"), list):
+        return math.prod(map(_growth, parts))
+    if isinstance(charsmap := normalizer.get("precompiled_charsmap"), str):
+        return longest_replacement(base64.b64decode(charsmap))
+    content, pattern = normalizer.get("content"), normalizer.get("pattern")
+    if not isinstance(content, str):
+        return 1.0
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(literal, str) and literal:
+        return max(1.0, len(content.encode()) / len(literal.encode()))
+    return 1.0 + len(content.encode())  # of a pattern that may match nothing, before each byte
 
 
 def _set_normaliser(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:

@@ -17,6 +17,8 @@ _MARK = "\u2581"  # SentencePiece's visible space
 # value, because protobuf merges a message that occurs twice and its last scalar wins.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 _SPECS = range(2, 6)  # fields of ModelProto that are messages, other than its many small pieces
+_NORMALIZER, _CHARSMAP = 3, 2  # ModelProto.normalizer_spec.precompiled_charsmap
+MOST_GROWTH = 1024  # how many times as long a normalizer may make a text; those of published models stay below 100
 # Address space that the library takes while it reads a file twice, per byte of it. Measured: 18 (256,000 pieces).
 _ROOM_PER_BYTE = 60
 
@@ -30,6 +32,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
         """`data`: the file's contents; `path` is for messages."""
         _check_lengths(data, path)
+        _check_growth(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         self._model, self._inner = _open(data, path)
         size: int = self._model.get_piece_size()
@@ -150,6 +153,28 @@ def _check_lengths(data: bytes, path: Path) -> None:
                     pass
     except WireError:
         raise _unreadable(path, f"it is truncated or damaged: a field ends outside its {len(data)} bytes") from None
+
+
+def longest_replacement(charsmap: bytes) -> int:
+    """Return the length of the longest text, in bytes, by which a precompiled character map replaces one or more.
+
+    4 bytes of size, a trie of so many bytes, texts that end with 0. source: sentencepiece, src/normalizer.cc
+    """
+    size = int.from_bytes(charsmap[:4], "little")
+    return max(1, *map(len, charsmap[4 + size :].split(b"\0")))
+
+
+def grows(growth: float) -> str:
+    """Say that a normalizer makes texts too long."""
+    return f"its normalizer could make a text {growth:.3g} times as long, and {MOST_GROWTH} is the most"
+
+
+def _check_growth(data: bytes, path: Path) -> None:
+    for number, kind, _, begin, end in fields(data):
+        if (number, kind) == (_NORMALIZER, BYTES):
+            for inner, its_kind, _, at, stop in fields(data, begin, end):
+                if (inner, its_kind) == (_CHARSMAP, BYTES) and (n := longest_replacement(data[at:stop])) > MOST_GROWTH:
+                    raise _unreadable(path, grows(n))
 
 
 def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:
