@@ -10,12 +10,21 @@ from pathlib import Path
 from millrace.errors import CheckpointError
 
 _STATM = Path("/proc/self/statm")  # Linux
+_UNKNOWN_BYTES = 2 << 30  # in use, where the system does not tell
 _BASE_BYTES = 16 << 20  # whatever the size of the file: tables of the library, and an allocator's step
 
 
 def used_address_space() -> int | None:
     """Return the bytes of address space that this process uses; None where the system does not tell."""
     return int(_STATM.read_text().split()[0]) * resource.getpagesize() if _STATM.exists() else None
+
+
+def limit_address_space(more_bytes: int) -> None:
+    """Let this process take so many bytes more than it uses now; an allocation beyond that fails, or ends it."""
+    limit = (used_address_space() or _UNKNOWN_BYTES) + more_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def check_address_space(data: bytes, per_byte: int, path: Path) -> None:

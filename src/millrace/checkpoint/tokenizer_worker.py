@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 LOWEST_PRIORITY = 19
+MEMORY_BYTES = 8 * 2**30  # address space beyond what the process needs for itself; 8 million tokens take 2 GiB
 _PR_SET_PDEATHSIG = 1  # prctl(2), Linux
 
 
@@ -47,10 +48,12 @@ def _serve(owner: Connection) -> None:
     sys.path[:] = opened["path"]  # as the parent sees it: it may run from a source tree
     import numpy as np
 
+    from millrace.checkpoint.address_space import limit_address_space
     from millrace.checkpoint.tokenizer_files import make_tokenizer
 
     files = {name: base64.b64decode(data) for name, data in opened["files"].items()}
     tokenizer = make_tokenizer(files, Path(opened["folder"]))
+    limit_address_space(MEMORY_BYTES)
     owner.send_bytes(b"")
     while True:
         text = owner.recv_bytes()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 STACK_BYTES = 64 * 2**20
 MEMORY_BYTES = 512 * 2**20  # address space beyond what the process needs for itself
-USED_BYTES = 2**31  # of address space, where the system does not tell
 PRIORITY = 5  # as of nice(1): the engine's threads go first
 N_STEPS = 8  # of an answer, whose masks are computed
 _STRIDE = 7919  # a prime: it picks tokens from all over the vocabulary
@@ -59,10 +58,9 @@ def _serve(owner: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    from millrace.checkpoint.address_space import used_address_space
+    from millrace.checkpoint.address_space import limit_address_space
 
-    limit = (used_address_space() or USED_BYTES) + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit_address_space(MEMORY_BYTES)
 
 
 class _Vocabulary:

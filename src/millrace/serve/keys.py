@@ -140,12 +140,21 @@ class Keys:
     def admit(self, scope: Scope) -> None:
         """The request of this scope, whose end its call is told. raises HttpError with 401, or with 429 and when"""
         if self._keys:
-            grant = self.grant(header(scope, b"authorization"), header(scope, b"x-api-key"))
+            given = header(scope, b"authorization"), header(scope, b"x-api-key")
+            computes = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
+            grant = self.grant(*given, computes=computes)
             call: Call = scope[CALL]
             call.tenant, call.is_admin, call.ended = grant.tenant, grant.is_admin, grant.end
 
-    def grant(self, authorization: bytes | None, other: bytes | None, *, counts_refusals: bool = True) -> Grant:
-        """By its headers. counts_refusals: not where whoever is refused asks once more. raises HttpError as `admit`"""
+    def grant(
+        self, authorization: bytes | None, other: bytes | None, *, counts_refusals: bool = True, computes: bool = True
+    ) -> Grant:
+        """Grant a request by its headers.
+
+        counts_refusals: not where whoever is refused asks once more; computes: False for what reads or ends something,
+        such as a response in the background: it is held to `requests_per_minute` alone
+        raises HttpError as `admit`
+        """
         if not self._keys:
             return Grant("", None, self._clock)
         now_s = self._clock()
@@ -154,7 +163,7 @@ class Keys:
         key = self._found(authorization, other)
         name = key.name or f"key {self._numbers[key.secret]}"
         account = self._accounts.setdefault(name, _Account())
-        _check(name, key, account, now_s, counts_refusals)
+        _check(name, key, account, now_s, counts_refusals, computes)
         account.running += 1
         account.requests += 1
         return Grant(name if len(self._keys) > 1 else "", account, self._clock, key.is_admin)
@@ -205,15 +214,15 @@ class Keys:
         yield from (requests, tokens, refused, running)
 
 
-def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals: bool) -> None:
+def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals: bool, computes: bool) -> None:
     """raises HttpError with 429; what is refused costs nothing"""
     requests = account.allowance("requests_per_minute", key, now_s)
     tokens = account.allowance("tokens_per_minute", key, now_s)
     most = key.limits.get("concurrent")
     waits_s = {
-        "concurrent": 1.0 if most is not None and account.running >= most else 0.0,
+        "concurrent": 1.0 if computes and most is not None and account.running >= most else 0.0,
         "requests_per_minute": requests.wait_s(1, now_s) if requests is not None else 0.0,
-        "tokens_per_minute": tokens.wait_s(1, now_s) if tokens is not None else 0.0,
+        "tokens_per_minute": tokens.wait_s(1, now_s) if computes and tokens is not None else 0.0,
     }
     limit = max(waits_s, key=lambda what: waits_s[what])
     wait_s = math.ceil(waits_s[limit] - _NO_TIME_S)
