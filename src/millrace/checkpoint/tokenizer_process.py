@@ -7,12 +7,11 @@ others wait, and a thread of low priority that holds the interpreter's lock is w
 import base64
 import json
 import sys
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
 from millrace.checkpoint.tokenizer import TOKENIZER_FILES, Files, read_files
@@ -33,12 +32,16 @@ class TokenizerProcess:
         self._worker = Worker(_WORKER, partial(_greet, folder, files, timeout_s))
         self.hold = self._worker.hold
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """`text` holds no half of a surrogate pair. raises CheckpointError where the process cannot do it"""
+    def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        """Return the tokens of a text without halves of surrogate pairs. raises CheckpointError if it cannot be done
+
+        They are an array, because millions of Python's integers take long to make and to free, with its lock held.
+        """
         payload = (b"\1" if add_special_tokens else b"\0") + text.encode()
         with _tokenising(f"a text of {len(text):,} characters was not tokenised", self._timeout_s):
             answer = self._worker.exchange(payload, self._timeout_s)
-        ids: list[int] = np.frombuffer(answer, np.int32).tolist()
+        ids = array("i")
+        ids.frombytes(answer)
         return ids
 
     def close(self) -> None:

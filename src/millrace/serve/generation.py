@@ -203,7 +203,8 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     tools, params = asked.tools, asked.params
     speech = backend.speech_for(tools is not None)
     specs = tools.specs if tools else ()
-    prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    ids = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    prompt = list(ids)
     begun = asked.begun if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")

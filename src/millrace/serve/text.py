@@ -76,7 +76,7 @@ class Texts:
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, bounded_as: str | None = None
-    ) -> list[list[int]]:
+    ) -> list[Sequence[int]]:
         """Tokens of each text.
 
         bounded_as: the field to name when a text, by its bytes or words, cannot fit the context
@@ -87,7 +87,7 @@ class Texts:
             return [self._medium.encode(text, add_special_tokens) for text in texts]
         encoder = self._medium if n <= LONG_CHARACTERS else self._long if n <= VERY_LONG_CHARACTERS else self._very_long
 
-        def work() -> list[list[int]]:
+        def work() -> list[Sequence[int]]:
             if bounded_as is not None and n > LONG_CHARACTERS:
                 for text in texts:
                     self._least.check(text, bounded_as)
@@ -129,7 +129,7 @@ class Texts:
         tools: Sequence[Mapping[str, object]] = (),
         body_bytes: int = 0,
         bounded: bool = True,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Check, render and encode.
 
         tools: as clients describe them; body_bytes: of the request that the messages came in: they are no longer
@@ -174,7 +174,7 @@ class _Encoder:
     def __init__(self, tokenizer: Tokenizer, process: TokenizerProcess | None, lane: Lane) -> None:
         self._tokenizer, self._process, self.lane = tokenizer, process, lane
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
         """raises RequestError, HttpError where the tokenizer or its process cannot do it"""
         try:
             if self._process is None:
@@ -346,9 +346,9 @@ class TextBackend(Backend):
         """raises MillraceError. A conversation ends where its next message would begin"""
         line = prompt.line
         if line.messages is None:
-            return (await self.texts.encode([line.prompt or ""], True, "prompt"))[0]
+            return list((await self.texts.encode([line.prompt or ""], True, "prompt"))[0])
         rendering = Rendering(line.chat_template_kwargs or {}, opens=False)
-        return await self.texts.encode_chat(line.messages, rendering, body_bytes=prompt.n_bytes)
+        return list(await self.texts.encode_chat(line.messages, rendering, body_bytes=prompt.n_bytes))
 
     def pulse(self) -> LoopStats:
         return self.model.engine.stats()

@@ -92,7 +92,7 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
         (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
         let_go(asked)
         check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
-        generation = await start(backend, [ids], params, call, terms)
+        generation = await start(backend, [list(ids)], params, call, terms)
     else:
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]

@@ -219,7 +219,7 @@ async def _tokens(
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     prompts = [prompt for prompt in given if not isinstance(prompt, str)]
     if texts:
-        prompts = await backend.texts.encode(texts, special, "prompt")
+        prompts = [list(ids) for ids in await backend.texts.encode(texts, special, "prompt")]
     for ids in prompts:
         check_context(len(ids), max_tokens, backend.model.max_context, "prompt")
     return prompts

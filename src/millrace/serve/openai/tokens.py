@@ -1,5 +1,8 @@
 """POST /tokenize and /detokenize, in vLLM's shapes."""
 
+from collections.abc import Callable, Sequence
+from typing import cast
+
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -12,6 +15,8 @@ from millrace.serve.serving import LARGE
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import tools_of
 from millrace.serve.wire import Call
+
+_PIECE = 1 << 15  # tokens whose JSON is written at once: some milliseconds
 
 
 async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> ASGIApp:
@@ -34,12 +39,19 @@ async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> 
     call.log.prompt_tokens = len(ids)
 
     def reply() -> bytes:
-        whole = TokenizeReply(len(ids), backend.model.max_context, ids)
+        whole = TokenizeReply(len(ids), backend.model.max_context, cast(list[int], _encoded(ids, list)))
         if asked.return_token_strs:
-            whole.token_strs = [backend.model.tokenizer.token_text(i) for i in ids]
+            text = backend.model.tokenizer.token_text
+            whole.token_strs = cast(list[str], _encoded(ids, lambda part: [text(i) for i in part]))
         return msgspec.json.encode(whole)
 
     return Response(await backend.off_loop(len(ids) > LARGE, reply), media_type="application/json")
+
+
+def _encoded(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int | str]]) -> msgspec.Raw:
+    """Return the JSON list of a value for each token, in pieces: each call holds the interpreter lock until it ends."""
+    pieces = (msgspec.json.encode(values(ids[at : at + _PIECE]))[1:-1] for at in range(0, len(ids), _PIECE))
+    return msgspec.Raw(b"[%b]" % b",".join(pieces))
 
 
 async def detokenize(backend: TextBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
