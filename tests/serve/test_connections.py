@@ -1,5 +1,6 @@
 """Connections that send too much, too slowly or nothing, and readers that take nothing: the others are served."""
 
+import http.client
 import json
 import resource
 import select
@@ -177,6 +178,25 @@ def test_a_client_that_goes_on_after_its_refusal_is_cut_off(server: Running) -> 
             while time.monotonic() - start_s < 10:
                 raw.sendall(b"x" * 65536)
         assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+@pytest.mark.parametrize(("path", "n_bytes", "key", "status"), [
+    ("/v1/completions", 14 << 20, True, 413), ("/v1/completions", 3 << 20, False, 401),
+    ("/nowhere", 8 << 20, True, 404),
+])  # fmt: skip
+def test_a_client_that_sends_its_whole_body_first_gets_its_refusal(
+    connection: str, path: str, n_bytes: int, key: bool, status: int
+) -> None:
+    """As urllib and http.client do, which read nothing before all is sent."""
+    with serving_with(api_keys=("secret",)) as server:
+        for _ in range(3):
+            client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+            headers = {"connection": connection} | ({"authorization": "Bearer secret"} if key else {})
+            client.request("POST", path, b"x" * n_bytes, headers)
+            response = client.getresponse()
+            assert response.status == status and json.loads(response.read())["error"]["message"]
+            client.close()
 
 
 @pytest.fixture

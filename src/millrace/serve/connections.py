@@ -230,8 +230,16 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        cycle.transport = cast(asyncio.Transport, Together(self.transport))
+        cycle.transport = cast(asyncio.Transport, Together(self.transport, self._close_behind_answer))
         super()._start_asgi_task(cycle, app)
+
+    def _close_behind_answer(self) -> None:
+        """Close; if the client is still sending its body, read that for a while, or it would lose the answer."""
+        if not self.is_incomplete or self.transport.is_closing() or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._changed(_Reading.NOTHING)
 
     def shutdown(self) -> None:
         """Answers are finished, and everything else ends."""

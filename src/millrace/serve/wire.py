@@ -191,8 +191,9 @@ def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple
 class Together:
     """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        """close: of the connection, behind the answer"""
+        self._transport, self._close = transport, close
         self._head: bytes | None = None
         self._has_begun = False
 
@@ -212,7 +213,7 @@ class Together:
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
