@@ -33,6 +33,7 @@ WRONG: list[tuple[Mapping[str, object], dict[str, object], list[str]]] = [
     (LLAMA_2, {"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
     (LLAMA_2, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
     (LLAMA_2, {"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+    (LLAMA_2, {"eos_token_id": list(range(2000))}, ["eos_token_id", "2000 ids", "1024"]),
     (LLAMA_2, {"eos_token_id": -1}, ["eos_token_id", "-1"]),
     (LLAMA_2, {"bos_token_id": [1, 2]}, ["bos_token_id"]),
     (LLAMA_2, {"rope_theta": -1.0}, ["rope_theta"]),

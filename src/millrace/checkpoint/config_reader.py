@@ -152,9 +152,14 @@ def read_dtype(raw: Raw) -> str:
     return name
 
 
+MOST_IDS = 1024  # that end an answer; published models have up to a dozen
+
+
 def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
     """An id, a list of ids or null, as a tuple. raises CheckpointError"""
     values = value if isinstance(value, list) else [] if value is None else [value]
+    if len(values) > MOST_IDS:
+        raise CheckpointError(f"{file}: {key} has {len(values)} ids", f"at most {MOST_IDS}", f"correct {key}")
     for i in values:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
             raise CheckpointError(f"{file}: {key} is {value!r}", "an id, a list of ids or null", f"correct {key}")
