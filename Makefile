@@ -42,7 +42,7 @@ test: $(VENV)/.dev
 # What depends on the instruction set, as a processor with AVX2 alone runs it.
 test-avx2: $(VENV)/.dev
 	MILLRACE_ISA=avx2 $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not timing and not nightly" \
-	  -k "not cuda and not gpu" $(TEST_FLAGS) tests/native tests/kernels tests/engine tests/e2e/test_answers.py
+	  -k "not cuda and not gpu" $(TEST_FLAGS) tests/native tests/kernels tests/engine tests/compile tests/runtime tests/evaluate tests/tune tests/e2e
 
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s

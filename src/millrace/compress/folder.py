@@ -106,7 +106,8 @@ def check_place(out: Path, nbytes: int) -> None:
     if free < nbytes + _SMALL_BYTES:
         raise MachineError(
             f"{out} has no room: {free:,} bytes are free there",
-            f"{nbytes + _SMALL_BYTES:,}: {nbytes:,} of weights, and {_SMALL_BYTES:,} for what lies beside them", "make room, or name a folder on another disk with -o",
+            f"{nbytes + _SMALL_BYTES:,}: {nbytes:,} of weights, and {_SMALL_BYTES:,} for what lies beside them",
+            "make room, or name a folder on another disk with -o",
         )  # fmt: skip
 
 
