@@ -67,7 +67,7 @@ def test_a_server_ends_as_soon_as_nothing_is_left_to_close(tmp_path: Path, n_idl
                 began_s = time.monotonic()
             took_s.append(time.monotonic() - began_s)
             assert all(is_closed(client, 2) for client in clients)
-    assert min(took_s) < 0.05, took_s
+    assert min(took_s) < 0.5, took_s
 
 
 def until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
