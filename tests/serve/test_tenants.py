@@ -1,6 +1,7 @@
 """Several API keys: none sees, or changes, what belongs to another."""
 
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,65 @@ def test_an_admin_key_changes_every_model(tmp_path: Path) -> None:
             client.call("RepositoryModelLoad", metadata, model_name="own")
         assert httpx.get(f"{served.url}/v2/models/m/ready", headers=bearer("second")).status_code == 400
         assert control(served, "second", "unload", "own")[0] == 400
+
+
+SETTINGS = [("logging", {"log_error": False}), ("trace/setting", {"log_frequency": "1"}),
+            ("models/m/trace/setting", {"log_frequency": "1"})]  # fmt: skip
+
+
+def test_settings_of_the_server_are_an_admins(tmp_path: Path) -> None:
+    """A key could silence the log, or trace what others send."""
+    write_models(tmp_path / "models", {"m": identity("FP32", "-1")})
+    keys = written(tmp_path / "keys", "first name=a\nsecond name=b\noperator name=c role=admin\n")
+    with in_process(tmp_path / "models", ServerSettings(port=0, key_file=keys), grpc_port=0) as served:
+        for path, change in SETTINGS:
+            for key, status in (("first", 400), ("operator", 200)):
+                reply = httpx.post(f"{served.url}/v2/{path}", json=change, headers=bearer(key))
+                assert reply.status_code == status and ("role=admin" in reply.text) is (status == 400)
+                assert httpx.get(f"{served.url}/v2/{path}", headers=bearer(key)).status_code == 200
+        with connected(served.grpc_url) as client:
+            metadata = [("authorization", "Bearer first")]
+            told = refusal(lambda: client.call("LogSettings", metadata, settings={"log_info": {"bool_param": False}}))
+            assert told[0] == "INVALID_ARGUMENT" and "role=admin" in told[1]
+            told = refusal(lambda: client.call("TraceSetting", metadata, settings={"log_frequency": {"value": ["1"]}}))
+            assert told[0] == "INVALID_ARGUMENT" and "role=admin" in told[1]
+
+
+def test_shared_memory_belongs_to_the_key_that_registered_it(tmp_path: Path) -> None:
+    write_models(tmp_path / "models", {"m": identity("FP32", "-1")})
+    memory = SharedMemory(create=True, size=64)
+    settings = ServerSettings(port=0, api_keys=KEYS)
+    try:
+        with in_process(tmp_path / "models", settings, allow_client_shm=True, grpc_port=0) as served:
+            regions = f"{served.url}/v2/systemsharedmemory"
+            register = {"key": memory.name, "offset": 0, "byte_size": 64}
+
+            def infer(key: str) -> int:
+                parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+                tensor = {"name": "INPUT0", "shape": [2], "datatype": "FP32", "parameters": parameters}
+                url = f"{served.url}/v2/models/m/infer"
+                return httpx.post(url, json={"inputs": [tensor]}, headers=bearer(key)).status_code
+
+            def names(key: str) -> list[str]:
+                with connected(served.grpc_url) as client:
+                    metadata = [("authorization", f"Bearer {key}")]
+                    over_grpc = sorted(client.call("SystemSharedMemoryStatus", metadata).regions)
+                assert over_grpc == [one["name"] for one in httpx.get(f"{regions}/status", headers=bearer(key)).json()]
+                return over_grpc
+
+            first, second = bearer("first"), bearer("second")
+            assert httpx.post(f"{regions}/region/r/register", json=register, headers=first).status_code == 200
+            assert (infer("first"), infer("second")) == (200, 404) and (names("first"), names("second")) == (["r"], [])
+            assert httpx.get(f"{regions}/region/r/status", headers=second).status_code == 404
+            assert httpx.post(f"{regions}/unregister", headers=second).status_code == 200
+            assert httpx.post(f"{regions}/region/r/unregister", headers=second).status_code == 200
+            assert infer("first") == 200
+            assert httpx.post(f"{regions}/region/r/register", json=register, headers=second).status_code == 200
+            assert httpx.post(f"{regions}/unregister", headers=first).status_code == 200
+            assert (infer("first"), infer("second")) == (404, 200) and (names("first"), names("second")) == ([], ["r"])
+    finally:
+        memory.close()
+        memory.unlink()
 
 
 def test_one_key_changes_whatever_there_is(tmp_path: Path) -> None:

@@ -267,13 +267,13 @@ def test_no_file_stays_open() -> None:
     made = Memory(create=True, size=64)
     before = n_open(made.name)
     assert before > 0
-    regions = Regions(1 << 20)
+    regions = Regions(1 << 20).of("")
     regions.register("a", made.name, 0, 64)
     regions.register("b", made.name, 0, 64)
     for wrong in (("a", made.name, 0, 1), ("c", made.name, 65, 0), ("d", made.name, 1, 64)):
         with pytest.raises(StatusError):
             regions.register(*wrong)
-    regions.close()
+    regions.unregister("")
     assert n_open(made.name) == before
     made.close()
     made.unlink()
@@ -282,7 +282,7 @@ def test_no_file_stays_open() -> None:
 def test_a_region_in_use_goes_with_the_last_request() -> None:
     """Its file stays open until then: its number could be that of another file, which an output would go to."""
     made = Memory(create=True, size=64)
-    regions = Regions(1 << 20)
+    regions = Regions(1 << 20).of("")
     regions.register("a", made.name, 0, 64)
     regions.register("b", made.name, 0, 64)
     first, second = regions.place("a", 0, 64), regions.place("a", 8, 8)
@@ -302,14 +302,14 @@ def test_a_region_in_use_goes_with_the_last_request() -> None:
     place = regions.place("a", 0, 64)
     del place
     assert regions.status("a"), "it was not unregistered"
-    regions.close()
+    regions.unregister("")
     made.close()
     made.unlink()
 
 
 def test_inputs_hold_their_regions_until_the_request_is_over() -> None:
     made = Memory(create=True, size=64)
-    regions = Regions(1 << 20)
+    regions = Regions(1 << 20).of("")
     model: Any = SimpleNamespace(name="m", checker=SimpleNamespace(take=lambda request, given: None))
     body = {"inputs": [{**placed("INPUT0", 0, 64, "a"), "datatype": "FP32", "shape": [16]}]}
     said = {"region": {"string_param": "a"}, "byte_size": {"int64_param": 64}}

@@ -18,8 +18,9 @@ _LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error
 _MOST_VERBOSE = 2**31 - 1
 
 
-def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings of a model, or of the server, after the change. raises StatusError"""
+def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
+    """Return the settings of a model, or of the server, after the change. owner: as `log` has it. raises StatusError"""
+    _check_owner(change, owner)
     if model:
         try:
             repository.get(model)
@@ -55,8 +56,19 @@ def _trace_change(said: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
     return found
 
 
-def log(switches: LogSwitches, change: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings after the change. raises StatusError"""
+def _check_owner(change: Mapping[str, Any] | None, owner: str) -> None:
+    """raises StatusError"""
+    if change and owner:
+        what = "these settings hold for all API keys, so that this one cannot change them"
+        raise invalid(f"{what}: a key with role=admin can")
+
+
+def log(switches: LogSwitches, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
+    """Return the settings after the change.
+
+    owner: the API key that asks, if there are several and it is no admin's. raises StatusError
+    """
+    _check_owner(change, owner)
     for name, value in (change or {}).items():
         if name == "log_file":
             what = "log file location can not be updated through network protocol"

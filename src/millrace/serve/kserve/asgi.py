@@ -19,7 +19,7 @@ from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.leaving import unless_gone
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, PIECE_BYTES, header, joined, read_body
+from millrace.serve.wire import CALL, PIECE_BYTES, Call, header, joined, read_body
 
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
@@ -64,7 +64,7 @@ class KServe:
         if restricting is not None:
             reply = error_reply(403, f"This API is restricted, expecting header '{restricting}'")
         elif scope["method"] == "GET":
-            reply = await self._front.answer(Request("GET", path, {}, b""))
+            reply = await self._front.answer(_of_key(Request("GET", path, {}, b""), scope[CALL]))
         else:
             reply = await self._posted(scope, receive, send, path)
         if reply.events is not None:
@@ -89,7 +89,7 @@ class KServe:
             call.body_bytes = len(body)
             headers = joined(scope["headers"], b",")
             request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
-            request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
+            _of_key(request, call)
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))
@@ -111,6 +111,12 @@ class KServe:
             finally:
                 reply.events.close()
         return reply
+
+
+def _of_key(request: Request, call: Call) -> Request:
+    """Return the request with whose it is."""
+    request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
+    return request
 
 
 def _too_large(scope: Scope, most: int) -> StatusError:

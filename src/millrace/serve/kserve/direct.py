@@ -30,6 +30,7 @@ from millrace.serve.kserve.infer_body import HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.routes import BELOW, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
+from millrace.serve.kserve.shared_memory import of_tenant
 from millrace.serve.serving import LARGE_BODY, Serving
 from millrace.serve.shortcut import Sending
 from millrace.serve.tracebacks import without_frames
@@ -198,7 +199,7 @@ class DirectAnswer:
         backend.enter()
         try:
             request, self._wanted = read_infer(
-                body, self._head.n_json, self._model.name, self._model.checker, backend.shared
+                body, self._head.n_json, self._model.name, self._model.checker, of_tenant(backend.shared, tenant)
             )
             request.bill, request.tenant = Bill(), tenant
             self._request = request

@@ -22,7 +22,7 @@ from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_bytes
 from millrace.serve.kserve.grpc_scan import Cut
 from millrace.serve.kserve.messages import config_message, made, message
-from millrace.serve.kserve.shared_memory import Regions, allowed
+from millrace.serve.kserve.shared_memory import Regions, allowed, of_tenant
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
@@ -89,9 +89,9 @@ class GrpcFront:
                 found = await self._of_repository(name, read(f"{name}Request", data), caller.owner)
                 return written(name, found)
         if name in SHARED:
-            return written(name, self._of_shared(name, data))
+            return written(name, self._of_shared(name, data, caller.tenant))
         if name in ADJUSTED:
-            return written(name, self._adjusted(name, read(f"{name}Request", data)))
+            return written(name, self._adjusted(name, read(f"{name}Request", data), caller.owner))
         request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
         return written("HealthCheck" if name == "Check" else name, self._calls[name](request))
 
@@ -114,7 +114,7 @@ class GrpcFront:
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
         found: tuple[InferRequest, GrpcWanted] = await self._aside(
-            lambda: read_infer(request, model, self._shared, cut), n_bytes
+            lambda: read_infer(request, model, of_tenant(self._shared, caller.tenant), cut), n_bytes
         )
         found[0].parameters.update(caller.shown)
         found[0].bill, found[0].tenant = caller.bill, caller.tenant
@@ -172,21 +172,21 @@ class GrpcFront:
 
     # ------------------------------------------------------------------ settings
 
-    def _adjusted(self, name: str, request: Any) -> Any:
+    def _adjusted(self, name: str, request: Any, owner: str) -> Any:
         """Looked up, and changed where there are any in the request. raises StatusError"""
         if name == "LogSettings":
             change = dict(plain(request.settings))
             kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
-            logged = adjusted.log(self._repository.common.log, change)
+            logged = adjusted.log(self._repository.common.log, change, owner)
             return {"settings": {key: {kinds[type(value)]: value} for key, value in logged.items()}}
         said = {key: _said(key, list(one.value)) for key, one in request.settings.items()}
-        traced = adjusted.trace(self._repository, request.model_name, said)
+        traced = adjusted.trace(self._repository, request.model_name, said, owner)
         return {"settings": {k: {"value": v if isinstance(v, list) else [v]} for k, v in traced.items()}}
 
     # ------------------------------------------------------------------ shared memory
 
-    def _of_shared(self, name: str, data: bytes) -> Any:
-        regions = allowed(self._shared)
+    def _of_shared(self, name: str, data: bytes, tenant: str) -> Any:
+        regions = allowed(of_tenant(self._shared, tenant))
         request = read(f"{name}Request", data)
         if name.startswith("Cuda"):
             asked.cuda_regions(name.removeprefix("CudaSharedMemory").lower(), request.name)

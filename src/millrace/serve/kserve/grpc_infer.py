@@ -22,7 +22,7 @@ from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.grpc_scan import Cut, contents_pieces
 from millrace.serve.kserve.infer_reply import told_outputs
 from millrace.serve.kserve.messages import CONTENTS, message
-from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
+from millrace.serve.kserve.shared_memory import RegionPlace, TenantRegions, allowed
 
 RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
 EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
@@ -50,7 +50,7 @@ class GrpcWanted:
 
 
 def read_infer(
-    told: Any, model: Model, shared: Regions | None = None, cut: Cut | None = None
+    told: Any, model: Model, shared: TenantRegions | None = None, cut: Cut | None = None
 ) -> tuple[InferRequest, GrpcWanted]:
     """told: a ModelInferRequest. shared: None where no client's memory is read. cut: the data of a large one
 
@@ -90,7 +90,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
 
 
-def _place(tensor: Any, shared: Regions | None) -> RegionPlace | None:
+def _place(tensor: Any, shared: TenantRegions | None) -> RegionPlace | None:
     """Of an input or an output; None where it is in no shared memory. raises StatusError"""
     said = {key: value for key, value in plain(tensor.parameters) if key.startswith("shared_memory_")}
     if not said:
@@ -107,7 +107,7 @@ def _place(tensor: Any, shared: Regions | None) -> RegionPlace | None:
     return regions.place(region, offset, size)
 
 
-def _take_output(output: Any, wanted: GrpcWanted, shared: Regions | None) -> None:
+def _take_output(output: Any, wanted: GrpcWanted, shared: TenantRegions | None) -> None:
     if (place := _place(output, shared)) is not None:
         wanted.shared[output.name] = place
     for key, value in plain(output.parameters):
@@ -120,7 +120,7 @@ def _take_output(output: Any, wanted: GrpcWanted, shared: Regions | None) -> Non
 
 
 def _given(
-    told: Any, model: str, shared: Regions | None, cut: Cut | None, places: list[RegionPlace]
+    told: Any, model: str, shared: TenantRegions | None, cut: Cut | None, places: list[RegionPlace]
 ) -> Iterator[Given]:
     n_raw = shared_bytes = 0
     raws: Sequence[bytes | memoryview] = told.raw_input_contents if cut is None else cut.raw_contents

@@ -22,7 +22,7 @@ from millrace.serve.kserve.generate import Aside, Events, generate, read_generat
 from millrace.serve.kserve.guarded import OPEN, Guard, named
 from millrace.serve.kserve.infer_body import HEADER, HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written, written_error
-from millrace.serve.kserve.shared_memory import Regions, allowed
+from millrace.serve.kserve.shared_memory import Regions, allowed, of_tenant
 from millrace.serve.kserve.timing import TIMED, server_timing
 from millrace.serve.repository.config_json import config_json
 from millrace.serve.tracebacks import without_frames
@@ -124,9 +124,9 @@ class HttpFront:
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
                 return self._of_shared(request, parts[0], rest)
             case ["logging"]:
-                return json_reply(adjusted.log(self._repository.common.log, _change(request)))
+                return json_reply(adjusted.log(self._repository.common.log, _change(request), request.owner))
             case ["trace", "setting"]:
-                return json_reply(adjusted.trace(self._repository, "", _change(request)))
+                return json_reply(adjusted.trace(self._repository, "", _change(request), request.owner))
         raise _NoSuchPath
 
     def _of_server(self, request: Request, parts: list[str]) -> Reply:
@@ -143,7 +143,7 @@ class HttpFront:
         if action == "trace/setting":
             if version is not None:
                 raise _NoSuchPath
-            return json_reply(adjusted.trace(self._repository, name, _change(request)))
+            return json_reply(adjusted.trace(self._repository, name, _change(request), request.owner))
         _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
         if action == "ready":
             return self._model_ready(name, version)
@@ -196,7 +196,7 @@ class HttpFront:
         n_json = header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
-            return read_infer(body, n_json, model.name, model.checker, self._shared)
+            return read_infer(body, n_json, model.name, model.checker, of_tenant(self._shared, request.tenant))
 
         n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
         if self._shared is not None:
@@ -262,7 +262,7 @@ class HttpFront:
         elif len(rest) > 1:
             raise _NoSuchPath
         _only("GET" if action == "status" else "POST", request)
-        regions = allowed(self._shared)
+        regions = allowed(of_tenant(self._shared, request.tenant))
         if kind == "cudasharedmemory":
             if action == "register":
                 asked.json_object(request.body)

@@ -20,7 +20,7 @@ from millrace.serve.inference.tensors import DTYPES, Array
 from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.json_spans import Cut, Span, found
 from millrace.serve.kserve.json_values import from_json, no_json, not_a, too_deep, unparsed
-from millrace.serve.kserve.shared_memory import RegionPlace, Regions, allowed
+from millrace.serve.kserve.shared_memory import RegionPlace, TenantRegions, allowed
 
 HEADER = "Inference-Header-Content-Length"
 _LARGE = 64 << 10  # bytes of JSON
@@ -35,7 +35,7 @@ class SharedParameters(Struct, gc=False):
     shared_memory_offset: int = 0  # of any size: a region says what it has not
     shared_memory_byte_size: int | UnsetType = UNSET
 
-    def place(self, shared: Regions | None) -> RegionPlace | None:
+    def place(self, shared: TenantRegions | None) -> RegionPlace | None:
         """None where it is elsewhere. raises StatusError"""
         region, size = self.shared_memory_region, self.shared_memory_byte_size
         if region is UNSET:
@@ -94,7 +94,7 @@ class HttpWanted:
 
 
 def read_infer(
-    body: bytes, n_json: int | None, model: str, checker: Checker, shared: Regions | None = None
+    body: bytes, n_json: int | None, model: str, checker: Checker, shared: TenantRegions | None = None
 ) -> tuple[InferRequest, HttpWanted]:
     """n_json: of the head, None where everything is JSON, 0 where nothing is
 
@@ -161,7 +161,7 @@ def _given(
     spans: list[Span],
     behind: memoryview,
     model: str,
-    shared: Regions | None,
+    shared: TenantRegions | None,
     places: list[RegionPlace],
 ) -> list[Given]:
     """behind: the bytes after the JSON, which are those of the binary inputs, in order. places: gets those used"""
@@ -243,7 +243,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return unparsed(key, not_a(word, word))
 
 
-def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: Regions | None) -> tuple[str, ...]:
+def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: TenantRegions | None) -> tuple[str, ...]:
     names = output_names(told.name for told in outputs)
     for told in outputs:
         if told.parameters is UNSET:

@@ -32,6 +32,7 @@ class Region:
     """
 
     name: str
+    tenant: str
     key: str
     offset: int
     byte_size: int
@@ -71,16 +72,23 @@ class RegionPlace:
 
 
 class Regions:
-    """Of one server, by name. most_bytes: of one tensor, as of a body"""
+    """The regions of one server, by the tenant that registered them and their name.
+
+    most_bytes: of one tensor, as of a body
+    """
 
     def __init__(self, most_bytes: int) -> None:
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[tuple[str, str], Region] = {}
         self._most_bytes, self._largest = most_bytes, 0
         self._lock = threading.RLock()  # places end in any thread, also in one that holds it
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+    def of(self, tenant: str) -> "TenantRegions":
+        """Return the regions of a tenant: an API key, "" if there are not several."""
+        return TenantRegions(self, tenant)
+
+    def register(self, tenant: str, name: str, key: str, offset: int, byte_size: int) -> None:
         """raises StatusError"""
-        if name in self._regions:
+        if (tenant, name) in self._regions:
             raise StatusError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
         if len(self._regions) >= _MOST_REGIONS:
             raise StatusError(
@@ -105,21 +113,24 @@ class Regions:
             os.close(fd)
             raise
         with self._lock:
-            self._regions[name] = Region(name, key, offset, byte_size, fd)
+            self._regions[tenant, name] = Region(name, tenant, key, offset, byte_size, fd)
             self._largest = max(self._largest, byte_size)
 
-    def unregister(self, name: str) -> None:
-        """One that there is not is gone already; one in use goes when no request uses it any more. name: "" for all"""
+    def unregister(self, tenant: str, name: str) -> None:
+        """Unregister a region, or all of a tenant's (name: ""). One in use goes when no request uses it any more."""
         with self._lock:
-            for one in [name] if name else list(self._regions):
-                if (region := self._regions.get(one)) is not None:
+            for region in self._of(tenant):
+                if name in ("", region.name):
                     region.is_leaving = True
                     self._let_go(region)
+
+    def _of(self, tenant: str) -> list[Region]:
+        return [region for region in self._regions.values() if region.tenant == tenant]
 
     def _let_go(self, region: Region) -> None:
         """If it is leaving and not in use."""
         if region.is_leaving and not region.n_places:
-            del self._regions[region.name]
+            del self._regions[region.tenant, region.name]
             os.close(region.fd)
             self._largest = max((other.byte_size for other in self._regions.values()), default=0)
 
@@ -129,17 +140,16 @@ class Regions:
             region.n_places -= 1
             self._let_go(region)
 
-    def status(self, name: str) -> list[dict[str, Any]]:
-        """name: "" for all. raises StatusError"""
-        if not name:
-            return [region.told() for region in self._regions.values()]
-        if name not in self._regions:
+    def status(self, tenant: str, name: str) -> list[dict[str, Any]]:
+        """Describe a region, or all of a tenant's (name: ""). raises StatusError"""
+        found = [region.told() for region in self._of(tenant) if name in ("", region.name)]
+        if name and not found:
             raise StatusError(Code.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
-        return [self._regions[name].told()]
+        return found
 
-    def place(self, name: str, offset: int, byte_size: int) -> RegionPlace:
+    def place(self, tenant: str, name: str, offset: int, byte_size: int) -> RegionPlace:
         """raises StatusError"""
-        region = self._regions.get(name)
+        region = self._regions.get((tenant, name))
         if region is None:
             raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
         if not 0 <= offset < region.byte_size and (offset or byte_size):
@@ -153,7 +163,7 @@ class Regions:
             )
         place = RegionPlace(region, offset, byte_size)
         with self._lock:
-            if self._regions.get(name) is not region:
+            if self._regions.get((tenant, name)) is not region:
                 raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
             region.n_places += 1
         weakref.finalize(place, self._ended, region).atexit = False
@@ -174,10 +184,39 @@ class Regions:
             )
 
     def close(self) -> None:
-        self.unregister("")
+        for tenant in {region.tenant for region in self._regions.values()}:
+            self.unregister(tenant, "")
 
 
-def allowed(regions: Regions | None) -> Regions:
+@dataclass(frozen=True, slots=True)
+class TenantRegions:
+    """The regions that one tenant registered; it sees no others. Methods as those of `Regions`."""
+
+    _all: Regions
+    _tenant: str
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        self._all.register(self._tenant, name, key, offset, byte_size)
+
+    def unregister(self, name: str) -> None:
+        self._all.unregister(self._tenant, name)
+
+    def status(self, name: str) -> list[dict[str, Any]]:
+        return self._all.status(self._tenant, name)
+
+    def place(self, name: str, offset: int, byte_size: int) -> RegionPlace:
+        return self._all.place(self._tenant, name, offset, byte_size)
+
+    def check_total(self, n_bytes: int) -> None:
+        self._all.check_total(n_bytes)
+
+
+def of_tenant(regions: Regions | None, tenant: str) -> TenantRegions | None:
+    """None where no client's memory is read."""
+    return None if regions is None else regions.of(tenant)
+
+
+def allowed(regions: TenantRegions | None) -> TenantRegions:
     """None where no client's memory is read. raises StatusError"""
     if regions is None:
         raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
