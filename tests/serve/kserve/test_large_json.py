@@ -18,6 +18,7 @@ from millrace.serve import json_scan
 from millrace.serve.inference import check
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve import infer_body, json_spans
+from millrace.serve.kserve import served as kserve_served
 from millrace.serve.kserve.infer_body import read_infer
 from millrace.serve.kserve.json_spans import Span
 from millrace.serve.kserve.json_values import flat_array, from_json
@@ -203,7 +204,9 @@ def test_other_bodies_of_very_many_values(served: Threaded, path: str, words: st
 
 
 def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the event loop nor those whose bodies are middling wait for it."""
+    """Neither the event loop nor smaller bodies wait for it, whatever their lane."""
+    assert len(filled("0.1234", N, N)) > 2 << 20
+    monkeypatch.setattr(kserve_served, "_LANE_BYTES", (1 << 20, 2 << 20))
     begun, go_on, array = threading.Event(), threading.Event(), Span.array
 
     def slow(span: Span, name: str, datatype: str, n: int) -> Any:
@@ -218,7 +221,7 @@ def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatc
         try:
             assert begun.wait(20)
             assert httpx.get(f"{served.url}/health").status_code == 200
-            for n in (4, 30_000):
+            for n in (4, 30_000, 200_000):
                 assert ask(served, "floats", filled("0.1234", n, n)).status_code == 200
             assert not large.done()
         finally:

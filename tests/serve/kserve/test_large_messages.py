@@ -175,7 +175,7 @@ def test_large_shared_memory_is_read_aside(served: Threaded, region: int, monkey
     wanted = {"outputs": [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]}
     body = {"inputs": [there("INPUT0", region, shape=region // 4)], **wanted}
     assert httpx.post(f"{served.url}/v2/models/floats/infer", json=body, timeout=20).status_code == 200
-    assert names == ["millrace-large-tensors"]
+    assert names[0].startswith("millrace-large")
 
 
 def test_requests_by_the_library_are_as_those_by_hand() -> None:

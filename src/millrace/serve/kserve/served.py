@@ -1,6 +1,7 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ from millrace.serve.limits import number_of_connections
 from millrace.serve.serving import LARGE_BODY, Lane, Serving
 from millrace.serve.wire import Bodies, LogLater
 
-_SLOW_BODY = 1 << 20  # bytes
+# Bytes up to which bodies share a lane: what is read in milliseconds waits for nothing that takes a second, and that for
+# nothing that takes many.
+_LANE_BYTES = (1 << 20, 16 << 20)
 LOOK_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
 
@@ -63,7 +66,7 @@ class RepositoryBackend(Backend):
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
         settings, most = serving.settings, model.flags.http_max_input_size
-        self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
+        self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, 2 * most))
         self._admission = serving.admission
         n_connections = number_of_connections(settings.max_connections)
         # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
@@ -75,8 +78,8 @@ class RepositoryBackend(Backend):
         self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
         self.shared = Regions(most) if model.flags.allow_client_shm else None
         self.log = LogLater()  # of requests that take microseconds
-        self._lane = Lane("tensors", serving.settings.max_preparing)
-        self._slow_lane = Lane("large-tensors", serving.settings.max_preparing)
+        names = ("tensors", "large-tensors", "largest-tensors")
+        self._lanes = [Lane(name, serving.settings.max_preparing) for name in names]
         self._machine = MachineMetrics()
         serving.metrics.add_text(self._metrics)
 
@@ -118,13 +121,10 @@ class RepositoryBackend(Backend):
         await self.repository.close(within_s)
 
     async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
-        """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`
-
-        What takes longest has a thread of its own, so that the rest does not wait for it.
-        """
+        """Return `work()` on so many bytes; if they are many, called in the lane of their size. raises as `Lane.run`"""
         if n_bytes <= LARGE_BODY:
             return work()
-        return await (self._lane if n_bytes <= _SLOW_BODY else self._slow_lane).run(work, n_bytes)
+        return await self._lanes[bisect_left(_LANE_BYTES, n_bytes)].run(work, n_bytes)
 
     def is_ready(self, heartbeat: Heartbeat) -> bool:
         """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
@@ -162,8 +162,8 @@ class RepositoryBackend(Backend):
         self._admission.leave()
 
     def close(self) -> None:
-        self._lane.close()
-        self._slow_lane.close()
+        for lane in self._lanes:
+            lane.close()
         if self.shared is not None:
             self.shared.close()
         self.log.write()
