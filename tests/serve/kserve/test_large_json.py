@@ -205,8 +205,8 @@ def test_other_bodies_of_very_many_values(served: Threaded, path: str, words: st
 
 def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the event loop nor smaller bodies wait for it, whatever their lane."""
-    assert len(filled("0.1234", N, N)) > 2 << 20
-    monkeypatch.setattr(kserve_served, "_LANE_BYTES", (1 << 20, 2 << 20))
+    assert len(filled("0.5", N, N)) > 1_000_000
+    monkeypatch.setattr(kserve_served, "_LANE_BYTES", (400_000, 1_000_000))
     begun, go_on, array = threading.Event(), threading.Event(), Span.array
 
     def slow(span: Span, name: str, datatype: str, n: int) -> Any:
@@ -217,12 +217,12 @@ def test_others_are_answered_beside_a_large_request(served: Threaded, monkeypatc
 
     monkeypatch.setattr(Span, "array", slow)
     with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(ask, served, "floats", filled("0.1234", N, N))
+        large = pool.submit(ask, served, "floats", filled("0.5", N, N))
         try:
             assert begun.wait(20)
             assert httpx.get(f"{served.url}/health").status_code == 200
-            for n in (4, 30_000, 200_000):
-                assert ask(served, "floats", filled("0.1234", n, n)).status_code == 200
+            for n in (4, 30_000, 150_000):
+                assert ask(served, "floats", filled("0.5", n, n)).status_code == 200
             assert not large.done()
         finally:
             go_on.set()

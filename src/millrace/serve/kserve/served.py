@@ -24,8 +24,7 @@ from millrace.serve.limits import number_of_connections
 from millrace.serve.serving import LARGE_BODY, Lane, Serving
 from millrace.serve.wire import Bodies, LogLater
 
-# Bytes up to which bodies share a lane: what is read in milliseconds waits for nothing that takes a second, and that for
-# nothing that takes many.
+# Bytes up to which bodies share a lane: what takes milliseconds waits for nothing that takes a second, nor that for more.
 _LANE_BYTES = (1 << 20, 16 << 20)
 LOOK_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
