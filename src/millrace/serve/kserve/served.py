@@ -24,7 +24,7 @@ from millrace.serve.limits import number_of_connections
 from millrace.serve.serving import LARGE_BODY, Lane, Serving
 from millrace.serve.wire import Bodies, LogLater
 
-# Bytes up to which bodies share a lane: what takes milliseconds waits for nothing that takes a second, nor that for more.
+# Bytes up to which bodies share a lane: what takes milliseconds does not wait for what takes a second, or several.
 _LANE_BYTES = (1 << 20, 16 << 20)
 LOOK_S = 0.1  # between two looks whether what failed at the start is there
 T = TypeVar("T")
