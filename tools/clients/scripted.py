@@ -18,7 +18,7 @@ SHOWN, DONE = "millrace-42", "All is done."
 COMMAND = "echo millrace-$((40 + 2))"
 # Tools by which agents run a command, and what each is called with.
 SHELLS = {"exec_command": {"cmd": COMMAND}, "Bash": {"command": COMMAND, "description": "Say a number"}}
-CONTEXT = 1 << 20  # an agent's prompt has some 100 kB, and here a token for each byte
+CONTEXT = 9 << 14  # as an agent meets it: its prompt fits (100 kB, a token for each byte), its max_tokens does not
 
 
 class Agent(Saying):

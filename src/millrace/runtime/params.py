@@ -307,6 +307,17 @@ def with_length(params: SamplingParams, n_prompt: int, context: int) -> Sampling
     return replace(params, max_tokens=max(unsaid, 1))  # a prompt that leaves no room is refused as such
 
 
+def capped(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:
+    """Return `params` with at most as many tokens as `context` leaves after a prompt of `n_prompt` tokens.
+
+    For clients that send one fixed limit to every model. A prompt that leaves no room is refused as such.
+    """
+    room = context - n_prompt
+    if params.max_tokens is None or not 0 < room < params.max_tokens:
+        return params if room > 0 else replace(params, max_tokens=None)
+    return replace(params, max_tokens=room)
+
+
 def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: ExecutorLimits, n_prompt: int) -> Resolved:
     """Answer every open question of `params` for a prompt of `n_prompt` tokens.
 

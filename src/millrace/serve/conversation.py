@@ -39,7 +39,9 @@ def going_on(rendering: Rendering, said: Sequence[Message]) -> Rendering:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """messages: let go of when they are encoded; whole_bytes: of a log probability in a whole answer, None: a stream"""
+    """messages: let go of when they are encoded; whole_bytes: of a log probability in a whole answer, None: a stream
+    capped: max_tokens beyond the context means the rest of the context; else it is an error
+    """
 
     messages: Sequence[Message]
     params: SamplingParams
@@ -47,6 +49,7 @@ class Conversation:
     tools: Tools | None = None
     rendering: Rendering = PLAINLY
     whole_bytes: int | None = None
+    capped: bool = False
 
     @property
     def begun(self) -> str:

@@ -19,7 +19,15 @@ from starlette.types import Receive, Scope, Send
 from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said
 from millrace.engine.executor import IntArray
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
+from millrace.runtime.params import (
+    Delta,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    capped,
+    check_context,
+    with_length,
+)
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.conversation import Conversation
@@ -206,6 +214,7 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
     begun = asked.begun if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
+    params = capped(params, len(prompt), backend.model.max_context) if asked.capped else params
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)

@@ -113,7 +113,7 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
         said += _messages(message, f"messages[{i}].content")
     return Conversation(
         messages=said, params=params, tools=_tools(asked), terms=terms_of(asked),
-        rendering=going_on(_rendering(asked.thinking), said),
+        rendering=going_on(_rendering(asked.thinking), said), capped=True,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class CountRequest(TermsFields, kw_only=True):
 class MessagesRequest(CountRequest, kw_only=True):
     ANSWERS: ClassVar = True
 
-    max_tokens: Annotated[int, described("tokens of the answer at most", low=1)]
+    max_tokens: Annotated[int, described("tokens of the answer at most; more than the context has left: these", low=1)]
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
     top_k: Annotated[int | None, described("so many of the likeliest tokens")] = None

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Scope
 
 from millrace import __version__
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams, check_context
+from millrace.runtime.params import Delta, SamplingParams, capped, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
@@ -91,13 +91,14 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     if asked.raw:
         (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
         let_go(asked)
+        params = capped(params, len(ids), backend.model.max_context)
         check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
         generation = await start(backend, [ids], params, call, terms)
     else:
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]
         conversation = Conversation(
-            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms
+            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms, capped=True
         )  # fmt: skip
         del messages
         let_go(asked)
@@ -110,6 +111,7 @@ def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversatio
     return Conversation(
         messages=said, params=_params(asked, backend),
         tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
+        capped=True,
     )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
         rendering=Rendering(asked.chat_template_kwargs or {}, merges=True), terms=terms_of(asked),
-        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1),
+        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
     )  # fmt: skip
     told = told_of(asked)
     reply = ResponseReply(

@@ -47,7 +47,9 @@ class ResponsesRequest(TermsFields, kw_only=True):
     input: Annotated[str | list[dict[str, Any]], described("a text, or items: messages, calls and their outputs")]
     instructions: Annotated[str | None, described("a system message for this response alone")] = None
     previous_response_id: Annotated[str | None, described("a stored response, which this one goes on from")] = None
-    max_output_tokens: Annotated[int | None, described("tokens of the answer at most", low=1)] = None
+    max_output_tokens: Annotated[
+        int | None, described("tokens of the answer at most; more than the context has left: these", low=1)
+    ] = None
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
     text: Annotated[
