@@ -10,7 +10,8 @@ from typing import Any
 import ollama
 import pytest
 
-from tests.serve.support import post
+from tests.runtime.fakes import limits
+from tests.serve.support import VOCABULARY, Fake, post, serving_with
 from tests.serve.thinkers import ASK, MESSAGES, OLLAMA, RESPONSES, Thinker, streamed, thinker_of
 
 SCHEMA = {
@@ -118,6 +119,21 @@ def test_openais_limits_must_fit(model: Thinker, path: str, body: dict[str, Any]
     """As vLLM has it."""
     reply = post(model.served.url, path, {**body, "max_tokens": 2 * CONTEXT})
     assert reply.status_code == 400 and f"max_tokens of {2 * CONTEXT} was asked for" in reply.json()["error"]["message"]
+
+
+def test_the_context_ends_where_the_pages_end() -> None:
+    """A server may have fewer pages than one context has."""
+    few = limits(vocab_size=VOCABULARY, max_context=512, n_pages=16, page_tokens=4, max_step_tokens=64)
+    with serving_with(Fake(limits=few)) as server:
+        for path, body in (
+            (MESSAGES, {"messages": ASK, "max_tokens": 64000}),
+            ("/api/generate", {"prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 32000}}),
+        ):
+            reply = post(server.url, path, body)
+            assert reply.status_code == 200, reply.text
+            of = reply.json()
+            both = sum(of["usage"].values()) if "usage" in of else of["prompt_eval_count"] + of["eval_count"]
+            assert both == 64
 
 
 def test_ollamas_prompts_have_the_rest_of_the_context(model: Thinker) -> None:

@@ -214,8 +214,8 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
     begun = asked.begun if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
-    params = capped(params, len(prompt), backend.model.max_context) if asked.capped else params
-    check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
+    params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if asked.capped else params
+    check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
@@ -244,7 +244,7 @@ async def start(
     heard: how the answers are read
     raises RequestError, BusyError
     """
-    engine, context = backend.model.engine, backend.model.max_context
+    engine, context = backend.model.engine, backend.model.engine.limits.context_tokens
     each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
     if whole_bytes is not None and params.logprobs is not None:
         n_tokens = params.n * sum(

@@ -91,8 +91,8 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     if asked.raw:
         (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
         let_go(asked)
-        params = capped(params, len(ids), backend.model.max_context)
-        check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
+        params = capped(params, len(ids), backend.model.engine.limits.context_tokens)
+        check_context(len(ids), params.max_tokens, backend.model.engine.limits.context_tokens, "prompt")
         generation = await start(backend, [ids], params, call, terms)
     else:
         system = [Message("system", asked.system)] if asked.system else []
