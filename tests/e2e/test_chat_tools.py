@@ -1,5 +1,6 @@
 """`LLM.chat(messages, tools=[...])`: the server's prompt, the model's raw text."""
 
+import dataclasses
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.checkpoint.chat import ChatTemplate
 from millrace.errors import RequestError
 from tests.e2e.live import Live
 
@@ -55,3 +57,17 @@ def test_what_is_no_tool(llm: LLM, tools: Any, what: str) -> None:
     with pytest.raises(RequestError) as error:
         llm.chat([{"role": "user", "content": "Hi"}], tools=tools)
     assert what in error.value.what and error.value.param == "tools"
+
+
+def test_a_system_message_joins_the_users_where_the_template_refuses_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over the server's protocols (tests/serve/test_prompts.py)."""
+    refuses = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+    {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
+    template = ChatTemplate(refuses, {})
+    monkeypatch.setattr(llm, "_opened", dataclasses.replace(llm._opened, chat_template=template))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    (answer,) = llm.chat(messages, SamplingParams(max_tokens=1))
+    template.close()
+    assert llm.tokenizer.decode(answer.prompt_token_ids) == "[user]Be brief.\n\nHi"

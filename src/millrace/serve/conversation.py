@@ -15,18 +15,15 @@ class Rendering:
 
     extra: further variables of it, such as enable_thinking; add_special_tokens: in front of what it wrote
     continued: the last message is the beginning of the answer; opens: else the prompt ends where an answer begins
-    merges: turns may be merged if the template refuses them: only in chats of OpenAI's protocol must turns fit as sent
     """
 
     extra: Mapping[str, object] = field(default_factory=dict)
     opens: bool = True
     continued: bool = False
     add_special_tokens: bool = False
-    merges: bool = False
 
 
 PLAINLY = Rendering()
-MERGING = Rendering(merges=True)
 
 
 def going_on(rendering: Rendering, said: Sequence[Message]) -> Rendering:

@@ -201,21 +201,16 @@ class _Renderer:
     """A template with its lane."""
 
     def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
-        self._template, self._prompts = template, PromptRenderer(template)
+        self._prompts = PromptRenderer(template)
         self.lane = Lane(name, max_pending, stop=template.close)
 
     def render(
         self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
     ) -> str:
         """raises what ChatTemplate.render raises"""
-        if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
-            return self._template.render(
-                messages, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
-                extra=rendering.extra, merges=rendering.merges,
-            )  # fmt: skip
         return self._prompts.render(
             messages, tools, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
-            extra=rendering.extra, merges=rendering.merges,
+            extra=rendering.extra,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from millrace.serve.anthropic.protocol import (
     StopReason,
 )
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
-from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
@@ -119,13 +119,13 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
 
 def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
     if thinking is None:
-        return MERGING
+        return PLAINLY
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError(
             f"thinking.type is {kind!r:.60}", '"enabled", "adaptive" or "disabled"', "correct thinking", "thinking"
         )
-    return Rendering({"enable_thinking": kind != "disabled"}, merges=True)
+    return Rendering({"enable_thinking": kind != "disabled"})
 
 
 def _tools(asked: CountRequest) -> Tools | None:

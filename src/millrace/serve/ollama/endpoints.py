@@ -20,7 +20,7 @@ from millrace.runtime.params import Delta, SamplingParams, capped, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
-from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.embeddings import EncoderBackend
 from millrace.serve.errors import Problem
 from millrace.serve.fields import let_go, terms_of
@@ -243,7 +243,7 @@ def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | No
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    return MERGING if think is None else Rendering({"enable_thinking": bool(think)}, merges=True)
+    return PLAINLY if think is None else Rendering({"enable_thinking": bool(think)})
 
 
 def _message(i: int, message: OllamaMessage) -> Message:

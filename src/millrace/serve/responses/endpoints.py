@@ -90,7 +90,7 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     system = [Message("system", asked.instructions)] if asked.instructions else []
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}, merges=True), terms=terms_of(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
         whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
     )  # fmt: skip
     told = told_of(asked)
