@@ -66,7 +66,8 @@ def test_a_system_message_joins_the_users_where_the_template_refuses_it(
     refuses = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
     {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
     template = ChatTemplate(refuses, {})
-    monkeypatch.setattr(llm, "_opened", dataclasses.replace(llm._opened, chat_template=template))
+    opened: Any = llm._opened
+    monkeypatch.setattr(llm, "_opened", dataclasses.replace(opened, chat_template=template))
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     (answer,) = llm.chat(messages, SamplingParams(max_tokens=1))
     template.close()

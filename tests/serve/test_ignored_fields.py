@@ -83,7 +83,8 @@ def test_values_that_ask_for_what_happens_are_taken(server: Running) -> None:
 
 
 def test_an_option_that_ollama_does_not_know_is_refused(server: Running) -> None:
-    assert 'did you mean "num_ctx"?' in ask(server, OLLAMA_CHAT, options={"num_ctxs": 5}).json()["error"]
+    assert 'did you mean "num_predict"?' in ask(server, OLLAMA_CHAT, options={"num_predit": 5}).json()["error"]
+    assert ask(server, OLLAMA_CHAT, options={"num_ctxs": 5}).headers["x-millrace-ignored"] == "options.num_ctxs"
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -100,7 +101,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"options": {"max_tokens": 4}}, 'did you mean "options.num_predict"?'),
     ({"temperature": 0}, 'did you mean "options.temperature"?'),
     ({"response_format": {"type": "json_object"}}, 'did you mean "format"?'),
-    ({"options": {"num_keeps": 4}}, 'did you mean "num_keep"?'),
+    ({"options": {"repeat_penaltie": 4}}, 'did you mean "repeat_penalty"?'),
     ({"options": [1]}, "options is of type array"),
     ({"format": "xml"}, "format is 'xml'"),
     ({"queue_timeout_s": -1}, "queue_timeout_s"),

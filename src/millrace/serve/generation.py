@@ -38,6 +38,7 @@ from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, P
 from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import FIELDS
 from millrace.serve.wire import EVENT_STREAM, UNHELD, Call
 
 
@@ -204,6 +205,12 @@ def call_id() -> str:
 
 def short_call_id() -> str:
     return uuid.uuid4().hex[:9]
+
+
+def ignore_thinking(backend: TextBackend, call: Call, asked: object) -> None:
+    """List the fields about thoughts as ignored if the model has none."""
+    if backend.texts.never_thinks and (given := [name for name in FIELDS if getattr(asked, name) is not None]):
+        call.ignored = tuple(sorted({*call.ignored, *given}))
 
 
 async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Generation:

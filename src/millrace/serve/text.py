@@ -40,6 +40,7 @@ from millrace.serve.metrics import decode_metrics, engine_metrics, step_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
 from millrace.serve.speech import Speech
+from millrace.serve.thinking import ThinkingSwitch
 from millrace.serve.warm import WarmPrompt, warm
 
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
@@ -72,6 +73,7 @@ class Texts:
         has_own = template is not None and template.name_for(True) != template.name_for(False)
         self.speech_of_tools = Speech(template.source_for(True), tokenizer) if template and has_own else self.speech
         self._chats = None if template is None else _Renderer(template, "chat", max_pending)
+        self.never_thinks = self._chats is None or all(one.changes_nothing for one in self._chats.switches.values())
         self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
 
     async def encode(
@@ -202,6 +204,7 @@ class _Renderer:
 
     def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
         self._prompts = PromptRenderer(template)
+        self.switches = {has: ThinkingSwitch(template.source_for(has)) for has in (False, True)}
         self.lane = Lane(name, max_pending, stop=template.close)
 
     def render(
@@ -210,7 +213,7 @@ class _Renderer:
         """raises what ChatTemplate.render raises"""
         return self._prompts.render(
             messages, tools, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
-            extra=rendering.extra,
+            extra={**self.switches[bool(tools)].variables(rendering.thinking), **rendering.extra},
         )  # fmt: skip
 
 

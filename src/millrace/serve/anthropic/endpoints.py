@@ -37,6 +37,7 @@ from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Protocol
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import Thinking
 from millrace.serve.tools import ANTHROPIC as TOOL_SHAPE
 from millrace.serve.tools import Tools, tools_of
 from millrace.serve.whole import whole_answer
@@ -125,7 +126,7 @@ def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
         raise RequestError(
             f"thinking.type is {kind!r:.60}", '"enabled", "adaptive" or "disabled"', "correct thinking", "thinking"
         )
-    return Rendering({"enable_thinking": kind != "disabled"})
+    return Rendering(thinking=Thinking(kind != "disabled", "thinking"))
 
 
 def _tools(asked: CountRequest) -> Tools | None:

@@ -58,6 +58,7 @@ from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Posted, Protocol, get
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import Thinking, wants_thoughts
 from millrace.serve.tools import Tools, tools_of
 from millrace.serve.whole import whole_answer
 from millrace.serve.wire import Call
@@ -243,7 +244,8 @@ def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | No
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    return PLAINLY if think is None else Rendering({"enable_thinking": bool(think)})
+    wanted = wants_thoughts("think", think)
+    return PLAINLY if wanted is None else Rendering(thinking=Thinking(wanted, "think"))
 
 
 def _message(i: int, message: OllamaMessage) -> Message:

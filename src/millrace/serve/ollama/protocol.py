@@ -5,9 +5,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET, OTHER_NAMES, PENALTIES, PENALTY_WINDOW
+from millrace.serve.other_fields import (
+    CHANGING,
+    IGNORED_OPTIONS,
+    LLAMA_NOT_YET,
+    PENALTIES,
+    PENALTY_WINDOW,
+    asks_nothing,
+)
 from millrace.serve.protocol import OPENAI_TOOLS, Body, TermsFields, described
-from millrace.serve.unknown_fields import check_changing, check_neutral, ignored_names, unknown_field
+from millrace.serve.unknown_fields import check_changing, check_neutral, ignored_names, meanings, unknown_field
 from millrace.serve.usable_tools import FUNCTION, usable_tools
 
 # Ollama's name of a sampling parameter -> ours
@@ -48,11 +55,11 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
             continue
         del options[name]
     for name in [name for name in options if name not in OPTIONS]:
-        for ours in OTHER_NAMES.get(name, (name,)):
-            if ours in NAMES and options[name] is not None:
+        for ours in meanings(name):
+            if ours in NAMES and not asks_nothing(options[name], CHANGING.get(ours, ())):
                 raise unknown_field(f"options.{name}", f'did you mean "{NAMES[ours]}"?', param="options")
         check_changing(name, options[name], f"options.{name}")
-    return ignored + ignored_names(options, {*OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS}, "options", "options")
+    return ignored + ignored_names(options, OPTIONS, "options", "options")
 
 
 class OllamaRequest(TermsFields, kw_only=True):
