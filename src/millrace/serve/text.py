@@ -144,7 +144,7 @@ class Texts:
                 400,
                 "no_chat_template",
                 "this model has no chat template",
-                "a request to /v1/completions",
+                "a prompt as text: /v1/completions, or raw at /api/generate",
                 "send the whole prompt as text, or serve a model that has a chat template",
             )
         if len(messages) > self._max_context:  # each costs a token at least

@@ -14,6 +14,7 @@ from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.anthropic.protocol import (
+    VERSION,
     AnthropicError,
     AnthropicErrorReply,
     CountReply,
@@ -315,4 +316,5 @@ ANTHROPIC = Protocol(
     ),
     write_error,
     below="/v1/messages",
+    header=VERSION,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from millrace.serve.protocol import TermsFields, described
 from millrace.serve.unknown_fields import header_name
 from millrace.serve.usable_tools import ignored_in, usable_tools
 
+VERSION = b"anthropic-version"  # the header by which its clients are known where a path is OpenAI's, too
 TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
 # Our fields, as Anthropic's clients know them.
 NAMES: Mapping[str, str] = {
@@ -146,6 +147,24 @@ class MessageEvent(Struct):
     content_block: OutBlock | UnsetType = UNSET
     delta: dict[str, Any] | UnsetType = UNSET
     usage: dict[str, int] | UnsetType = UNSET
+
+
+class AnthropicModel(Struct):
+    """created_at: RFC 3339"""
+
+    id: str
+    display_name: str
+    created_at: str
+    type: Literal["model"] = "model"
+
+
+class AnthropicModels(Struct):
+    """All of them: there are no further pages."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class CountReply(Struct):

@@ -354,4 +354,5 @@ OLLAMA = Protocol(
     write_error,
     any_type=True,
     below="/api",
+    lists_at="/api/tags",
 )
