@@ -95,9 +95,9 @@ def test_flags_become_names() -> None:
 def test_anthropics_client_lists_models(server: Running) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         page = client.models.list()
-        (model,) = page.data
+        model = page.data[0]
         assert (model.type, model.id, model.display_name) == ("model", MODEL, MODEL) and page.has_more is False
-        assert model.created_at.timestamp() == server.model.created and page.last_id == MODEL
+        assert model.created_at.timestamp() == server.model.created and page.last_id == page.data[-1].id
         assert client.models.retrieve(MODEL) == model
         with pytest.raises(anthropic.NotFoundError) as missing:
             client.models.retrieve("claude")
