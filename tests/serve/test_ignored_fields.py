@@ -50,11 +50,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (OLLAMA_CHAT, {"options": {"mirostat": 2}}, "options.mirostat"),
     (OLLAMA_CHAT, {"options": {"typical_p": 0.2}}, "options.typical_p"),
     (OLLAMA_CHAT, {"options": {"tfs_z": 0.3}}, "options.tfs_z"),
-    (OLLAMA_CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
+    (OLLAMA_CHAT, {"options": {"rep_pen_range": 64, "repeat_penalty": 1.1}}, "options.rep_pen_range"),
     (OLLAMA_CHAT, {"options": {"penalize_newline": False, "presence_penalty": 1}}, "options.penalize_newline"),
     (GENERATE, {"options": {"dry_multiplier": 0.8}}, "options.dry_multiplier"),
     (GENERATE, {"prompt": "", "options": {"min_keep": 4}}, "options.min_keep"),
-    (CHAT, {"repeat_last_n": 64, "repetition_penalty": 1.1}, "repeat_last_n"),
+    (CHAT, {"presence_penalty_range": 64, "presence_penalty": 1.1}, "presence_penalty_range"),
     (OLLAMA_CHAT, {"messages": [], "options": {"mirostat": 2}}, "options.mirostat"),
     (CHAT, {"mirostat": 2}, "mirostat"),
 ]  # fmt: skip
@@ -203,8 +203,9 @@ CLIENTS: list[tuple[str, dict[str, Any], str]] = [
         "truncation_length",
     ),
     (OLLAMA_CHAT, {"options": {"repeat_last_n": 64, "num_keep": 5, "something": 1}, "_debug": True},
-     "_debug, options.num_keep, options.repeat_last_n, options.something"),
-    (OLLAMA_CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.0}}, "options.repeat_last_n"),
+     "_debug, options.num_keep, options.something"),
+    (OLLAMA_CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, ""),
+    (CHAT, {"repeat_last_n": 64, "penalty_last_n": 64, "repetition_penalty": 1.1}, "penalty_last_n"),
 ]  # fmt: skip
 
 

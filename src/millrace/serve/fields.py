@@ -368,6 +368,7 @@ def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) ->
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         repetition_penalty=asked.repetition_penalty,
+        repeat_last_n=asked.repeat_last_n,
         seed=None if asked.seed == -1 else asked.seed,  # vLLM's and llama.cpp's word for any
         stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids or ()),

@@ -106,6 +106,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("stop_sequences", "stopping_strings", "stop_sequence", "stop_words", "stop_strings", "stop_str"), ("stop",)
     ),
+    "penalty_last_n": ("repeat_last_n",),
     **dict.fromkeys(("random_seed", "sampler_seed", "rng_seed"), ("seed",)),
     **dict.fromkeys(("num_return_sequences", "num_completions", "candidate_count", "num_samples"), ("n",)),
     **dict.fromkeys(("min_new_tokens", "min_predict"), ("min_tokens",)),
@@ -165,11 +166,10 @@ VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "adapters": (),
     "return_hidden_states": (False,),
 }
-# How far back penalties look, and whether they spare line ends: of no effect where no penalty is set.
+# How far back one penalty looks (repeat_last_n is for all of them), and whether they spare line ends: of no effect
+# where no penalty is set.
 _RANGES = ("rep_pen_range", "repetition_penalty_range", "presence_penalty_range", "frequency_penalty_range")
-PENALTY_WINDOW: frozenset[str] = frozenset(
-    ["repeat_last_n", "penalty_last_n", *_RANGES, "penalize_nl", "penalize_newline"]
-)
+PENALTY_WINDOW: frozenset[str] = frozenset([*_RANGES, "penalize_nl", "penalize_newline"])
 PENALTIES: Mapping[str, float] = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 # llama.cpp's and the programs' around it, which send each of them with every request; with the value of "off".
 LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
@@ -187,7 +187,6 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "no_repeat_ngram_size": (0,),
-    **dict.fromkeys(PENALTY_WINDOW, (-1,)),
     **dict.fromkeys(_RANGES, (0, NEGATIVE)),  # 0 is the whole context, as in text-generation-webui
     **dict.fromkeys(("penalize_nl", "penalize_newline"), (True,)),
     **dict.fromkeys(("rope_frequency_base", "rope_freq_base"), (0,)),
@@ -242,7 +241,7 @@ _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(
         ("include_stop_str_in_output", "continue_final_message", "prefix", "partial", "receipt", "prefill"), (False,)
     ),
-    "top_logprobs": (0,), "min_tokens": (0,), "best_of": (1,),
+    "repeat_last_n": (-1,), "top_logprobs": (0,), "min_tokens": (0,), "best_of": (1,),
     "stop": ([], ""), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
     "logit_bias": ({}, []), "ignore_eos": (False,), "n": (1,), "logprobs": (False,), "tools": ([],),
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "format": ("",),
@@ -282,6 +281,7 @@ INSTEAD: Mapping[str, str] = {
         ": end the messages with the assistant's, and set continue_final_message",
     ),
     "best_of": "; n takes a number of answers",
+    **dict.fromkeys(_RANGES, "; repeat_last_n takes it for all penalties"),
     **dict.fromkeys(
         ("thinking_budget", "thinking_token_budget", "reasoning_budget"),
         '; chat_template_kwargs {"enable_thinking": false} turns thoughts off',

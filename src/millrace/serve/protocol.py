@@ -188,6 +188,9 @@ class SamplingFields(TermsFields, kw_only=True):
     repetition_penalty: Annotated[
         float | None, described("divides the logits of tokens in prompt and answer; 1 is off", 1.0, LEAST, 100)
     ] = None
+    repeat_last_n: Annotated[
+        int | None, described("so many of the last tokens count for penalties; -1: all, 0: penalties are off", -1, -1)
+    ] = None
     seed: Annotated[
         int | None,
         described("the same seed, the same answer; else one is drawn and ignored", low=-(2**63), high=2**64 - 1),

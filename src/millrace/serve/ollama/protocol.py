@@ -21,10 +21,10 @@ from millrace.serve.usable_tools import FUNCTION, usable_tools
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
+    "frequency_penalty": "frequency_penalty", "repeat_last_n": "repeat_last_n",
 }  # fmt: skip
 # What Ollama samples with where neither request nor model says it. source: api/types.go, 2026-08 (no penalties since)
-DEFAULTS: Mapping[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
+DEFAULTS: Mapping[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "repeat_last_n": 64}
 NAMES: Mapping[str, str] = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
     "response_format": "format", "chat_template_kwargs": "think",
