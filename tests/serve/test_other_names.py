@@ -45,7 +45,11 @@ def test_sillytaverns_request(server: Running) -> None:
 
 IGNORED_HERE: list[tuple[str, dict[str, Any], str]] = [
     *((CHAT, {name: 1}, name) for name in ("n_ctx", "num_gqa", "style", "speed", "topic", "num", "top", "min_temp")),
+    (CHAT, {"top_n": 3}, "top_n"),
     (OLLAMA_CHAT, {"options": {"num_predict": 2, "num_gqa": 8, "n_ctx": 9}}, "options.n_ctx, options.num_gqa"),
+    (OLLAMA_CHAT, {"options": {"num_predict": 2, "speed": 1, "top": 1}}, "options.speed, options.top"),
+    (OLLAMA_CHAT, {"style": "x", "topic": "y", "num_gqa": 8}, "num_gqa, style, topic"),
+    (MESSAGES, {"style": "x", "top": 1, "n_ctx": 9, "image": ""}, "image, n_ctx, style, top"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"banned_string": ["a"]}, "banned_string"),
     (CHAT, {"temperature_last": True, "temperature": 0.5}, "temperature_last"),
@@ -142,6 +146,12 @@ def test_the_last_message_is_gone_on_with_by_every_name(server: Running, name: s
     assert said.json()["choices"] == meant["choices"] and said.json()["usage"] == {
         **meant["usage"], "prompt_tokens_details": said.json()["usage"]["prompt_tokens_details"]
     }  # fmt: skip
+    over_responses = ask(server, RESPONSES, input=marked, seed=1, max_output_tokens=8)
+    assert over_responses.json()["usage"]["input_tokens"] == meant["usage"]["prompt_tokens"], over_responses.text
+    more = {"previous_response_id": over_responses.json()["id"], "input": "And then?"}
+    assert ask(server, RESPONSES, **more).status_code == 200, "what is stored is no prefix any more"
+    not_last = ask(server, RESPONSES, input=[marked[-1], *ASK])
+    assert not_last.status_code == 400 and f"input[0].{name} is true" in not_last.text
     for more, says in (({"continue_final_message": False}, name), ({"add_generation_prompt": True}, name)):
         assert says in ask(server, CHAT, messages=marked, **more).json()["error"]["message"]
 

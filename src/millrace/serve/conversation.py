@@ -45,7 +45,7 @@ class AsksRendering(Protocol):
 
 def rendering_of(asked: AsksRendering) -> Rendering:
     """raises RequestError where they contradict one another"""
-    opens, prefixed = asked.add_generation_prompt, _prefixed(asked.messages or ())
+    opens, prefixed = asked.add_generation_prompt, prefixed_by(asked.messages or ())
     continued = asked.continue_final_message
     if prefixed and continued is False:
         raise RequestError(
@@ -63,7 +63,7 @@ def rendering_of(asked: AsksRendering) -> Rendering:
     return Rendering(extra, opens, continued, bool(asked.add_special_tokens), thinking_of(asked))
 
 
-def _prefixed(messages: Sequence[Message]) -> str:
+def prefixed_by(messages: Sequence[Message]) -> str:
     """Return the path of the field by which the last message is the beginning of the answer; "": there is none.
 
     Mistral's and DeepSeek's clients call it `prefix`, Qwen's `partial`.

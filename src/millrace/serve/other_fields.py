@@ -88,6 +88,7 @@ IGNORED: frozenset[str] = IGNORED_OPTIONS | frozenset(
         *("client_metadata", "legacy_api", "api_type", "api_server"),
         # of programs that make more than text, and of the conversation as they show it
         *("style", "speed", "topic", "theme", "voice", "size", "num", "top", "state", "score", "step", "steps"),
+        *("top_n", "language"),
         "web_search_options",
     ]
 )

@@ -335,7 +335,7 @@ class Document(Struct, forbid_unknown_fields=True, gc=False):
 
 class RerankRequest(Body, kw_only=True):
     NOT_YET: ClassVar = NEARNESS_NOT_YET
-    OTHERS: ClassVar = HARMLESS | IGNORED
+    OTHERS: ClassVar = (HARMLESS | IGNORED) - {"top_n"}
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     query: Annotated[str, described("a text")]

@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from millrace.serve.other_fields import (
     CHANGING,
-    IGNORED_OPTIONS,
+    IGNORED,
     LLAMA_NOT_YET,
     PENALTIES,
     PENALTY_WINDOW,
@@ -47,7 +47,7 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
     for name, value in list(options.items()):
         if name in OPTIONS:
             continue
-        if name in IGNORED_OPTIONS or (name in PENALTY_WINDOW and not penalises):
+        if name in IGNORED or (name in PENALTY_WINDOW and not penalises):
             ignored += [f"options.{name}"] * (value is not None)
         elif name in LLAMA_NOT_YET:
             check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 
 from millrace.errors import BusyError, RequestError
 from millrace.serve.backend import Models
-from millrace.serve.conversation import Conversation, Rendering
+from millrace.serve.conversation import Conversation, Rendering, prefixed_by
 from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, ignore_thinking
@@ -90,9 +90,13 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
     said = [*(before.messages() if before else ()), *messages_of(asked.input)]
     system = [Message("system", asked.instructions)] if asked.instructions else []
+    continued = bool(prefixed_by(said))
+    for message in said:
+        message.prefix = message.partial = None  # as it is stored, it is a message like others
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}, thinking=thinking_of(asked)), terms=terms_of(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(asked)),
+        terms=terms_of(asked),
         whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
     )  # fmt: skip
     told = told_of(asked)
