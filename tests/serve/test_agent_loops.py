@@ -128,20 +128,13 @@ def test_the_context_ends_where_the_pages_end() -> None:
         for path, body in (
             (MESSAGES, {"messages": ASK, "max_tokens": 64000}),
             ("/api/generate", {"prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 32000}}),
+            ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 10**9}}),
         ):
             reply = post(server.url, path, body)
             assert reply.status_code == 200, reply.text
             of = reply.json()
             both = sum(of["usage"].values()) if "usage" in of else of["prompt_eval_count"] + of["eval_count"]
             assert both == 64
-
-
-def test_ollamas_prompts_have_the_rest_of_the_context(model: Thinker) -> None:
-    """Also raw ones."""
-    for raw in (True, False):
-        body = {"prompt": "a", "raw": raw, "stream": False, "options": {"num_predict": 10**9}}
-        reply = post(model.served.url, "/api/generate", body).json()
-        assert reply["done_reason"] == "length" and reply["prompt_eval_count"] + reply["eval_count"] == CONTEXT
 
 
 def test_ollamas_client(model: Thinker) -> None:
