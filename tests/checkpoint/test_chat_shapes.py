@@ -195,28 +195,36 @@ def test_tools_are_told_by_the_user_if_the_template_renders_no_system_message(so
     assert whole.rindex("13") < whole.index("Be brief.")
 
 
-def test_the_clients_own_system_message_is_refused_as_by_transformers(theirs: Theirs) -> None:
+@pytest.mark.parametrize("source", [GEMMA, DROPS], ids=["refuses", "drops"])
+def test_the_clients_own_system_message_joins_the_first_of_the_user(theirs: Theirs, source: str) -> None:
     messages: Messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    with pytest.raises(Exception, match="System role not supported"):
-        theirs(GEMMA, messages)
-    for tools in ((), TOOLS):
-        with pytest.raises(RequestError, match="System role not supported"):
-            ours(GEMMA, messages, tools)
+    joined: Messages = [{"role": "user", "content": "Be brief.\n\nhi"}]
+    assert ours(source, messages) == theirs(source, joined)
+    assert "Be brief." in ours(source, messages, TOOLS)
+    alone: Messages = [{"role": "system", "content": "Be brief."}]
+    assert ours(source, alone) == theirs(source, [{"role": "user", "content": "Be brief."}])
 
 
-def test_turns_are_merged_for_protocols_whose_turns_need_not_alternate() -> None:
+def test_what_no_merging_mends_is_refused_in_the_templates_words() -> None:
+    """And ChatTemplate alone, behind apply_chat_template, refuses what transformers does."""
+    with pytest.raises(RequestError, match="roles must alternate"):
+        ours(GEMMA, [{"role": "assistant", "content": "a"}])
+    messages: Messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="System role not supported"):
+        InThisProcess(GEMMA, SPECIALS).render(messages)
+
+
+def test_turns_are_merged_for_templates_whose_turns_must_alternate(theirs: Theirs) -> None:
     messages: Messages = [
         {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "a"}, {"role": "user", "content": PARTS}, {"role": "assistant", "content": "b"},
         {"role": "system", "content": "Now in French."}, {"role": "user", "content": "c"},
     ]  # fmt: skip
-    text = ours(GEMMA, messages, merges=True)
+    text = ours(GEMMA, messages)
     first = "Be brief.\n\nBe kind.\n\na\n\n12 C\nrain"
     assert text == f"<s><|user|>{first}<|end|><|assistant|>b<|end|><|user|>Now in French.\n\nc<|end|><|assistant|>"
-    as_sent = ours(CHATML, messages, merges=True)
-    assert as_sent == ours(CHATML, messages), "only for templates that refuse them"
-    with pytest.raises(RequestError):
-        ours(GEMMA, messages)
+    as_sent: Messages = [m if m["content"] is not PARTS else {**m, "content": "12 C\nrain"} for m in messages]
+    assert ours(CHATML, messages) == theirs(CHATML, as_sent), "only for templates that refuse them"
 
 
 MISTRAL = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}
@@ -231,10 +239,8 @@ MISTRAL = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}
 
 def test_what_a_user_says_right_after_a_result_joins_it_where_turns_alternate() -> None:
     messages = [*agent(None), {"role": "user", "content": "Go on."}]
-    text = ours(MISTRAL, messages, TOOLS, merges=True)
+    text = ours(MISTRAL, messages, TOOLS)
     assert "[TOOL_RESULTS]12\n\nGo on.[/TOOL_RESULTS]" in text
-    with pytest.raises(RequestError, match="alternate"):
-        ours(MISTRAL, messages, TOOLS)
 
 
 DEFAULT = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

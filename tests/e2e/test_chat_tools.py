@@ -1,5 +1,6 @@
 """`LLM.chat(messages, tools=[...])`: the server's prompt, the model's raw text."""
 
+import dataclasses
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.checkpoint.chat import ChatTemplate
 from millrace.errors import RequestError
 from tests.e2e.live import Live
 
@@ -55,3 +57,33 @@ def test_what_is_no_tool(llm: LLM, tools: Any, what: str) -> None:
     with pytest.raises(RequestError) as error:
         llm.chat([{"role": "user", "content": "Hi"}], tools=tools)
     assert what in error.value.what and error.value.param == "tools"
+
+
+def test_penalties_look_back_at_the_last_tokens(llm: LLM) -> None:
+    """As far as repeat_last_n says: at all of them, or none."""
+
+    def said(**given: Any) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, **given)
+        return [*llm.generate("The river runs. The river", params)[0].outputs[0].token_ids]
+
+    whole, plain = said(repetition_penalty=1.8), said()
+    assert said(repetition_penalty=1.8, repeat_last_n=-1) == said(repetition_penalty=1.8, repeat_last_n=999) == whole
+    assert said(repetition_penalty=1.8, frequency_penalty=1.0, repeat_last_n=0) == plain != whole
+    for n in (8, 16):
+        tokens = said(repetition_penalty=50.0, repeat_last_n=n)
+        assert all(tokens[i] not in tokens[max(0, i - n) : i] for i in range(32)) and len({*tokens}) < 32
+
+
+def test_a_system_message_joins_the_users_where_the_template_refuses_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over the server's protocols (tests/serve/test_prompts.py)."""
+    refuses = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+    {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
+    template = ChatTemplate(refuses, {})
+    opened: Any = llm._opened
+    monkeypatch.setattr(llm, "_opened", dataclasses.replace(opened, chat_template=template))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    (answer,) = llm.chat(messages, SamplingParams(max_tokens=1))
+    template.close()
+    assert llm.tokenizer.decode(answer.prompt_token_ids) == "[user]Be brief.\n\nHi"

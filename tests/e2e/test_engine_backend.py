@@ -83,6 +83,32 @@ def test_answers_are_those_of_the_engine(served: Threaded, truth: LLM) -> None:
     assert said["finish_reason"] == "stop"
 
 
+def test_what_vllms_backend_takes(served: Threaded, truth: LLM) -> None:
+    """Its inputs, also within `parameters`."""
+    same: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+    expected = text(truth, PROMPTS[0], **same)
+    taken: tuple[dict[str, Any], ...] = (
+        {"parameters": {**same, "exclude_input_in_output": True, "return_finish_reason": True}},
+        {"sampling_parameters": json.dumps({**same, "stop": ["\0"]}), "exclude_input_in_output": True},
+        {**same, "parameters": {"return_num_input_tokens": False, "return_num_output_tokens": False}},
+        {"parameters": {"sampling_parameters": json.dumps(same)}},
+    )
+    for more in taken:
+        reply = ask(served, text_input=PROMPTS[0], **more)
+        assert reply.status_code == 200 and reply.json()["text_output"] == expected, reply.text
+    told = ask(served, text_input=PROMPTS[0], **same, parameters={"return_cumulative_logprob": True}).json()
+    assert told["cum_log_probs"] < 0
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"exclude_input_in_output": False}, "exclude_input_in_output is False"),
+        ({"sampling_parameters": "[1]"}, "a JSON object is expected"),
+        ({"sampling_parameters": '{"temprature": 1}'}, "temprature"),
+        ({"sampling_parameters": '{"temperature": "0"}'}, "temperature is '0'"),
+    )
+    for more, says in refused:
+        reply = ask(served, text_input=PROMPTS[0], parameters=more)
+        assert reply.status_code in (400, 501) and says in reply.json()["error"], reply.text
+
+
 def test_a_stream_adds_up_to_the_answer(served: Threaded, truth: LLM) -> None:
     body = {"text_input": PROMPTS[1], "max_tokens": 16, "temperature": 0.0, "stream": True, "return_log_probs": True}
     events, logprobs = [], []

@@ -34,7 +34,8 @@ def drawn_params(rng: random.Random) -> SamplingParams:
     bias = {rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(rng.choice([0, 0, 1, 4]))}
     return SamplingParams(
         n=rng.choice([1, 3]), seed=rng.getrandbits(40), temperature=rng.choice([0, 0.5]), logit_bias=bias,
-        frequency_penalty=rng.choice([0, 0.5]), logprobs=rng.choice([None, 2]), prompt_logprobs=rng.choice([None, 1]),
+        frequency_penalty=rng.choice([0, 0.5]), repeat_last_n=rng.choice([None, -1, 0, 1, 3, 99]),
+        logprobs=rng.choice([None, 2]), prompt_logprobs=rng.choice([None, 1]),
     )  # fmt: skip
 
 
@@ -88,10 +89,10 @@ def check_row(got: StepInputs, row: np.void, seq: Sequence, token: int, row_befo
     assert all(row[name] == expected[name] for name in SAMPLING.names or () if name not in COUNTS)
     assert row["token"] == token and row["position"] == got.positions[token] + 1
     first, n = row["history_start"], row["history_prompt"] + row["history_output"]
-    assert told(got.history, got.drawn_history, first, first + n) == (
-        whole(seq, row_before) if resolved.needs_history else []
-    )
-    assert row["history_prompt"] == (seq.n_prompt if resolved.needs_history else 0)
+    marked = list(enumerate(whole(seq, row_before) if resolved.needs_history else []))
+    seen = marked if resolved.penalty_window is None else marked[-resolved.penalty_window :]
+    assert told(got.history, got.drawn_history, first, first + n) == [token for _, token in seen]
+    assert row["history_prompt"] == sum(i < seq.n_prompt for i, _ in seen)
     bias = slice(row["bias_start"], row["bias_start"] + row["bias_count"])
     assert got.bias_ids[bias].tolist() == resolved.bias_ids.tolist()
     assert got.bias_values[bias].tolist() == resolved.bias_values.tolist()

@@ -25,6 +25,10 @@ def test_the_order_of_precedence() -> None:
     assert model.row[names].tolist()[0] == pytest.approx((0.6, 0.9, 20, 0.1, 1.1)) and model.needs_history
     asked = resolved(SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0), MODEL)
     assert asked.row[names].tolist() == [(0, 1, 0, 0, 1)] and not asked.needs_history
+    none = resolved(SamplingParams(repeat_last_n=0, presence_penalty=1.0), MODEL)
+    assert none.row[names[-1:]].tolist() == [(1,)] and not none.needs_history, "a window of no token: no penalty"
+    few, all_of_them = (resolved(SamplingParams(repeat_last_n=n), MODEL) for n in (8, -1))
+    assert (few.penalty_window, all_of_them.penalty_window, model.penalty_window) == (8, None, None)
     assert model.eos_token_ids == {2, 3} and not resolved(SamplingParams(ignore_eos=True), MODEL).eos_token_ids
 
 

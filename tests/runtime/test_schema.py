@@ -201,6 +201,20 @@ def test_bounds_of_int64_are_accepted(grammars: Grammars, schema: dict[str, Any]
     assert takes(grammars, schema, "12") and takes(grammars, schema, "9007199254740991")
 
 
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    [
+        ("exclusiveMaximum", -(2**63)), ("exclusiveMinimum", -(2**63)), ("exclusiveMinimum", 2**63 - 1),
+        ("exclusiveMaximum", 2**60 + 3), ("maximum", 2**64), ("minimum", -(2**70)),
+    ],
+)  # fmt: skip
+def test_errors_quote_the_bound_that_was_sent(key: str, bound: int) -> None:
+    for kind in ("integer", "number") if abs(bound) < 2**63 - 1 or abs(bound) > 2**63 else ("integer",):
+        with pytest.raises(RequestError) as refused:
+            simplified({"type": kind, key: bound})
+        assert f'"{key}" at # is {bound}, which cannot be enforced exactly' in refused.value.what
+
+
 def test_a_constant_beyond_float64_is_exact(grammars: Grammars) -> None:
     big = 2**53 + 2
     assert takes(grammars, {"const": big}, str(big)) and not takes(grammars, {"const": big}, str(big + 1))

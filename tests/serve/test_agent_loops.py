@@ -10,8 +10,9 @@ from typing import Any
 import ollama
 import pytest
 
-from tests.serve.support import post
-from tests.serve.thinkers import MESSAGES, RESPONSES, Thinker, streamed, thinker_of
+from tests.runtime.fakes import limits
+from tests.serve.support import VOCABULARY, Fake, post, serving_with
+from tests.serve.thinkers import ASK, MESSAGES, OLLAMA, RESPONSES, Thinker, streamed, thinker_of
 
 SCHEMA = {
     "type": "object",
@@ -21,6 +22,7 @@ SCHEMA = {
 }
 CALL = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>'
 DONE = "All is done."
+CONTEXT = 1024  # of the model: much less than the limits that these clients send, as 8,192 is less than 64,000
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def test_codex(model: Thinker) -> None:
     body = {
         "model": "fake", "input": items, "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True,
         "reasoning": {"summary": "auto"}, "store": False, "stream": True, "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "01a2", "client_metadata": {"installation": "x"},
+        "max_output_tokens": 32000, "prompt_cache_key": "01a2", "client_metadata": {"installation": "x"},
     }  # fmt: skip
     answer = streamed(model, RESPONSES, body)
     assert answer.calls == [("exec_command", {"cmd": "ls"})] and answer.ended == "completed"
@@ -70,7 +72,7 @@ def test_claude_code(model: Thinker) -> None:
     model.executor.says, model.executor.opened = CALL, ""
     cached = {"cache_control": {"type": "ephemeral"}}
     body: dict[str, Any] = {
-        "model": "fake", "max_tokens": 400, "stream": True, "thinking": {"type": "adaptive"},
+        "model": "fake", "max_tokens": 64000, "stream": True, "thinking": {"type": "adaptive"},
         "metadata": {"user_id": "{}"}, "output_config": {"effort": "high"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "system": [{"type": "text", "text": "x-billing: a"}, {"type": "text", "text": "You are.", **cached}],
@@ -91,6 +93,50 @@ def test_claude_code(model: Thinker) -> None:
     assert (answer.content, answer.ended) == (DONE, "end_turn")
 
 
+FIXED: list[tuple[str, dict[str, Any], str]] = [
+    (MESSAGES, {"messages": ASK, "max_tokens": 64000}, "max_tokens"),
+    (RESPONSES, {"input": ASK, "max_output_tokens": 32000}, "incomplete"),
+    (OLLAMA, {"messages": ASK, "options": {"num_predict": 32000}}, "length"),
+]
+
+
+@pytest.mark.parametrize("path, body, ended", FIXED, ids=[path for path, _, _ in FIXED])
+def test_a_limit_beyond_the_context_ends_with_the_context(
+    model: Thinker, path: str, body: dict[str, Any], ended: str
+) -> None:
+    """Claude Code asks every model for 64,000 tokens: the answer has what the prompt leaves."""
+    model.executor.says, model.executor.opened = "a" * 2 * CONTEXT, ""
+    answer = streamed(model, path, body)
+    assert answer.ended == ended and set(answer.content) == {"a"}
+    n_prompt = len(model.executor.words.encode(model.executor.prompt, False))
+    assert len(model.executor.words.encode(answer.content, False)) == CONTEXT - n_prompt
+
+
+@pytest.mark.parametrize(
+    "path, body", [("/v1/chat/completions", {"messages": ASK}), ("/v1/completions", {"prompt": "a"})]
+)
+def test_openais_limits_must_fit(model: Thinker, path: str, body: dict[str, Any]) -> None:
+    """As vLLM has it."""
+    reply = post(model.served.url, path, {**body, "max_tokens": 2 * CONTEXT})
+    assert reply.status_code == 400 and f"max_tokens of {2 * CONTEXT} was asked for" in reply.json()["error"]["message"]
+
+
+def test_the_context_ends_where_the_pages_end() -> None:
+    """A server may have fewer pages than one context has."""
+    few = limits(vocab_size=VOCABULARY, max_context=512, n_pages=16, page_tokens=4, max_step_tokens=64)
+    with serving_with(Fake(limits=few)) as server:
+        for path, body in (
+            (MESSAGES, {"messages": ASK, "max_tokens": 64000}),
+            ("/api/generate", {"prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 32000}}),
+            ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 10**9}}),
+        ):
+            reply = post(server.url, path, body)
+            assert reply.status_code == 200, reply.text
+            of = reply.json()
+            both = sum(of["usage"].values()) if "usage" in of else of["prompt_eval_count"] + of["eval_count"]
+            assert both == 64
+
+
 def test_ollamas_client(model: Thinker) -> None:
     client = ollama.Client(model.served.url)
 
@@ -104,7 +150,7 @@ def test_ollamas_client(model: Thinker) -> None:
 
     model.executor.says, model.executor.opened = CALL, ""
     messages: list[Any] = [{"role": "user", "content": "Go."}]
-    options = {"num_predict": 200, "repeat_last_n": 64, "num_ctx": 4096, "temperature": 0}
+    options = {"num_predict": 32000, "repeat_last_n": 64, "num_ctx": 4096, "temperature": 0}
     first = client.chat(model="fake:latest", messages=messages, tools=[exec_command], options=options, keep_alive="5m")
     assert first.message.tool_calls
     messages.append(first.message)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import anthropic
 import httpx
 import pytest
 
@@ -89,3 +90,35 @@ def test_flags_become_names() -> None:
     ):  # fmt: skip
         known = _known(Opened(), given)  # type: ignore[arg-type]
         assert (known["name"], known["aliases"]) == (name, aliases)
+
+
+def test_anthropics_client_lists_models(server: Running) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        page = client.models.list()
+        model = page.data[0]
+        assert (model.type, model.id, model.display_name) == ("model", MODEL, MODEL) and page.has_more is False
+        assert model.created_at.timestamp() == server.model.created and page.last_id == page.data[-1].id
+        assert client.models.retrieve(MODEL) == model
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            client.models.retrieve("claude")
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert httpx.get(f"{server.url}/v1/models").json()["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("/api/embed", "a request to /api/chat or /api/generate"),
+        ("/api/embeddings", "/api/chat"),
+        ("/api/chat", "/api/tags"),
+    ],
+)
+def test_ollamas_errors_name_its_paths(server: Running, path: str, says: str) -> None:
+    body = {"model": "claude" if path == "/api/chat" else MODEL, "messages": [], "input": "a", "prompt": "a"}
+    known = {
+        "/api/chat": ("model", "messages"),
+        "/api/embed": ("model", "input"),
+        "/api/embeddings": ("model", "prompt"),
+    }
+    error = post(server.url, path, {name: body[name] for name in known[path]}).json()["error"]
+    assert says in error and "/v1/" not in error

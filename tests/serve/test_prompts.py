@@ -139,8 +139,6 @@ def test_the_signatures_join_the_first_message_of_the_user(alternates: Running) 
     assert text.startswith("<|user|>You can call functions") and text.endswith("hi<|end|><|assistant|>")
     again = [*chat(None, RESULT), {"role": "user", "content": "more"}]
     assert prompt(alternates, messages=again, tools=[TOOL]).startswith(text)
-    refused = post(alternates.url, "/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}]})
-    assert refused.status_code == 400 and "System role not supported" in refused.text
 
 
 MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
@@ -183,6 +181,16 @@ def test_results_find_their_calls() -> None:
 
 SYSTEM_AND_TURNS: list[tuple[str, dict[str, Any]]] = [
     (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind."},
+                {"role": "user", "content": "a"}, {"role": "user", "content": "b"},
+            ],
+            "max_tokens": 2,
+        },
+    ),
+    (
         "/v1/responses",
         {
             "instructions": "Be brief.", "max_output_tokens": 2,
@@ -213,12 +221,15 @@ SYSTEM_AND_TURNS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("path, body", SYSTEM_AND_TURNS, ids=[path for path, _ in SYSTEM_AND_TURNS])
-def test_turns_of_other_protocols_need_not_alternate(alternates: Running, path: str, body: dict[str, Any]) -> None:
+def test_one_question_has_one_prompt_where_turns_must_alternate(
+    alternates: Running, path: str, body: dict[str, Any]
+) -> None:
     reply = post(alternates.url, path, body)
     assert reply.status_code == 200, reply.text
     same = [{"role": "user", "content": "Be brief.\n\nBe kind.\n\na\n\nb"}]
     assert n_prompt(reply.json()) == post(alternates.url, "/tokenize", {"messages": same}).json()["count"]
-    sent = post(alternates.url, "/v1/chat/completions", {"messages": [*same, *same]})
+    refused = {"messages": [{"role": "assistant", "content": "a"}, *same]}
+    sent = post(alternates.url, "/v1/chat/completions", refused)
     assert sent.status_code == 400 and "alternate" in sent.text
 
 

@@ -69,8 +69,8 @@ LONG = [{"role": "user", "content": "The mill. " * 300}]
 STOPS = [str(n) for n in range(17)]
 NAMED: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens is 0", "max_output_tokens"),
-    (RESPONSES, {"max_output_tokens": 9999}, "max_output_tokens of 9999 was asked for", "max_output_tokens"),
     (RESPONSES, {"input": LONG, "max_output_tokens": None}, "maximum context length", "input"),
+    (RESPONSES, {"input": LONG, "max_output_tokens": 9999}, "larger --max-context", "input"),
     (RESPONSES, {"max_tokens": 5}, 'unknown field "max_tokens"', "max_tokens"),
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type is 'xml'", "text.format"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema is", "text.format"),
@@ -78,7 +78,10 @@ NAMED: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/messages", {"stop_sequences": STOPS}, "stop_sequences has 17 strings", ""),
     ("/v1/messages", {"cache_ttl_s": 5}, "cache_ttl_s is set", ""),
     ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict is 0", ""),
-    ("/api/chat", {"options": {"num_predict": 9999}}, "options.num_predict of 9999 was asked for", ""),
+    ("/api/chat", {"messages": LONG, "options": {"num_predict": 9999}}, "larger --max-context", ""),
+    ("/api/generate raw", {"prompt": "The mill. " * 300}, "larger --max-context", ""),
+    ("/v1/messages", {"messages": LONG, "max_tokens": 9999}, "larger --max-context", ""),
+    ("/v1/chat/completions", {"max_tokens": 9999}, "max_tokens of 9999 was asked for", "max_tokens"),
     ("/api/chat", {"options": {"repeat_penalty": "x"}}, "options.repeat_penalty is 'x'", ""),
     ("/api/chat", {"options": {"stop": STOPS}}, "options.stop has 17 strings", ""),
     ("/api/chat", {"cache_priority": 101}, "cache_priority is 101", ""),

@@ -16,7 +16,7 @@ from tests.serve.support import Fake, post, serving_with
 ASK = [{"role": "user", "content": "hi"}]
 QWEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 OLLAMA = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
-ALL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+ALL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repeat_last_n", "seed")
 
 
 class Model:
@@ -34,6 +34,11 @@ CASES: list[tuple[Mapping[str, object], dict[str, Any] | None, dict[str, Any]]] 
     ({**QWEN, "repetition_penalty": 1.05}, None, {**OLLAMA, **QWEN, "repetition_penalty": 1.05}),
     (LLAMA_CPP, {"temperature": 0, "repeat_penalty": 1.2}, {**OLLAMA, "temperature": 0, "repetition_penalty": 1.2}),
     (QWEN, {"top_k": 5, "seed": -1}, {**OLLAMA, **QWEN, "top_k": 5}),
+    (
+        QWEN,
+        {"repeat_penalty": 1.1, "repeat_last_n": -1},
+        {**OLLAMA, **QWEN, "repetition_penalty": 1.1, "repeat_last_n": -1},
+    ),
     (QWEN, {"top_k": None, "seed": 7}, {**OLLAMA, **QWEN, "seed": 7}),
 ]
 
@@ -45,7 +50,7 @@ def test_what_ollamas_clients_get(
     params = _params(OllamaChatRequest(messages=[], options=options), cast(TextBackend, Model(generation)))
     plain = SamplingParams()
     assert {name: getattr(params, name) for name in ALL} == {
-        name: expected.get(name, getattr(plain, name)) for name in ALL
+        name: ({"repeat_last_n": 64} | expected).get(name, getattr(plain, name)) for name in ALL
     }
 
 

@@ -18,7 +18,9 @@ SHOWN, DONE = "millrace-42", "All is done."
 COMMAND = "echo millrace-$((40 + 2))"
 # Tools by which agents run a command, and what each is called with.
 SHELLS = {"exec_command": {"cmd": COMMAND}, "Bash": {"command": COMMAND, "description": "Say a number"}}
-CONTEXT = 1 << 20  # an agent's prompt has some 100 kB, and here a token for each byte
+CONTEXT = (
+    9 << 14
+)  # as an agent meets it: its prompt fits (a token for each of its 40 to 100 kB), its max_tokens does not
 
 
 class Agent(Saying):
@@ -39,7 +41,7 @@ class Agent(Saying):
 def scripted(model: str) -> Iterator[str]:
     """Yield its URL. It answers by the name `model`, and by every other."""
     words = vocabulary(special=False)
-    of = limits(vocab_size=words.vocab_size, max_context=CONTEXT, max_step_tokens=4096, n_pages=CONTEXT // 8)
+    of = limits(vocab_size=words.vocab_size, max_context=CONTEXT, max_step_tokens=4096, n_pages=CONTEXT // 4)
 
     def executor(limits: ExecutorLimits, before_run: Any) -> Agent:
         return Agent(limits, before_run, words)

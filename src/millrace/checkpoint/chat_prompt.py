@@ -1,4 +1,4 @@
-"""Conversations with tools as prompts: native calls if the chat template writes them, else in words."""
+"""Conversations as prompts: in turns that the chat template renders, with native calls if it writes them."""
 
 import hashlib
 import json
@@ -29,9 +29,9 @@ class PromptRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
-        merges: bool = False,
     ) -> str:
-        """Return the prompt's text.
+        """Return the prompt's text. Turns that the template refuses are merged, and a system message that it does not
+        render joins the first message of the user.
 
         messages: normalised; tools: as OpenAI's clients describe them; the rest: as for `ChatTemplate.render`, which
         says what is raised
@@ -42,17 +42,14 @@ class PromptRenderer:
             form, shows_tools, shows_calls = self._form(bool(tools))
             if form.short_ids:
                 messages = [_with_short_ids(message) for message in messages]
-            said = with_tools(messages, (), replace(form, native=shows_calls))
+            messages = with_tools(messages, (), replace(form, native=shows_calls))
             if tools and shows_tools:
                 variables["tools"] = list(tools)
             if tools and not (shows_tools and form.tells):
                 preamble = self._told(tools, form)
-            # results in words are messages of the user, as is what the user says next
-            merges = merges or (not shows_calls and any(message["role"] == "tool" for message in messages))
-            messages = said
         return self.template.render(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            extra=variables, preamble=preamble, merges=merges,
+            extra=variables, preamble=preamble, merges=True,
         )  # fmt: skip
 
     def _form(self, has_tools: bool) -> tuple[ToolFormat, bool, bool]:

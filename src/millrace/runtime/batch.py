@@ -232,11 +232,13 @@ def _fill_history(
     at = 0
     for r, seq in zip(rows, drawing, strict=True):
         if seq.request.resolved.needs_history:
+            n_output, window = seq.n_output + seq.n_ahead, seq.request.resolved.penalty_window
+            cut = 0 if window is None else max(0, seq.n_prompt + n_output - window)
             sampling["history_start"][r] = at
-            sampling["history_prompt"][r] = seq.n_prompt
-            sampling["history_output"][r] = seq.n_output + seq.n_ahead
-            parts.append(seq.tokens.array)
-            at += seq.n_tokens
+            sampling["history_prompt"][r] = max(0, seq.n_prompt - cut)
+            sampling["history_output"][r] = n_output - max(0, cut - seq.n_prompt)
+            parts.append(seq.tokens.array[cut:])
+            at += seq.n_tokens - cut
             if seq.n_ahead:
                 parts.append(_UNKNOWN)
                 drawn.append((at, row_before[seq]))

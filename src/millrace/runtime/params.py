@@ -57,6 +57,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
+    repeat_last_n: int | None = None  # tokens that penalties look back at; None or -1: all, 0: penalties are off
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -99,6 +100,7 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, LEAST, 1.0)
+        _check_int("repeat_last_n", self.repeat_last_n, -1, None)
         _check_int("top_k", self.top_k, -1, None)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -242,6 +244,7 @@ class Resolved:
     bias_ids: IntArray  # (B,)
     bias_values: NDArray[np.float32]  # (B,)
     needs_history: bool  # a penalty looks at the tokens so far
+    penalty_window: int | None  # at so many of them; None: at all
     row: NDArray[np.void]  # (1,) of SAMPLING: what the executor is told of every draw
 
 
@@ -307,6 +310,17 @@ def with_length(params: SamplingParams, n_prompt: int, context: int) -> Sampling
     return replace(params, max_tokens=max(unsaid, 1))  # a prompt that leaves no room is refused as such
 
 
+def capped(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:
+    """Return `params` with at most as many tokens as `context` leaves after a prompt of `n_prompt` tokens.
+
+    For clients that send one fixed limit to every model. A prompt that leaves no room is refused as such.
+    """
+    room = context - n_prompt
+    if params.max_tokens is None or not 0 < room < params.max_tokens:
+        return params if room > 0 else replace(params, max_tokens=None)
+    return replace(params, max_tokens=room)
+
+
 def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: ExecutorLimits, n_prompt: int) -> Resolved:
     """Answer every open question of `params` for a prompt of `n_prompt` tokens.
 
@@ -331,6 +345,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
         )  # fmt: skip
     row = _row(params, defaults, limits.vocab_size)
     row["seed"], row["n_top"], row["bias_count"] = seed & SEED_MASK, -1 if n_top is None else n_top, len(bias_ids)
+    window = None if params.repeat_last_n == -1 else params.repeat_last_n
     penalties = (row["presence_penalty"][0], row["frequency_penalty"][0], row["repetition_penalty"][0] - 1)
     return Resolved(
         n=params.n,
@@ -345,6 +360,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
         bias_ids=np.array(bias_ids, dtype=np.int32),
         bias_values=np.array([v for _, v in bias], dtype=np.float32),
         needs_history=any(penalties),
+        penalty_window=window,
         row=row,
     )
 
@@ -358,9 +374,10 @@ def _row(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int) 
     row["temperature"] = _first(params.temperature, defaults.temperature, 1.0)
     row["top_p"] = _first(params.top_p, defaults.top_p, 1.0)
     row["min_p"] = _first(params.min_p, defaults.min_p, 0.0)
-    row["presence_penalty"] = params.presence_penalty
-    row["frequency_penalty"] = params.frequency_penalty
-    row["repetition_penalty"] = _first(params.repetition_penalty, defaults.repetition_penalty, 1.0)
+    off = params.repeat_last_n == 0
+    row["presence_penalty"] = 0 if off else params.presence_penalty
+    row["frequency_penalty"] = 0 if off else params.frequency_penalty
+    row["repetition_penalty"] = 1 if off else _first(params.repetition_penalty, defaults.repetition_penalty, 1.0)
     return row
 
 

@@ -67,7 +67,7 @@ class Bounds:
     def _inexact(self, key: str, value: object) -> RequestError:
         return self._refuse(
             f'"{key}" at {self._path} is {value!s:.60}, which cannot be enforced exactly',
-            f"a number between -2^53 and 2^53 (or an int64 bound: {INT64_LOW} or {INT64_HIGH})",
+            f"a number between -2^53 and 2^53 (or, inclusive, an int64 bound: {INT64_LOW} or {INT64_HIGH})",
             "",
         )
 
@@ -111,23 +111,23 @@ class Bounds:
             written = LOWEST if low[1] == INT64_LOW else low[1]
             too_open = high is None and written >= OPEN_ENDED
             if too_open or not LOWEST <= written <= INT64_HIGH or not _is_int64_float(written):
-                raise self._inexact(*low)
+                raise self._inexact(low[0], low[2])
             schema["minimum"] = written
         if high is not None:
             too_open = low is None and high[1] <= -OPEN_ENDED
             if too_open or not LOWEST <= high[1] <= INT64_HIGH or not _is_int64_float(high[1]):
-                raise self._inexact(*high)
+                raise self._inexact(high[0], high[2])
             schema["maximum"] = high[1]
 
-    def _inclusive(self, key: str) -> tuple[str, int] | None:
-        """Return the keyword and the outermost integer that it allows."""
+    def _inclusive(self, key: str) -> tuple[str, int, float] | None:
+        """Return the keyword, the outermost integer that it allows, and its value as the client sent it."""
         value = self._schema.get(key)
         if not is_number(value):
             return None
         assert isinstance(value, int | float)
         if key in LOWER:
-            return key, math.floor(value) + 1 if key.startswith("exclusive") else math.ceil(value)
-        return key, math.ceil(value) - 1 if key.startswith("exclusive") else math.floor(value)
+            return key, math.floor(value) + 1 if key.startswith("exclusive") else math.ceil(value), value
+        return key, math.ceil(value) - 1 if key.startswith("exclusive") else math.floor(value), value
 
     def _check_step(self, step: float, integer: bool) -> None:
         """Check that llguidance's conversion of `multipleOf` to a decimal is exact."""

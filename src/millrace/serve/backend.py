@@ -158,8 +158,8 @@ class Models:
     def first(self) -> Backend:
         return self.backends[0]
 
-    def get(self, name: str | None) -> Backend:
-        """None: the first. raises HttpError with 404 and the known names"""
+    def get(self, name: str | None, listed_at: str = "/v1/models") -> Backend:
+        """None: the first. raises HttpError with 404 and the known names; listed_at: the path that lists them"""
         if name is None:
             return self.first
         if name in self._by_name:
@@ -172,7 +172,7 @@ class Models:
             "model_not_found",
             f'the model "{name}" does not exist',
             "one of " + ", ".join(f'"{known}"' for known in self._by_name) if self._by_name else "no name",
-            "correct the model's name; /v1/models lists them" if self._by_name else self.first.elsewhere,
+            f"correct the model's name; {listed_at} lists them" if self._by_name else self.first.elsewhere,
         ).about("model")
 
     def close(self) -> None:

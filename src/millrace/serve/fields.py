@@ -19,10 +19,9 @@ from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.runtime.request import FREELY, Terms
-from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
 from millrace.serve.json_scan import counts
-from millrace.serve.other_fields import HARMLESS, PENALTIES, PENALTY_WINDOW
+from millrace.serve.other_fields import HARMLESS, PENALTIES, PENALTY_WINDOW, asks_nothing
 from millrace.serve.protocol import (
     Body,
     ChatRequest,
@@ -92,7 +91,7 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
         if (value := getattr(asked, name)) is UNSET:
             continue
-        if name in PENALTY_WINDOW and value not in (None, *neutral) and not _penalises(asked):
+        if name in PENALTY_WINDOW and not asks_nothing(value, neutral) and not _penalises(asked):
             unknown.append(name)
         else:
             check_neutral(name, value, neutral)
@@ -103,7 +102,9 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
 def _without_unknown(body: bytes, kind: type[Body]) -> tuple[Struct, list[str]]:
     """Decode a request that has fields of unknown names, and return these. raises RequestError if they matter"""
     request = msgspec.json.decode(body)
-    unknown = UnknownFields(wire(kind), kind.__struct_fields__, kind.NAMES, kind.ANSWERS).taken_from(request)
+    own = kind.__struct_fields__
+    useful = set(own) - kind.UNUSED
+    unknown = UnknownFields(wire(kind), own, useful, kind.NAMES, kind.ANSWERS).taken_from(request)
     return msgspec.convert(request, wire(kind), str_keys=True), unknown
 
 
@@ -202,27 +203,6 @@ def _plain_call(call: ToolCall) -> dict[str, object]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     plain: dict[str, object] = {"type": "function", "function": function}
     return plain if call.id is None else {"id": call.id, **plain}
-
-
-class AsksRendering(Protocol):
-    """A request with these fields."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
-    add_special_tokens: bool | None
-
-
-def rendering_of(asked: AsksRendering) -> Rendering:
-    """raises RequestError where they contradict one another"""
-    opens, continued = asked.add_generation_prompt, bool(asked.continue_final_message)
-    if continued and opens:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt are both true", "one of them: an answer begins once",
-            "leave add_generation_prompt out", "continue_final_message",
-        )  # fmt: skip
-    extra = asked.chat_template_kwargs or {}
-    return Rendering(extra, opens is not False and not continued, continued, bool(asked.add_special_tokens))
 
 
 def _wrong_value(message: str, kind: type[Body]) -> RequestError | HttpError:
@@ -388,6 +368,7 @@ def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) ->
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         repetition_penalty=asked.repetition_penalty,
+        repeat_last_n=asked.repeat_last_n,
         seed=None if asked.seed == -1 else asked.seed,  # vLLM's and llama.cpp's word for any
         stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
         stop_token_ids=tuple(asked.stop_token_ids or ()),

@@ -19,7 +19,15 @@ from starlette.types import Receive, Scope, Send
 from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said
 from millrace.engine.executor import IntArray
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
+from millrace.runtime.params import (
+    Delta,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    capped,
+    check_context,
+    with_length,
+)
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.conversation import Conversation
@@ -30,6 +38,7 @@ from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, P
 from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import FIELDS
 from millrace.serve.wire import EVENT_STREAM, UNHELD, Call
 
 
@@ -198,6 +207,12 @@ def short_call_id() -> str:
     return uuid.uuid4().hex[:9]
 
 
+def ignore_thinking(backend: TextBackend, call: Call, asked: object) -> None:
+    """List the fields about thoughts as ignored if the model has none."""
+    if backend.texts.never_thinks and (given := [name for name in FIELDS if getattr(asked, name) is not None]):
+        call.ignored = tuple(sorted({*call.ignored, *given}))
+
+
 async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Generation:
     """Have a conversation answered; its answers are read by `Generation.said`. raises MillraceError"""
     tools, params = asked.tools, asked.params
@@ -207,7 +222,8 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     prompt = list(ids)
     begun = asked.begun if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
-    check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
+    params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if asked.capped else params
+    check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
@@ -236,7 +252,7 @@ async def start(
     heard: how the answers are read
     raises RequestError, BusyError
     """
-    engine, context = backend.model.engine, backend.model.max_context
+    engine, context = backend.model.engine, backend.model.engine.limits.context_tokens
     each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
     if whole_bytes is not None and params.logprobs is not None:
         n_tokens = params.n * sum(

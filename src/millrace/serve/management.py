@@ -1,5 +1,6 @@
 """GET endpoints: models, health, metrics, metadata, versions."""
 
+import datetime
 from collections.abc import Collection
 
 from msgspec import UNSET
@@ -7,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from millrace import __version__
+from millrace.serve.anthropic.protocol import VERSION, AnthropicModel, AnthropicModels
 from millrace.serve.backend import Backend, Models
 from millrace.serve.errors import HttpError
 from millrace.serve.health import Health
@@ -25,6 +27,7 @@ from millrace.serve.replies import (
     json_reply,
 )
 from millrace.serve.text import TextBackend
+from millrace.serve.wire import header
 
 API_VERSION = "1.0.0"
 _VECTORS = "use /v1/embeddings"
@@ -48,11 +51,18 @@ _ROOTS = {
 
 
 def model_list(models: Models, scope: Scope) -> Response:
+    """OpenAI's, or Anthropic's for its clients."""
+    if header(scope, VERSION) is not None:
+        found = [_anthropic(b, name) for b in models.backends for name in b.model.listed_names]
+        first, last = (found[0].id, found[-1].id) if found else (None, None)
+        return json_reply(AnthropicModels(found, first, last))
     return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.listed_names]))
 
 
 def model(models: Models, scope: Scope) -> Response:
     name: str = scope["path_params"]["model"]
+    if header(scope, VERSION) is not None:
+        return json_reply(_anthropic(models.get(name), name))
     return json_reply(_card(models.get(name), name))
 
 
@@ -149,6 +159,11 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
     elif instead is not None:
         what, mend = f"{path} is not served yet", instead
     return HttpError(404, "not_found", what, expected, mend)
+
+
+def _anthropic(backend: Backend, name: str) -> AnthropicModel:
+    created = datetime.datetime.fromtimestamp(backend.model.created, datetime.UTC)
+    return AnthropicModel(name, backend.model.name, created.isoformat().replace("+00:00", "Z"))
 
 
 def _card(backend: Backend, name: str) -> ModelCard:

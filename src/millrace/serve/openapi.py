@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 
 from millrace import __version__
+from millrace.serve.other_fields import NEGATIVE
 from millrace.serve.protocol import Body, other_names
 from millrace.serve.replies import ErrorReply
 
@@ -103,7 +104,9 @@ def _add_other_fields(kind: type[Body], schema: dict[str, Any]) -> None:
     for name in sorted(other_names(kind) - kind.NOT_YET.keys()):
         properties[name] = {"description": "accepted; changes nothing"}
     for name, neutral in kind.NOT_YET.items():
-        properties[name] = {"enum": [None, *neutral], "description": "other values are not supported yet"}
+        values = [None, "", [], {}, *(one for one in neutral if one not in ("", [], {}) and one is not NEGATIVE)]
+        below = [{"type": "number", "exclusiveMaximum": 0}] if any(one is NEGATIVE for one in neutral) else []
+        properties[name] = {"anyOf": [{"enum": values}, *below], "description": "other values are not supported yet"}
     schema["additionalProperties"] = False
 
 

@@ -6,6 +6,34 @@ Another protocol has its own beside its structs. Names that are in none of these
 
 from collections.abc import Mapping
 
+import msgspec
+
+
+class _Negative:
+    """Stands in a table for every number below 0."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int | float) and other < 0
+
+    def __hash__(self) -> int:
+        return 0
+
+
+NEGATIVE = _Negative()
+
+
+def written(neutral: object) -> str:
+    """Return a value of a table as errors show it."""
+    return "a number below 0" if neutral is NEGATIVE else msgspec.json.encode(neutral).decode()
+
+
+def asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    """Whether a field of this value asks for what happens anyway: it is empty, or one of `neutral`."""
+    if value is None or (isinstance(value, str | list | dict) and not value):
+        return True
+    return any((type(value) is not bool and value == one) or value is one for one in neutral)
+
+
 # They say something about accounts, caches or billing of a hosted service; any value is taken and changes no answer.
 HARMLESS: frozenset[str] = frozenset(
     [
@@ -22,7 +50,8 @@ HARMLESS: frozenset[str] = frozenset(
 _MEMORY: frozenset[str] = frozenset(
     [
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock"),
-        *("low_vram", "f16_kv", "vocab_only"),
+        *("low_vram", "f16_kv", "vocab_only", "num_gqa", "n_gqa", "gqa", "logits_all", "flash_attn", "cache_type"),
+        *("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_gpu", "n_gpu_layers", "ctx_size", "batch_size", "threads"),
     ]
 )
 # Of llama.cpp's samplers that are off.
@@ -30,14 +59,15 @@ _OF_SAMPLERS: frozenset[str] = frozenset(
     [
         *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "smoothing_curve"),
-        *("dynatemp_low", "dynatemp_high", "adaptive_decay", "tfs_min_keep"),
+        *("dynatemp_low", "dynatemp_high", "dynatemp_min", "dynatemp_max", "min_temp", "max_temp", "adaptive_decay"),
+        *("tfs_min_keep", "smoothing_range"),
     ]
 )
 # What happens when a context is full, which is never shifted here; in which order samplers run, which is fixed here.
 _OF_CONTEXTS: frozenset[str] = frozenset(
     [
         *("num_keep", "n_keep", "n_discard", "truncation_length", "max_context_length", "max_length_tokens"),
-        *("samplers", "sampler_priority", "sampler_order", "sampler_seed_mode"),
+        *("samplers", "sampler_priority", "sampler_order", "sampler_seed_mode", "temperature_last"),
     ]
 )
 # Those that Ollama's clients send in `options`, and llama.cpp's beside the other fields.
@@ -56,6 +86,10 @@ IGNORED: frozenset[str] = IGNORED_OPTIONS | frozenset(
         # open-webui's and text-generation-webui's, for themselves
         *("mode", "title", "files", "params", "features", "variables", "tool_ids", "tool_servers", "chat_id", "id"),
         *("client_metadata", "legacy_api", "api_type", "api_server"),
+        # of programs that make more than text, and of the conversation as they show it
+        *("style", "speed", "topic", "theme", "voice", "size", "num", "top", "state", "score", "step", "steps"),
+        *("top_n", "language"),
+        "web_search_options",
     ]
 )
 # What others call a field of ours: the first of these names that the endpoint has.
@@ -65,12 +99,18 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
          "max_tokens_to_sample", "maxOutputTokens"),
         ("max_tokens",),
     ),
-    **dict.fromkeys(("repeat_penalty", "rep_pen"), ("repetition_penalty",)),
-    **dict.fromkeys(("stop_sequences", "stopping_strings", "stop_sequence"), ("stop",)),
-    **dict.fromkeys(("random_seed", "sampler_seed"), ("seed",)),
-    "min_new_tokens": ("min_tokens",),
-    "enable_thinking": ("chat_template_kwargs",),
-    "best_of": ("n",),
+    **dict.fromkeys(("max_gen_len", "max_gen_tokens", "n_tokens", "num_tokens"), ("max_tokens",)),
+    **dict.fromkeys(("temp",), ("temperature",)),
+    **dict.fromkeys(("repeat_penalty", "rep_pen", "rep_penalty", "penalty_repeat"), ("repetition_penalty",)),
+    **dict.fromkeys(("presence_pen", "penalty_present", "pres_pen"), ("presence_penalty",)),
+    **dict.fromkeys(("frequency_pen", "penalty_freq", "freq_pen"), ("frequency_penalty",)),
+    **dict.fromkeys(
+        ("stop_sequences", "stopping_strings", "stop_sequence", "stop_words", "stop_strings", "stop_str"), ("stop",)
+    ),
+    "penalty_last_n": ("repeat_last_n",),
+    **dict.fromkeys(("random_seed", "sampler_seed", "rng_seed"), ("seed",)),
+    **dict.fromkeys(("num_return_sequences", "num_completions", "candidate_count", "num_samples"), ("n",)),
+    **dict.fromkeys(("min_new_tokens", "min_predict"), ("min_tokens",)),
     "format": ("response_format", "text"),
     "response_format": ("response_format", "format", "text"),
     "regex": ("structured_outputs",),
@@ -88,8 +128,7 @@ CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
-    "web_search_options": (),
-    "top_logprobs_num": (),
+    "top_logprobs_num": (0,),
     "echo": (False,),
     "chat_template": (),
     "documents": ([],),
@@ -128,17 +167,15 @@ VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "adapters": (),
     "return_hidden_states": (False,),
 }
-# How far back penalties look, and whether they spare line ends: of no effect where no penalty is set.
-PENALTY_WINDOW: frozenset[str] = frozenset(
-    [
-        *("repeat_last_n", "penalty_last_n", "rep_pen_range", "repetition_penalty_range"),
-        *("presence_penalty_range", "frequency_penalty_range", "penalize_nl", "penalize_newline"),
-    ]
-)
+# How far back one penalty looks (repeat_last_n is for all of them), and whether they spare line ends: of no effect
+# where no penalty is set.
+_RANGES = ("rep_pen_range", "repetition_penalty_range", "presence_penalty_range", "frequency_penalty_range")
+PENALTY_WINDOW: frozenset[str] = frozenset([*_RANGES, "penalize_nl", "penalize_newline"])
 PENALTIES: Mapping[str, float] = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 # llama.cpp's and the programs' around it, which send each of them with every request; with the value of "off".
 LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "mirostat": (0,),
+    "mirostat_mode": (0,),
     "xtc_probability": (0,),
     "typical_p": (1,),
     "typ_p": (1,),
@@ -151,7 +188,11 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "no_repeat_ngram_size": (0,),
-    **dict.fromkeys(PENALTY_WINDOW, (-1,)),
+    **dict.fromkeys(_RANGES, (0, NEGATIVE)),  # 0 is the whole context, as in text-generation-webui
+    **dict.fromkeys(("penalize_nl", "penalize_newline"), (True,)),
+    **dict.fromkeys(("rope_frequency_base", "rope_freq_base"), (0,)),
+    **dict.fromkeys(("rope_frequency_scale", "rope_freq_scale"), (0, 1)),
+    "embedding_only": (False,),
     "n_indent": (0,),
     "n_probs": (0,),
     "min_keep": (0,),
@@ -165,9 +206,8 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "typical": (1,),
     "tfs": (1,),
     "nsigma": (0, -1),
-    "adaptive_target": (-1,),
+    "adaptive_target": (NEGATIVE,),
     "dynamic_temperature": (False,),
-    "temperature_last": (False,),
     "guidance_scale": (1,),
     "negative_prompt": ("",),
     "grammar_string": ("",),
@@ -195,10 +235,14 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
 _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(
         ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "chat_template_kwargs",
-         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "top_logprobs",
-         "include_stop_str_in_output", "continue_final_message", "prefix", "assistant_prefill", "receipt"),
+         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "assistant_prefill",
+         "image", "video", "input_audio"),
         (),
     ),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "continue_final_message", "prefix", "partial", "receipt", "prefill"), (False,)
+    ),
+    "repeat_last_n": (-1,), "top_logprobs": (0,), "min_tokens": (0,), "best_of": (1,),
     "stop": ([], ""), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
     "logit_bias": ({}, []), "ignore_eos": (False,), "n": (1,), "logprobs": (False,), "tools": ([],),
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "format": ("",),
@@ -233,6 +277,17 @@ INSTEAD: Mapping[str, str] = {
     "prompt_logprobs": "; /v1/completions tells them with echo and logprobs, and max_tokens 0 for the prompt alone",
     "normalize": ": vectors have the length that the model's own files say, which is 1 for most",
     "max_tokens_per_doc": "; truncate_prompt_tokens cuts texts",
+    **dict.fromkeys(
+        ("prefix", "partial", "prefill", "assistant_prefill"),
+        ": end the messages with the assistant's, and set continue_final_message",
+    ),
+    "best_of": "; n takes a number of answers",
+    **dict.fromkeys(_RANGES, "; repeat_last_n takes it for all penalties"),
+    **dict.fromkeys(
+        ("thinking_budget", "thinking_token_budget", "reasoning_budget"),
+        '; chat_template_kwargs {"enable_thinking": false} turns thoughts off',
+    ),
+    **dict.fromkeys(("image", "video", "input_audio", "images"), ": messages are text"),
     "functions": "; tools takes them",
     "function_call": "; tool_choice takes it",
     "grammar": "; structured_outputs takes it",

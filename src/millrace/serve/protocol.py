@@ -33,6 +33,8 @@ from millrace.serve.other_fields import (
     NEARNESS_NOT_YET,
     VLLM_NOT_YET,
 )
+from millrace.serve.thinking import FIELDS as THINKING
+from millrace.serve.thinking import Effort, EnableThinking, ReasoningOptions, Think, ThinkingType, said_nothing
 from millrace.serve.usable_tools import FUNCTION, usable_tools
 
 OPENAI_TOOLS = ("function", None)
@@ -114,6 +116,8 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     tool_call_id: str | None = None  # of a tool's result: which call it answers
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of it
+    prefix: bool | None = None  # of the last: the answer goes on with it, as Mistral's and DeepSeek's clients say it
+    partial: bool | None = None  # and Qwen's
     # what clients send back with an answer of ours, or of another server: empty, or refused
     refusal: str | None = None
     function_call: Any = None
@@ -184,6 +188,9 @@ class SamplingFields(TermsFields, kw_only=True):
     repetition_penalty: Annotated[
         float | None, described("divides the logits of tokens in prompt and answer; 1 is off", 1.0, LEAST, 100)
     ] = None
+    repeat_last_n: Annotated[
+        int | None, described("so many of the last tokens count for penalties; -1: all, 0: penalties are off", -1, -1)
+    ] = None
     seed: Annotated[
         int | None,
         described("the same seed, the same answer; else one is drawn and ignored", low=-(2**63), high=2**64 - 1),
@@ -229,7 +236,8 @@ class SamplingFields(TermsFields, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    WITHIN: ClassVar = ("tools",)
+    OTHERS: ClassVar = SamplingFields.OTHERS - {*THINKING}
+    WITHIN: ClassVar = ("tools", *THINKING)
     NOT_YET: ClassVar = {**CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
 
     messages: Annotated[list[Message], described("the conversation so far")]
@@ -259,10 +267,15 @@ class ChatRequest(SamplingFields, kw_only=True):
         dict[str, Any] | None, described("further variables for the chat template, such as enable_thinking")
     ] = None
     add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
+    enable_thinking: EnableThinking = None
+    think: Think = None
+    thinking: ThinkingType = None
+    reasoning: ReasoningOptions = None
+    reasoning_effort: Effort = None
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return ignored
+        return ignored + said_nothing(self)
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -322,7 +335,7 @@ class Document(Struct, forbid_unknown_fields=True, gc=False):
 
 class RerankRequest(Body, kw_only=True):
     NOT_YET: ClassVar = NEARNESS_NOT_YET
-    OTHERS: ClassVar = HARMLESS | IGNORED
+    OTHERS: ClassVar = (HARMLESS | IGNORED) - {"top_n"}
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     query: Annotated[str, described("a text")]
@@ -338,7 +351,7 @@ class TokenizeRequest(Body, kw_only=True):
     """Either `prompt` or `messages`."""
 
     NOT_YET: ClassVar = {"chat_template": ()}
-    WITHIN: ClassVar = ("tools",)
+    WITHIN: ClassVar = ("tools", *THINKING)
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
     prompt: Annotated[str | None, described("a text, of any length")] = None
@@ -348,11 +361,16 @@ class TokenizeRequest(Body, kw_only=True):
     continue_final_message: Annotated[bool | None, described("end where the last message ends", False)] = None
     tools: Annotated[list[dict[str, Any]] | None, described("as for a chat")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
+    enable_thinking: EnableThinking = None
+    think: Think = None
+    thinking: ThinkingType = None
+    reasoning: ReasoningOptions = None
+    reasoning_effort: Effort = None
     return_token_strs: Annotated[bool | None, described("the text of each token, too", False)] = None
 
     def ignored_within(self) -> list[str]:
         self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
-        return ignored
+        return ignored + said_nothing(self)
 
 
 class DetokenizeRequest(Body, kw_only=True):

@@ -87,12 +87,17 @@ class Endpoint:
 class Protocol:
     """any_type: web pages, too, may call their bodies something else than JSON
 
-    below: paths below this one are its own, whether there are such or not"""
+    below: paths below this one are its own, whether there are such or not
+    lists_at: the path that lists the models
+    header: which its clients send with every request, also to paths of other protocols; b"": none
+    """
 
     endpoints: tuple[Endpoint, ...]
     write_error: ErrorWriter
     any_type: bool = False
     below: str = ""
+    lists_at: str = "/v1/models"
+    header: bytes = b""
 
     def owns(self, path: str) -> bool:
         """No client of its own puts /v1 there: that one has a base URL of OpenAI's too long."""
@@ -162,10 +167,12 @@ class Handler:
         kind = self.endpoint.backend
         assert kind is not None, self.endpoint.path
         able = self.models.of_kind(kind)
-        backend = able[0] if name is None and able else self.models.get(name)
+        backend = able[0] if name is None and able else self.models.get(name, self.protocol.lists_at)
         if backend in able:
             return backend
-        can = [e.path for e in self.all_endpoints if e.backend is not None and isinstance(backend, e.backend)]
+        able_to = [e for e in self.all_endpoints if e.backend is not None and isinstance(backend, e.backend)]
+        own = [e for e in able_to if e in self.protocol.endpoints]
+        can = [e.path for e in own or able_to]
         another = f"another model: {', '.join(b.model.name for b in able)}" if able else "a server of another model"
         mend = f"choose {another}" if able or not backend.elsewhere else backend.elsewhere
         raise HttpError(
@@ -246,6 +253,9 @@ class Edge:
     def _writer(self, scope: Scope) -> ErrorWriter:
         """Of the protocol in which it was asked."""
         handler = scope.get("endpoint")
+        if isinstance(handler, Handler) and handler.endpoint.path.startswith(handler.protocol.lists_at):
+            sent = (p for p in self._protocols if p.header and header(scope, p.header) is not None)
+            return next(sent, handler.protocol).write_error
         if isinstance(handler, Handler):
             return handler.protocol.write_error
         path = call_path(scope)

@@ -40,6 +40,7 @@ from millrace.serve.metrics import decode_metrics, engine_metrics, step_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
 from millrace.serve.speech import Speech
+from millrace.serve.thinking import ThinkingSwitch
 from millrace.serve.warm import WarmPrompt, warm
 
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
@@ -72,6 +73,7 @@ class Texts:
         has_own = template is not None and template.name_for(True) != template.name_for(False)
         self.speech_of_tools = Speech(template.source_for(True), tokenizer) if template and has_own else self.speech
         self._chats = None if template is None else _Renderer(template, "chat", max_pending)
+        self.never_thinks = self._chats is None or all(one.changes_nothing for one in self._chats.switches.values())
         self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
 
     async def encode(
@@ -142,7 +144,7 @@ class Texts:
                 400,
                 "no_chat_template",
                 "this model has no chat template",
-                "a request to /v1/completions",
+                "a prompt as text: /v1/completions, or raw at /api/generate",
                 "send the whole prompt as text, or serve a model that has a chat template",
             )
         if len(messages) > self._max_context:  # each costs a token at least
@@ -201,21 +203,17 @@ class _Renderer:
     """A template with its lane."""
 
     def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
-        self._template, self._prompts = template, PromptRenderer(template)
+        self._prompts = PromptRenderer(template)
+        self.switches = {has: ThinkingSwitch(template.source_for(has)) for has in (False, True)}
         self.lane = Lane(name, max_pending, stop=template.close)
 
     def render(
         self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
     ) -> str:
         """raises what ChatTemplate.render raises"""
-        if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
-            return self._template.render(
-                messages, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
-                extra=rendering.extra, merges=rendering.merges,
-            )  # fmt: skip
         return self._prompts.render(
             messages, tools, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
-            extra=rendering.extra, merges=rendering.merges,
+            extra={**self.switches[bool(tools)].variables(rendering.thinking), **rendering.extra},
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A field that changes no answer here is taken, and named in the header `x-millrace-ignored`. A field that would change
 the answer is refused by name: what another endpoint calls one of ours, what is not supported, and a name within two
-letters of a known one, which is suggested.
+letters of a field that does something, which is suggested.
 """
 
 import re
@@ -15,23 +15,31 @@ from msgspec import UNSET, inspect
 
 from millrace.errors import RequestError
 from millrace.serve.errors import not_yet
-from millrace.serve.other_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES
+from millrace.serve.other_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES, asks_nothing, written
+from millrace.serve.thinking import wants_thoughts
 
 MAX_NAME = 64  # characters of a name that is given back
 MAX_NAMES = 64  # that the header has at most
 MAX_UNKNOWN = 128  # fields of one object: comparing names takes time
 MAX_DIFFERENT = 1024  # different ones of one request
 _MOST_LETTERS = 2
+_SHORT, _SHORTEST = 5, 4  # letters of known names that may differ in one letter; shorter ones in none
+_PROMPTS, _SYSTEM = frozenset(["messages", "prompt", "input"]), frozenset(["system", "instructions"])
 _MEDIA = frozenset(["image", "images", "image_url", "audio", "input_audio", "video", "video_url", "file", "files"])
 
 
 def ignored_names(
-    given: Mapping[str, object], known: Collection[str], where: str, param: str = "", harmless: set[str] | None = None
+    given: Mapping[str, object],
+    known: Collection[str],
+    where: str,
+    param: str = "",
+    harmless: set[str] | None = None,
+    useful: Collection[str] | None = None,
 ) -> list[str]:
     """Remove from `given` the names that are not known, and return them as they are ignored to the client.
 
     where: the path of `given`, "" for the request itself; param: the field that an error is about; harmless: names that
-    are like none of `known`, which grows
+    are like none of `useful`, which grows; useful: those of `known` that do something, left out: all
     raises RequestError for a name that was probably meant to be a known one, or for too many of them
     """
     harmless = set() if harmless is None else harmless
@@ -44,7 +52,7 @@ def ignored_names(
         if name in harmless:
             del given[name]  # type: ignore[attr-defined]
             continue
-        if (meant := closest_name(name, known)) is not None:
+        if (meant := closest_name(name, known if useful is None else useful)) is not None:
             path = f"{where}.{name}" if where else name
             raise unknown_field(path, f'did you mean "{meant}"?', param=param)
         harmless.add(name)
@@ -74,7 +82,10 @@ def header_name(name: str) -> str:
 
 
 def closest_name(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that `name` differs from by two letters at most, and by less than half of either."""
+    """Return the known name that `name` differs from by two letters at most; of short ones by one, or none.
+
+    Never by half of either or more.
+    """
     if len(name) > MAX_NAME:
         return None
     found = [
@@ -84,6 +95,8 @@ def closest_name(name: str, known: Collection[str]) -> str | None:
         and len(set(name.casefold()) ^ set(other.casefold())) <= 2 * _MOST_LETTERS  # much faster than what follows
         and (letters := _letters(name.casefold(), other.casefold())) <= _MOST_LETTERS
         and 2 * letters < min(len(name), len(other))
+        and (letters <= 1 or len(other) > _SHORT)
+        and (letters == 0 or len(other) >= _SHORTEST)
     ]
     return min(found)[1] if found else None
 
@@ -106,22 +119,24 @@ class UnknownFields:
     """Takes the unknown fields out of one decoded request."""
 
     def __init__(
-        self, kind: type[msgspec.Struct], served: Collection[str], names: Mapping[str, str], answers: bool
-    ) -> None:
+        self, kind: type[msgspec.Struct], served: Collection[str], useful: Collection[str], names: Mapping[str, str],
+        answers: bool,
+    ) -> None:  # fmt: skip
         """Describe a request.
 
-        kind: the struct that it becomes, with every field that is taken or refused by value; served: those that do
-        something; names: our names of fields, and what they are called in this protocol; answers: it is for an answer
-        that other fields could change
+        kind: the struct that it becomes, with every field that is taken or refused by value; served: those that it has
+        itself; useful: those that do something; names: our names of fields, and what they are called in this protocol;
+        answers: it is for an answer that other fields could change
         """
-        self._kind, self._served, self._names, self._answers = kind, served, names, answers
+        self._kind, self._served, self._useful = kind, served, useful
+        self._names, self._answers = names, answers
 
     def taken_from(self, request: dict[str, object]) -> list[str]:
         """Remove what the struct does not have, also from structs within; return it. raises RequestError"""
         known = self._kind.__struct_fields__
         for name in [name for name in request if name not in known]:
             self._check(name, request)
-        ignored = ignored_names(request, known, "")
+        ignored = ignored_names(request, known, "", useful=self._useful)
         harmless: dict[type[msgspec.Struct], set[str]] = {}
         for name, value in request.items():
             for where, part, struct in _structs(_field_types(self._kind).get(name), value, name):
@@ -133,35 +148,45 @@ class UnknownFields:
                 ignored += ignored_names(part, struct.__struct_fields__, where, harmless=of_struct)
         return ignored
 
-    def _check(self, name: str, request: Mapping[str, object]) -> None:
+    def _check(self, name: str, request: dict[str, object]) -> None:
         """raises RequestError for a name that would change the answer"""
         if name in ELSEWHERE and name not in self._names:
             where = ELSEWHERE[name]
             raise unknown_field(name, f'"{name}" in a request to {where}', f"send it to {where}")
-        for ours in OTHER_NAMES.get(name, (name,)):
+        for ours in meanings(name):
             theirs = self._names.get(ours, ours)
             if theirs.partition(".")[0] not in self._served or theirs == name:
                 continue
-            if request[name] is None or request[name] == request.get(theirs):  # some clients send all names of a field
+            if request[name] == request.get(theirs):  # some clients send all names of a field
+                return
+            if (ours not in _PROMPTS or name in _SYSTEM) and asks_nothing(request[name], CHANGING.get(ours, ())):
+                if "." not in theirs and request[name] and request.get(theirs) is None:
+                    request[theirs] = request.pop(name)  # what is neutral may differ from the model's own default
                 return
             raise unknown_field(name, f'did you mean "{theirs}"?')
-        if name == "extra_body":
+        if name == "best_of" and request[name] == request.get("n"):
+            return
+        if wants_thoughts(name, request[name]) is False and "chat_template_kwargs" in self._names:
+            raise unknown_field(name, f'did you mean "{self._names["chat_template_kwargs"]}"?')
+        if name == "extra_body" and request[name]:
             mend = "put its fields beside the others: clients in Python do so by themselves"
             raise unknown_field(name, "the fields that it holds", mend)
         if self._answers:
             check_changing(name, request[name], name)
 
 
+def meanings(name: str) -> tuple[str, ...]:
+    """Return what the field is called here, by other servers' names; maxOutputTokens is max_output_tokens."""
+    snake = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name[:MAX_NAME]).lower()
+    return OTHER_NAMES.get(name) or OTHER_NAMES.get(snake) or (name if name == snake else snake,)
+
+
 def check_changing(name: str, value: object, path: str) -> None:
     """raises RequestError if a field of this name and value would change the answer where it is supported"""
     neutral = CHANGING.get(name)
-    if (
-        neutral is None
-        or value is None
-        or any((type(value) is not bool and value == one) or value is one for one in neutral)
-    ):
+    if neutral is None or asks_nothing(value, neutral):
         return
-    also = f", or with {' or '.join(msgspec.json.encode(one).decode() for one in neutral)}" if neutral else ""
+    also = f", or with {' or '.join(map(written, neutral))}" if neutral else ""
     raise RequestError(
         f"{path} is not supported here", f"a request without it{also}", f"leave it out{INSTEAD.get(name, '')}", path
     )
@@ -169,12 +194,12 @@ def check_changing(name: str, value: object, path: str) -> None:
 
 def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
     """raises RequestError if it asks for what is not supported yet; neutral: values that do not"""
-    if value is not UNSET and value is not None and value not in neutral:
+    if value is not UNSET and not asks_nothing(value, neutral):
         raise not_yet(name, _mend(name, neutral))
 
 
 def _mend(name: str, neutral: tuple[object, ...]) -> str:
-    values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
+    values = " or ".join(map(written, neutral))
     return "leave it out" + (f", or send {values}" if values else "") + INSTEAD.get(name, "")
 
 

@@ -20,7 +20,7 @@ def loop(variables: dict[str, str]) -> list[dict[str, object]]:
             ASK, cwd=folder, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=300,
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-300:] + done.stdout[-300:]
+    assert done.returncode == 0, done.stderr[-300:] + done.stdout[-1500:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

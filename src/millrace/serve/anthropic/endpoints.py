@@ -14,6 +14,7 @@ from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.anthropic.protocol import (
+    VERSION,
     AnthropicError,
     AnthropicErrorReply,
     CountReply,
@@ -27,7 +28,7 @@ from millrace.serve.anthropic.protocol import (
     StopReason,
 )
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
-from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
@@ -37,6 +38,7 @@ from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Protocol
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import Thinking
 from millrace.serve.tools import ANTHROPIC as TOOL_SHAPE
 from millrace.serve.tools import Tools, tools_of
 from millrace.serve.whole import whole_answer
@@ -113,19 +115,19 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
         said += _messages(message, f"messages[{i}].content")
     return Conversation(
         messages=said, params=params, tools=_tools(asked), terms=terms_of(asked),
-        rendering=going_on(_rendering(asked.thinking), said),
+        rendering=going_on(_rendering(asked.thinking), said), capped=True,
     )  # fmt: skip
 
 
 def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
     if thinking is None:
-        return MERGING
+        return PLAINLY
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError(
             f"thinking.type is {kind!r:.60}", '"enabled", "adaptive" or "disabled"', "correct thinking", "thinking"
         )
-    return Rendering({"enable_thinking": kind != "disabled"}, merges=True)
+    return Rendering(thinking=Thinking(kind != "disabled", "thinking"))
 
 
 def _tools(asked: CountRequest) -> Tools | None:
@@ -314,4 +316,5 @@ ANTHROPIC = Protocol(
     ),
     write_error,
     below="/v1/messages",
+    header=VERSION,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from millrace.serve.protocol import TermsFields, described
 from millrace.serve.unknown_fields import header_name
 from millrace.serve.usable_tools import ignored_in, usable_tools
 
+VERSION = b"anthropic-version"  # the header by which its clients are known where a path is OpenAI's, too
 TOOL = ("name", "description", "input_schema", "type", "cache_control", "strict")
 # Our fields, as Anthropic's clients know them.
 NAMES: Mapping[str, str] = {
@@ -94,7 +95,7 @@ class CountRequest(TermsFields, kw_only=True):
 class MessagesRequest(CountRequest, kw_only=True):
     ANSWERS: ClassVar = True
 
-    max_tokens: Annotated[int, described("tokens of the answer at most", low=1)]
+    max_tokens: Annotated[int, described("tokens of the answer at most; more than the context has left: these", low=1)]
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
     top_k: Annotated[int | None, described("so many of the likeliest tokens")] = None
@@ -146,6 +147,24 @@ class MessageEvent(Struct):
     content_block: OutBlock | UnsetType = UNSET
     delta: dict[str, Any] | UnsetType = UNSET
     usage: dict[str, int] | UnsetType = UNSET
+
+
+class AnthropicModel(Struct):
+    """created_at: RFC 3339"""
+
+    id: str
+    display_name: str
+    created_at: str
+    type: Literal["model"] = "model"
+
+
+class AnthropicModels(Struct):
+    """All of them: there are no further pages."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class CountReply(Struct):

@@ -35,7 +35,7 @@ class _Request(Body, kw_only=True):
 
     def ignored_within(self) -> list[str]:
         known = {name: value for name, value in (self.options or {}).items() if name in _OPTIONS}
-        others = ignored_names(self.options, _OPTIONS, "options", "options") if self.options else []
+        others = ignored_names(self.options, _OPTIONS, "options", "options", useful=()) if self.options else []
         self.options = None
         return [*others, *(f"options.{name}" for name in known)]
 

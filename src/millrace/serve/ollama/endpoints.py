@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Scope
 
 from millrace import __version__
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams, check_context
+from millrace.runtime.params import Delta, SamplingParams, capped, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
-from millrace.serve.conversation import MERGING, Conversation, Rendering, going_on
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.embeddings import EncoderBackend
 from millrace.serve.errors import Problem
 from millrace.serve.fields import let_go, terms_of
@@ -58,6 +58,7 @@ from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Posted, Protocol, get
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import Thinking, wants_thoughts
 from millrace.serve.tools import Tools, tools_of
 from millrace.serve.whole import whole_answer
 from millrace.serve.wire import Call
@@ -91,13 +92,14 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     if asked.raw:
         (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
         let_go(asked)
-        check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
+        params = capped(params, len(ids), backend.model.engine.limits.context_tokens)
+        check_context(len(ids), params.max_tokens, backend.model.engine.limits.context_tokens, "prompt")
         generation = await start(backend, [list(ids)], params, call, terms)
     else:
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]
         conversation = Conversation(
-            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms
+            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms, capped=True
         )  # fmt: skip
         del messages
         let_go(asked)
@@ -110,6 +112,7 @@ def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversatio
     return Conversation(
         messages=said, params=_params(asked, backend),
         tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
+        capped=True,
     )  # fmt: skip
 
 
@@ -241,7 +244,8 @@ def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | No
 
 
 def _rendering(think: bool | str | None) -> Rendering:
-    return MERGING if think is None else Rendering({"enable_thinking": bool(think)}, merges=True)
+    wanted = wants_thoughts("think", think)
+    return PLAINLY if wanted is None else Rendering(thinking=Thinking(wanted, "think"))
 
 
 def _message(i: int, message: OllamaMessage) -> Message:
@@ -350,4 +354,5 @@ OLLAMA = Protocol(
     write_error,
     any_type=True,
     below="/api",
+    lists_at="/api/tags",
 )

@@ -5,19 +5,26 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET, OTHER_NAMES, PENALTIES, PENALTY_WINDOW
+from millrace.serve.other_fields import (
+    CHANGING,
+    IGNORED,
+    LLAMA_NOT_YET,
+    PENALTIES,
+    PENALTY_WINDOW,
+    asks_nothing,
+)
 from millrace.serve.protocol import OPENAI_TOOLS, Body, TermsFields, described
-from millrace.serve.unknown_fields import check_changing, check_neutral, ignored_names, unknown_field
+from millrace.serve.unknown_fields import check_changing, check_neutral, ignored_names, meanings, unknown_field
 from millrace.serve.usable_tools import FUNCTION, usable_tools
 
 # Ollama's name of a sampling parameter -> ours
 OPTIONS: Mapping[str, str] = {
     "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
+    "frequency_penalty": "frequency_penalty", "repeat_last_n": "repeat_last_n",
 }  # fmt: skip
 # What Ollama samples with where neither request nor model says it. source: api/types.go, 2026-08 (no penalties since)
-DEFAULTS: Mapping[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
+DEFAULTS: Mapping[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "repeat_last_n": 64}
 NAMES: Mapping[str, str] = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
     "response_format": "format", "chat_template_kwargs": "think",
@@ -40,7 +47,7 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
     for name, value in list(options.items()):
         if name in OPTIONS:
             continue
-        if name in IGNORED_OPTIONS or (name in PENALTY_WINDOW and not penalises):
+        if name in IGNORED or (name in PENALTY_WINDOW and not penalises):
             ignored += [f"options.{name}"] * (value is not None)
         elif name in LLAMA_NOT_YET:
             check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])
@@ -48,11 +55,11 @@ def ignored_options(options: dict[str, Any] | None) -> list[str]:
             continue
         del options[name]
     for name in [name for name in options if name not in OPTIONS]:
-        for ours in OTHER_NAMES.get(name, (name,)):
-            if ours in NAMES and options[name] is not None:
+        for ours in meanings(name):
+            if ours in NAMES and not asks_nothing(options[name], CHANGING.get(ours, ())):
                 raise unknown_field(f"options.{name}", f'did you mean "{NAMES[ours]}"?', param="options")
         check_changing(name, options[name], f"options.{name}")
-    return ignored + ignored_names(options, {*OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS}, "options", "options")
+    return ignored + ignored_names(options, OPTIONS, "options", "options")
 
 
 class OllamaRequest(TermsFields, kw_only=True):

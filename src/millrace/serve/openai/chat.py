@@ -11,9 +11,17 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tool_calls.reader import CallPart, Said
 from millrace.runtime.params import Delta, TokenLogprobs
 from millrace.serve.blocks import Blocks, Kind
-from millrace.serve.conversation import Conversation
-from millrace.serve.fields import chat_params, let_go, rendering_of, terms_of, wants_receipt
-from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, converse, events
+from millrace.serve.conversation import Conversation, rendering_of
+from millrace.serve.fields import chat_params, let_go, terms_of, wants_receipt
+from millrace.serve.generation import (
+    EventStream,
+    Generation,
+    StreamUsage,
+    TextEvents,
+    converse,
+    events,
+    ignore_thinking,
+)
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.openai.replies import (
     AssistantMessage,
@@ -38,6 +46,7 @@ from millrace.serve.wire import Call
 
 async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
+    ignore_thinking(backend, call, asked)
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
     let_go(asked)
     with_receipt = wants_receipt(asked)

@@ -198,7 +198,7 @@ def _prompts(
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     _check_number((1 if is_one else len(given)) * n, backend)
     if is_one and not isinstance(given, str):
-        check_context(len(given), max_tokens, backend.model.max_context, "prompt")
+        check_context(len(given), max_tokens, backend.model.engine.limits.context_tokens, "prompt")
     return [*texts_or_ids(given, "prompt")]
 
 
@@ -221,5 +221,5 @@ async def _tokens(
     if texts:
         prompts = [list(ids) for ids in await backend.texts.encode(texts, special, "prompt")]
     for ids in prompts:
-        check_context(len(ids), max_tokens, backend.model.max_context, "prompt")
+        check_context(len(ids), max_tokens, backend.model.engine.limits.context_tokens, "prompt")
     return prompts

@@ -8,7 +8,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.serve.fields import rendering_of
+from millrace.serve.conversation import rendering_of
+from millrace.serve.generation import ignore_thinking
 from millrace.serve.openai.replies import DetokenizeReply, TokenizeReply
 from millrace.serve.protocol import DetokenizeRequest, TokenizeRequest
 from millrace.serve.serving import LARGE
@@ -36,6 +37,7 @@ async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> 
             asked.messages or [], rendering_of(asked), tools=tools.specs if tools else (),
             body_bytes=call.body_bytes, bounded=False,
         )  # fmt: skip
+    ignore_thinking(backend, call, asked)
     call.log.prompt_tokens = len(ids)
 
     def reply() -> bytes:

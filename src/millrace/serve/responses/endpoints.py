@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Scope
 
 from millrace.errors import BusyError, RequestError
 from millrace.serve.backend import Models
-from millrace.serve.conversation import Conversation, Rendering
+from millrace.serve.conversation import Conversation, Rendering, prefixed_by
 from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.fields import let_go, terms_of
-from millrace.serve.generation import EventStream, Generation, StreamForm, converse
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, ignore_thinking
 from millrace.serve.logprobs import CHAT_BYTES
 from millrace.serve.protocol import Message
 from millrace.serve.replies import json_reply
@@ -33,6 +33,7 @@ from millrace.serve.responses.protocol import DeletedReply, ResponseReply, Respo
 from millrace.serve.responses.store import MAX_KEPT_BYTES, Kept, Responses
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
+from millrace.serve.thinking import thinking_of
 from millrace.serve.wire import CALL, EVENT_STREAM, Call
 
 MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
@@ -48,6 +49,7 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
             "leave store out",
             "store",
         )
+    ignore_thinking(backend, call, asked)
     is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
     conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
     let_go(asked)
@@ -88,10 +90,14 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
     said = [*(before.messages() if before else ()), *messages_of(asked.input)]
     system = [Message("system", asked.instructions)] if asked.instructions else []
+    continued = bool(prefixed_by(said))
+    for message in said:
+        message.prefix = message.partial = None  # as it is stored, it is a message like others
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}, merges=True), terms=terms_of(asked),
-        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1),
+        rendering=Rendering(asked.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(asked)),
+        terms=terms_of(asked),
+        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
     )  # fmt: skip
     told = told_of(asked)
     reply = ResponseReply(

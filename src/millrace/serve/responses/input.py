@@ -94,7 +94,9 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
                     raise _wrong(f"{where}.role is {role!r:.60}", ", ".join(_ROLES))
                 text = _texts(content, f"{where}.content")
                 is_ours = role == "assistant"
-                messages.append(Message(role, text, reasoning_content=(thoughts or None) if is_ours else None))  # type: ignore[arg-type]
+                message = Message(role, text, reasoning_content=(thoughts or None) if is_ours else None)  # type: ignore[arg-type]
+                message.prefix, message.partial = item.get("prefix") is True, item.get("partial") is True
+                messages.append(message)
             case {"type": "item_reference"}:
                 raise RequestError(f"{where} is an item_reference", "the item itself", "send the item", "input")
             case _:

@@ -11,6 +11,8 @@ from millrace.serve.other_fields import HARMLESS, IGNORED
 from millrace.serve.protocol import TermsFields, described
 from millrace.serve.replies import TokenLogprob
 from millrace.serve.responses.items import renderable_items
+from millrace.serve.thinking import FIELDS as THINKING
+from millrace.serve.thinking import Effort, EnableThinking, Think, ThinkingType, said_nothing
 from millrace.serve.unknown_fields import closest_name, header_name
 from millrace.serve.usable_tools import FUNCTION, ignored_in, usable_tools
 
@@ -34,11 +36,10 @@ NAMES: Mapping[str, str] = {
 class ResponsesRequest(TermsFields, kw_only=True):
     """metadata, user and store are given back, as they were sent."""
 
-    OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", "reasoning"}
-    UNUSED: ClassVar = frozenset(["reasoning"])
+    OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", *THINKING}
     NAMES: ClassVar = NAMES
     ANSWERS: ClassVar = True
-    WITHIN: ClassVar = ("input", "tools", "text", "include")
+    WITHIN: ClassVar = ("input", "tools", "text", "include", *THINKING)
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "truncation": ("disabled", "auto"), "conversation": (), "prompt": (), "max_tool_calls": (),
     }  # fmt: skip
@@ -47,7 +48,9 @@ class ResponsesRequest(TermsFields, kw_only=True):
     input: Annotated[str | list[dict[str, Any]], described("a text, or items: messages, calls and their outputs")]
     instructions: Annotated[str | None, described("a system message for this response alone")] = None
     previous_response_id: Annotated[str | None, described("a stored response, which this one goes on from")] = None
-    max_output_tokens: Annotated[int | None, described("tokens of the answer at most", low=1)] = None
+    max_output_tokens: Annotated[
+        int | None, described("tokens of the answer at most; more than the context has left: these", low=1)
+    ] = None
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
     text: Annotated[
@@ -61,11 +64,17 @@ class ResponsesRequest(TermsFields, kw_only=True):
         described('"none", "auto", "required" or {"type": "function", "name": ...}', "auto"),
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
-    reasoning: Annotated[dict[str, Any] | None, described("taken; models think as their templates say")] = None
+    reasoning: Annotated[
+        dict[str, Any] | None, described('{"effort": "none"}: no thoughts; else models think as their templates say')
+    ] = None
     include: Annotated[list[str] | None, described(f'"{LOGPROBS}": log probabilities of the text')] = None
     top_logprobs: Annotated[
         int | None, described(f'alternatives per token; needs "{LOGPROBS}" in include', 0, 0, MAX_LOGPROBS)
     ] = None
+    enable_thinking: EnableThinking = None
+    think: Think = None
+    thinking: ThinkingType = None
+    reasoning_effort: Effort = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
     seed: Annotated[int | None, described("the same seed, the same answer")] = None
     store: Annotated[bool | None, described("keep the response for a while, to be asked for or gone on from", True)] = (
@@ -85,12 +94,12 @@ class ResponsesRequest(TermsFields, kw_only=True):
         ignored += ignored_in((self.text or {}).get("format"), FORMAT, "text.format")
         known = [name for name in self.include or () if name == LOGPROBS]
         for name in set(self.include or ()) - {LOGPROBS}:
-            if name not in UNUSED_INCLUDES and (meant := closest_name(name, {LOGPROBS, *UNUSED_INCLUDES})) is not None:
+            if name not in UNUSED_INCLUDES and (meant := closest_name(name, {LOGPROBS})) is not None:
                 what, expected = f"include has no {name!r:.80}", f'did you mean "{meant}"?'
                 raise RequestError(what, expected, "correct include", "include")
             ignored.append(header_name(f"include.{name}"))
         self.include = known if self.include is not None else None
-        return ignored
+        return ignored + said_nothing(self)
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):

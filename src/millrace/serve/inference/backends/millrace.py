@@ -6,6 +6,7 @@ Decoupled, a request with `stream` is answered with what each step adds, any oth
 `/v1/completions` with the same numbers.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -50,9 +51,15 @@ _SAMPLING: Mapping[str, tuple[str, str]] = {
 _ONLY: Mapping[str, tuple[str, Sequence[float]]] = {
     "beam_width": ("INT32", (0, 1)), "num_return_sequences": ("INT32", (0, 1)), "length_penalty": ("FP32", (0, 1)),
     "return_context_logits": ("BOOL", (0,)), "return_generation_logits": ("BOOL", (0,)),
+    # vLLM's
+    "exclude_input_in_output": ("BOOL", (1,)), "return_num_input_tokens": ("BOOL", (0,)),
+    "return_num_output_tokens": ("BOOL", (0,)), "return_finish_reason": ("BOOL", (0, 1)),
 }  # fmt: skip
-_OTHERS = {"stream": "BOOL", "return_log_probs": "BOOL", "stop_words": "STRING", "bad_words": "STRING",
-           "end_id": "INT32", "pad_id": "INT32"}  # fmt: skip
+_WITH_LOGPROBS = ("return_log_probs", "return_cumulative_logprob", "return_logprobs")
+_OTHERS = {
+    **dict.fromkeys(_WITH_LOGPROBS, "BOOL"), "stream": "BOOL", "sampling_parameters": "STRING", "stop_words": "STRING",
+    "bad_words": "STRING", "end_id": "INT32", "pad_id": "INT32",
+}  # fmt: skip
 _SEVERAL = ("stop_words", "bad_words")
 _LOGPROBS = frozenset({"cum_log_probs", "output_log_probs"})  # where they are asked for
 _OUTPUTS = {OUT: "STRING", "cum_log_probs": "FP32", "output_log_probs": "FP32", "finish_reason": "STRING"}
@@ -218,22 +225,37 @@ def sampling(request: InferRequest) -> tuple[SamplingParams, bool]:
         elif name not in _ONLY and name not in _OTHERS:
             known = [*_SAMPLING, *_ONLY, *_OTHERS]
             raise invalid(f"{request.named}unexpected parameter '{name}': {nearest(name, known)}")
+    params |= _sampling_parameters(request, said.get("sampling_parameters"))
     if any(texts_of(request, "bad_words")):
         raise StatusError(Code.UNSUPPORTED, f"{request.named}bad_words is not supported")
     if stop := [text for text in texts_of(request, "stop_words") if text]:
         params["stop"] = stop
     if (end_id := said.get("end_id")) is not None and end_id >= 0:
         params["stop_token_ids"] = [end_id]
-    if said.get("return_log_probs") or not _LOGPROBS.isdisjoint(request.outputs):
+    if any(said.get(name) for name in _WITH_LOGPROBS) or not _LOGPROBS.isdisjoint(request.outputs):
         params["logprobs"] = 0
     params.setdefault("max_tokens", COMPLETION_TOKENS)
     return SamplingParams(**params), bool(said.get("stream", False))
 
 
+def _sampling_parameters(request: InferRequest, given: str | bytes | None) -> dict[str, Any]:
+    """Those of vLLM's backend: a JSON object by the names of `SamplingParams`. raises StatusError"""
+    if not given:
+        return {}
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise invalid(f"{request.named}sampling_parameters is {given!r:.80}, and a JSON object is expected")
+    return found
+
+
 def _scalar(request: InferRequest, name: str, array: Array) -> Any:
     if array.size != 1:
         raise invalid(f"{request.named}{name} has {array.size} elements, and one is expected")
-    return array.reshape(-1)[0].item()
+    value = array.reshape(-1)[0]
+    return value if isinstance(value, bytes) else value.item()
 
 
 # ---------------------------------------------------------------------- which engine

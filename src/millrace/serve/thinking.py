@@ -1,0 +1,98 @@
+"""Whether a model thinks before it answers: the names that clients have for it, and the variables that templates have.
+
+Clients say it as `enable_thinking`, Ollama's `think`, Anthropic's `thinking`, OpenRouter's `reasoning` or OpenAI's
+`reasoning_effort`; chat templates read `enable_thinking` or `thinking`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from millrace.checkpoint.tool_calls.formats import reasoning
+from millrace.errors import RequestError
+
+VARIABLES = ("enable_thinking", "thinking")
+_TAGS, _TEXTS = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL), re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+_OFF, _ON = ("none", "off", "disabled", "false"), ("enabled", "adaptive", "auto", "on", "true")
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """wanted: the model thinks, as the client's field `name` says"""
+
+    wanted: bool
+    name: str
+
+
+def wants_thoughts(name: str, value: object) -> bool | None:
+    """Return what a field of a client says about thoughts; None if it says nothing of whether there are any.
+
+    Efforts other than "none" say nothing: models think as their templates say.
+    """
+    match name, value:
+        case (("enable_thinking" | "think" | "thinking" | "reasoning"), bool(wanted)):
+            return wanted
+        case "think", str(level):
+            return level.casefold() not in _OFF
+        case "thinking", {"type": str(kind)} if kind in (*_OFF, *_ON):
+            return kind not in _OFF
+        case "reasoning", {"enabled": bool(wanted)}:
+            return wanted
+        case "reasoning", {"effort": "none"}:
+            return False
+        case "reasoning_effort", "none":
+            return False
+    return None
+
+
+# The fields, for the structs of endpoints that render a chat template.
+EnableThinking = Annotated[bool | None, Meta(description="false: no thoughts; the template's variable")]
+Think = Annotated[Any, Meta(description="false: no thoughts, as Ollama's clients say it")]
+ThinkingType = Annotated[Any, Meta(description='{"type": "disabled"}: no thoughts, as Anthropic\'s clients say it')]
+ReasoningOptions = Annotated[Any, Meta(description='{"effort": "none"} or {"enabled": false}: no thoughts')]
+Effort = Annotated[Any, Meta(description='"none": no thoughts; others are ignored')]
+FIELDS = ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort")
+
+
+def said_nothing(asked: object) -> list[str]:
+    """Return those fields of a request that say nothing of whether there are thoughts."""
+    given = {name: getattr(asked, name) for name in FIELDS}
+    return [name for name, value in given.items() if value is not None and wants_thoughts(name, value) is None]
+
+
+def thinking_of(asked: object) -> Thinking | None:
+    """Return what a request says. raises RequestError if its fields contradict one another"""
+    said = {name: wanted for name in FIELDS if (wanted := wants_thoughts(name, getattr(asked, name))) is not None}
+    if len(set(said.values())) > 1:
+        first, second = (next(name for name, wanted in said.items() if wanted is one) for one in (True, False))
+        raise RequestError(
+            f"{first} asks for thoughts, and {second} for none", "one of them", f"leave {second} out", second
+        )
+    return next((Thinking(wanted, name) for name, wanted in said.items()), None)
+
+
+class ThinkingSwitch:
+    """How one chat template is told whether the model is to think."""
+
+    def __init__(self, source: str) -> None:
+        code = " ".join(_TEXTS.sub("", tag) for tag in _TAGS.findall(source))
+        names = (name for name in VARIABLES if re.search(rf"(?<![\w.]){name}\b", code))
+        self._variables, self._thinks = tuple(names), reasoning(source) is not None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """The model does not think, and its template does not ask."""
+        return not (self._variables or self._thinks)
+
+    def variables(self, said: Thinking | None) -> Mapping[str, object]:
+        """Return the template's variables. raises RequestError if thoughts are not wanted and cannot be turned off"""
+        if said is not None and not said.wanted and self._thinks and not self._variables:
+            raise RequestError(
+                f"{said.name} asks for no thoughts, and this model always thinks: its chat template has no variable "
+                "for it",
+                f"a request without {said.name}", "leave it out: thoughts are apart from the answer", said.name,
+            )  # fmt: skip
+        return {} if said is None else dict.fromkeys(self._variables, said.wanted)
