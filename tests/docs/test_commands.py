@@ -36,7 +36,7 @@ def named(name: str) -> click.Command:
 
 def lines(text: str) -> Iterator[str]:
     """Of blocks and of what stands between backticks, whole where a backslash parts them."""
-    whole = re.sub(r"\\\n\s*", " ", text)
+    whole = re.sub(r"\s*\\\n\s*", " ", text)
     yield from re.findall(r"^[ $]*(?:\$ |    )?((?:millrace|curl) .*)$", whole, re.MULTILINE)
     yield from re.findall(r"`((?:millrace|curl) [^`]+)`", whole)
 

@@ -90,13 +90,13 @@ class Commands(click.Group):
             meant = _OTHER_COMMANDS.get(name.lower())
             expected = f"did you mean {meant}?" if meant else nearest(name, COMMANDS)
             raise ConfigError(f'there is no command "{name}"', expected, "`millrace --help` lists them")
-        name, command, rest = super().resolve_command(ctx, args)
+        found, command, rest = super().resolve_command(ctx, args)
         if command is not None:
             parts = command.commands if isinstance(command, click.Group) else getattr(command, "parts", {})
             part = parts.get(rest[0]) if rest else None
-            path = name if part is None else f"{name} {rest[0]}"
+            path = found if part is None else f"{found} {rest[0]}"
             check_short(part or command, click.Context(part or command, ctx, path), rest[1:] if part else rest)
-        return name, command, rest
+        return found, command, rest
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
