@@ -122,6 +122,11 @@ def plain_type(settings: type, name: str) -> type:
     return plain
 
 
+def check_value(f: "Field[Any]", value: Any) -> None:
+    """Check one value of a field before the settings are made. raises ConfigError"""
+    _check(f, parse_size(value, f.name) if declared(f).size else value)
+
+
 def _check(f: "Field[Any]", value: Any) -> None:
     s = declared(f)
     if s.choices and value not in s.choices:

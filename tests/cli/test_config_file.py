@@ -65,9 +65,22 @@ def test_the_command_line_goes_first_and_the_rest_has_defaults(tmp_path: Path) -
     ("text", "words"),
     [
         ("prot: 9000", ["prot", 'did you mean "--port"?']),
-        ("tensor-parallel-size: 2", ["tensor-parallel-size", "nothing, a model runs on one GPU"]),
+        (
+            "tensor-parallel-size: 2",
+            ["config.yaml:1: ", "tensor-parallel-size", "not supported: a model runs on one device"],
+        ),
+        ("tensor-parallel-size: 1", ["leave it out: a model runs on one device", "to mend:  leave it out"]),
+        ("generation-config: auto", ["leave it out: "]),
+        ("port: abc", ["config.yaml:1: port is 'abc'", "a whole number"]),
+        ("\n\nitl-ms: fast", ["config.yaml:3: itl-ms is 'fast'", "a number"]),
+        ("port: 99999", ["config.yaml:1: --port is 99999", "0 to 65535"]),
+        ("kv-memory: lots", ["config.yaml:1: --kv-memory is", "512M"]),
+        ("schedule: lifo", ["config.yaml:1: --schedule is", "fcfs"]),
+        ("host: a\nport: 2024-99-99", ["config.yaml:2: port: "]),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", ["3 mistakes", "line 1", "line 3"]),
+        ("port: 'x", ["config.yaml:1:", "not valid YAML: while scanning a quoted scalar found unexpected end"]),
         ("max-model-len: 4096", ["max-model-len", "did you mean --max-context?"]),
-        ("port: 9000\nport: 9001", ["port", "twice"]),
+        ("port: 9000\nport: 9001", ["config.yaml:2: port sets --port again, which line 1 sets", "twice"]),
         ("max-batch: 4\nmax_batch: 5", ["max_batch", "again"]),
         ("port: [1, 2]", ["port", "a text or a number"]),
         ("port: {a: 1}", ["port", "a text or a number"]),
@@ -86,6 +99,26 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: list[str]) -> 
     with pytest.raises(ConfigError) as error:
         read_config_file(Path(write(tmp_path, text)), serve())
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_all_mistakes_are_listed_with_their_lines(tmp_path: Path) -> None:
+    text = (
+        "model: tiny\ntensor-parallel-size: 1\nprot: 80\nport: many\n# -\nmax-batch: 4\nmax-batch: 5\nprefix-cache: 1\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        read_config_file(Path(write(tmp_path, text)), serve())
+    assert "config.yaml has 5 mistakes: line 2: there is no flag" in error.value.what
+    assert all(f"line {n}: " in part for n in (2, 3, 4, 7, 8) for part in error.value.args)
+    assert "line 1:" not in str(error.value) and "line 6:" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"30 mistakes: .*; and 20 more"):
+        read_config_file(Path(write(tmp_path, "".join(f"k{n}: 1\n" for n in range(30)))), serve())
+
+
+def test_errors_of_the_parser_are_one_line(tmp_path: Path) -> None:
+    for text in ("a: b: c", "a: [1", "\tx", "a: *b", "a: \x00"):
+        with pytest.raises(ConfigError) as error:
+            read_config_file(Path(write(tmp_path, text)), serve())
+        assert "\\n" not in str(error.value) and "unicode string" not in str(error.value), str(error.value)
 
 
 def test_values_are_checked_as_on_the_command_line(millrace: Millrace, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tests.cli.conftest import Millrace
 
 PAGE = (Path(__file__).parents[2] / "docs" / "repository.md").read_text()
 FILES = dict(re.findall(r"^`(models/[\w/.]+)`\n\n```protobuf\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+MODEL = "class TritonPythonModel:\n    def execute(self, requests): ...\n"
 SHOWN = re.findall(r"^    \$ millrace lint models\n((?:    .*\n|\n(?=    ))*)", PAGE, re.MULTILINE)
 
 
@@ -19,7 +20,7 @@ def page(root: Path) -> Path:
         (root / name).write_text(text)
     for name in ("models/digits/1/model.onnx", "models/digits/3/model.onnx", "models/add_sub/1/model.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+        (root / name).write_text(MODEL if name.endswith(".py") else "")
     return root
 
 
@@ -46,7 +47,7 @@ def test_for_programs(millrace: Millrace, tmp_path: Path) -> None:
 
 def test_what_is_right(millrace: Millrace, tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    (tmp_path / "m" / "1" / "model.py").touch()
+    (tmp_path / "m" / "1" / "model.py").write_text(MODEL)
     result = millrace("lint", tmp_path)
     assert result.code == 0 and "1 of 1 models can be served; no remarks" in result.err
     millrace("lint", tmp_path / "none").assert_mistake("none is no folder")
@@ -91,3 +92,41 @@ def test_what_a_file_says_cannot_steer_a_terminal(millrace: Millrace, tmp_path: 
     (tmp_path / "m" / "config.pbtxt").write_text(text)
     result = millrace("lint", tmp_path)
     assert "\x1b" not in result.out and "\x07" not in result.out and "\\x1b[31m" in result.out
+
+
+@pytest.mark.parametrize(("code", "where", "what"), [
+    ("class TritonPythonModel:\n    def execute(self requests): ...\n", "model.py:2:22", "SyntaxError: "),
+    ("def f(:\n", "model.py:1:", "SyntaxError: "),
+    ("import numpy\nclass Model: ...\n", "model.py", "it has no class TritonPythonModel"),
+    ("", "model.py", "it has no class TritonPythonModel"),
+    ("# class TritonPythonModel:\n", "model.py", "it has no class TritonPythonModel"),
+    ("x = 1\0\n", "model.py", "null bytes"),
+    ("x = " + "(" * 5000, "model.py", ""),
+])  # fmt: skip
+def test_code_that_cannot_be_loaded(millrace: Millrace, tmp_path: Path, code: str, where: str, what: str) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text(code)
+    result = millrace("lint", tmp_path)
+    assert result.code == 2 and "0 of 1 models can be served; 1 error" in result.err, result.err
+    line = next(one for one in result.out.splitlines() if "error: " in one)
+    assert f"m/1/{where}" in line and what in line
+
+
+@pytest.mark.parametrize("code", [
+    "from base import TritonPythonModel", "from base import Model as TritonPythonModel", "from base import *",
+    "if True:\n    class TritonPythonModel: ...", "TritonPythonModel = type('M', (), {})",
+    "globals()['TritonPythonModel'] = object", r"class TritonPythonModel: pattern = '\d'",
+])  # fmt: skip
+def test_code_that_has_the_class_in_another_way(millrace: Millrace, tmp_path: Path, code: str) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text(code)
+    assert "1 of 1 models can be served" in millrace("lint", tmp_path).err
+
+
+def test_code_of_another_environment_is_not_judged(millrace: Millrace, tmp_path: Path) -> None:
+    """It may have a Python whose syntax is newer."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text("class TritonPythonModel[")
+    environment = 'key: "EXECUTION_ENV_PATH" value { string_value: "/opt/env" }'
+    (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "python" parameters {{ {environment} }}')
+    assert "1 of 1 models can be served" in millrace("lint", tmp_path).err

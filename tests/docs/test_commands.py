@@ -1,7 +1,10 @@
 """Commands in README, docs and help texts: their options exist, and what curl asks is asked as the server takes it."""
 
+import ast
 import re
 import shlex
+import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +21,10 @@ BELOW = {
     ("bench", "compare"): bench_compare.command, ("bench", "infer"): bench_infer.command,
     ("bench", "sweep"): bench_sweep.command, ("size", "fit"): size_fit.command, ("size", "verify"): size_verify.command,
 }  # fmt: skip
+DISTRIBUTIONS = {
+    "prometheus_client": "prometheus-client",
+    "yaml": "pyyaml",
+}  # of a module whose package has another name
 ENDS = {"|", "||", ">", "2>", "&", "&&", ";", "<", "...", "#"}
 
 
@@ -29,7 +36,7 @@ def named(name: str) -> click.Command:
 
 def lines(text: str) -> Iterator[str]:
     """Of blocks and of what stands between backticks, whole where a backslash parts them."""
-    whole = re.sub(r"\\\n\s*", " ", text)
+    whole = re.sub(r"\s*\\\n\s*", " ", text)
     yield from re.findall(r"^[ $]*(?:\$ |    )?((?:millrace|curl) .*)$", whole, re.MULTILINE)
     yield from re.findall(r"`((?:millrace|curl) [^`]+)`", whole)
 
@@ -83,3 +90,32 @@ def test_what_is_posted_below_v1_says_that_it_is_json() -> None:
     assert len(posted) > 2, "pages have such questions, and they are found"
     wrong = [f"{page}: {line}" for page, line in posted if "content-type: application/json" not in line.lower()]
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_extra_in_a_checkout_compiles_nothing() -> None:
+    """Isolated builds have tools of their own, for which CMake compiles everything again."""
+    found = [(page, line) for page in PAGES for line in re.findall(r"pip install [^`\n]*", page.read_text())]
+    editable = [(page, line) for page, line in found if re.search(r"(^| )(-e|--editable)( |$)", line)]
+    assert len(editable) > 5, "pages have such commands, and they are found"
+    assert not [(page.name, line) for page, line in editable if "--no-build-isolation" not in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_packages_that_examples_import_are_named(page: Path) -> None:
+    """What Python blocks import is in the core dependencies, or the page has the command that installs it."""
+    text = page.read_text()
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    here = {"millrace", *sys.stdlib_module_names, *(re.split(r"[>=\[]", one)[0].lower() for one in core)}
+    installed = " ".join(re.findall(r"pip install ([^`\n]*(?:`[^`\n]*)?)", text))
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for module in sorted(imported(block)):
+            name = DISTRIBUTIONS.get(module, module)
+            assert name in here or re.search(rf"\b{name}\b", installed), f"{page.name}: pip install {name}"
+
+
+def imported(code: str) -> set[str]:
+    """Return the first parts of the names of modules that a block imports."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}

@@ -1,5 +1,6 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command, "infer"
 
 class Bench(TheirFlags):
     """`bench URL ...`, or `bench sweep ...` and its like, which are commands of their own."""
+
+    parts: Mapping[str, click.Command] = PARTS
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

@@ -8,18 +8,45 @@
 Flags on the command line go before those of the file, which go before the defaults.
 """
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.cli.other_names import meant_by
-from millrace.errors import ConfigError, nearest
-from millrace.settings import once, read_given
+from millrace.cli.options import GroupedOption
+from millrace.cli.other_names import hint
+from millrace.errors import ConfigError
+from millrace.settings import check_value, once, read_given
 
 _MOST_BYTES = 1 << 20
 _EXPECTED = "YAML with one flag a line, like `port: 9000`"
+_LISTED = 10  # mistakes of a file that an error lists
+_NUMBERS = {"integer": "a whole number", "float": "a number"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A key of the file with its value. error: why the value cannot be read"""
+
+    line: int
+    key: object
+    value: object
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.key[:60] if isinstance(self.key, str) else reprlib.repr(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    line: int
+    what: str
+    expected: str
+    fix: str
 
 
 def config_option(command: click.Command) -> click.Command:
@@ -38,32 +65,58 @@ def _use_file(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 
 def read_config_file(file: Path, command: click.Command) -> dict[str, Any]:
-    """Return the values of a command's parameters by their Python names. raises ConfigError"""
+    """Return the values of a command's parameters by their Python names. raises ConfigError with all mistakes"""
     known = {_key(opt): (p, opt) for p in command.params for opt in (*p.opts, *p.secondary_opts) if len(opt) > 2}
+    flags = [f"--{name}" for name, (p, _) in known.items() if isinstance(p, click.Option) and not p.is_eager]
     values: dict[str, Any] = {}
-    for key, value in _read(file).items():
-        param, opt = known.get(_key(str(key)), (None, ""))
-        if param is None or param.is_eager:
-            flags = [f"--{name}" for name, (p, _) in known.items() if isinstance(p, click.Option) and not p.is_eager]
-            expected = meant_by(f"--{_key(str(key))}", flags) or nearest(f"--{_key(str(key))}", flags)
-            raise ConfigError(f"{file}: there is no flag for the key {key!r:.60}", expected, "correct the key")
-        if param.name in values:
-            raise ConfigError(f"{file}: {key!r:.60} sets {opt} again", "one line for each flag", "remove one of them")
-        if value is not None:
-            assert param.name is not None
-            values[param.name] = _value(file, str(key), value, param, opt)
+    lines: dict[str, int] = {}
+    mistakes: list[_Mistake] = []
+    for entry in _read(file):
+        param, opt = known.get(_key(entry.name), (None, ""))
+        if param is None or param.is_eager or param.name is None:
+            value = entry.value if isinstance(entry.value, str | int | float) else None
+            expected, fix = hint(f"--{_key(entry.name)}", None if value is None else str(value), flags)
+            what = f"there is no flag for the key {entry.name!r}"
+            mistakes.append(_Mistake(entry.line, what, expected, fix or "correct the key"))
+            continue
+        if param.name in lines:
+            what = f"{entry.name} sets {opt} again, which line {lines[param.name]} sets"
+            mistakes.append(_Mistake(entry.line, what, "each flag once, not twice", "remove one of the lines"))
+            continue
+        lines[param.name] = entry.line
+        if entry.error:
+            mistakes.append(_Mistake(entry.line, f"{entry.name}: {entry.error}", "a value in YAML", "quote the value"))
+        elif entry.value is not None:
+            wrong, values[param.name] = _checked(entry, param, opt)
+            mistakes += wrong
+    if mistakes:
+        raise _error(file, mistakes)
     return values
+
+
+def _error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
+    if len(mistakes) == 1:
+        (one,) = mistakes
+        return ConfigError(f"{file}:{one.line}: {one.what}", one.expected, one.fix)
+    shown = mistakes[:_LISTED]
+    more = f"; and {len(mistakes) - len(shown)} more" if len(mistakes) > len(shown) else ""
+    return ConfigError(
+        f"{file} has {len(mistakes)} mistakes: " + "; ".join(f"line {m.line}: {m.what}" for m in shown) + more,
+        "; ".join(f"line {m.line}: {m.expected}" for m in shown),
+        "; ".join(f"line {m.line}: {m.fix}" for m in shown),
+    )
 
 
 def _key(name: str) -> str:
     return name.removeprefix("--").replace("_", "-").lower()
 
 
-def _read(file: Path) -> Mapping[object, object]:
+def _read(file: Path) -> Iterator[_Entry]:
+    """Yield what the file says. raises ConfigError if it is not YAML, or no mapping"""
     import yaml  # only used with --config
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that is there twice."""
+        """Refuses a key that is there twice in a value."""
 
     def mapping(loader: Loader, node: Any) -> dict[Any, Any]:
         pairs = [(loader.construct_object(k, deep=True), loader.construct_object(v, deep=True)) for k, v in node.value]
@@ -74,29 +127,51 @@ def _read(file: Path) -> Mapping[object, object]:
         data = read_given(file, _MOST_BYTES)
         if len(data) > _MOST_BYTES:
             raise ConfigError(f"{file} has more than {_MOST_BYTES} bytes", _EXPECTED, "name another file")
-        found = yaml.load(data.decode(), Loader=Loader)
+        loader = Loader(data.decode())
+        node = loader.get_single_node()
+        if node is None:
+            return
+        if not isinstance(node, yaml.MappingNode):
+            found = type(loader.construct_object(node, deep=True)).__name__
+            raise ConfigError(f"{file} holds a {found}", _EXPECTED, "correct the file")
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = loader.construct_object(key_node, deep=True)
+            try:
+                yield _Entry(line, key, loader.construct_object(value_node, deep=True))
+            except ValueError as error:  # a date that there is not, a key twice
+                yield _Entry(line, key, None, str(error))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", _EXPECTED, "check the path") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, a key twice, a date that there is not
-        raise ConfigError(f"{file} is not valid YAML: {error}", _EXPECTED, "correct the file") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds a {type(found).__name__}", _EXPECTED, "correct the file")
-    return found
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
+        why = " ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(f"{place}: not valid YAML: {why}", _EXPECTED, "correct the line") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, control characters
+        why = " ".join(str(error).split("\n")[0].split())
+        raise ConfigError(f"{file} is not valid YAML: {why}", _EXPECTED, "correct the file") from None
 
 
-def _value(file: Path, key: str, value: object, param: click.Parameter, opt: str) -> object:
-    """Return a value as click takes it from a default. raises ConfigError"""
-    is_flag = isinstance(param, click.Option) and param.is_flag
-    if is_flag:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{file}: {key} is {value!r:.60}", "true or false", "write one of them")
-        return value if opt in param.opts else not value
+def _checked(entry: _Entry, param: click.Parameter, opt: str) -> tuple[list[_Mistake], object]:
+    """Return what is wrong with a value, and the value as click takes it from a default."""
+    value, shown = entry.value, f"{entry.name} is {reprlib.repr(entry.value)}"
+    if isinstance(param, click.Option) and param.is_flag:
+        if isinstance(value, bool):
+            return [], value if opt in param.opts else not value
+        return [_Mistake(entry.line, shown, "true or false", "write one of them")], None
     items = value if isinstance(value, list) and param.multiple else [value]
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, str | int | float):
-            expected = "a text or a number" + (", or a list of them" if param.multiple else "")
-            raise ConfigError(f"{file}: {key} is {item!r:.60}", expected, "correct the value")
+    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        expected = "a text or a number" + (", or a list of them" if param.multiple else "")
+        return [_Mistake(entry.line, shown, expected, "correct the value")], None
     texts = tuple(str(item) for item in items)
-    return texts if param.multiple else texts[0]
+    try:
+        found = [param.type.convert(text, param, None) for text in texts]
+        if isinstance(param, GroupedOption) and param.field is not None and not param.multiple:
+            check_value(param.field, found[0])
+    except click.BadParameter as error:
+        expected = _NUMBERS.get(param.type.name, error.message.rstrip("."))
+        return [_Mistake(entry.line, shown, expected, "correct the value")], None
+    except ConfigError as error:
+        return [_Mistake(entry.line, error.what, error.expected, error.mend)], None
+    return [], texts if param.multiple else texts[0]

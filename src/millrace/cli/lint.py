@@ -36,11 +36,12 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
     Each model with its versions and backend, what is wrong (file:line:column, what was expected, how to mend it), and
     what changes nothing here, with the reason. Exit code 2 where a model would not be served, or not as it is written.
     """
+    from millrace.cli.lint_code import code_problems
     from millrace.serve.inference.backends import without_backend  # numpy, and more
 
     found = read_repositories(folders, model_config_name, namespacing=model_namespacing)
     for model in (model for repository in found for model in repository.models):
-        model.problems.extend(without_backend(model))
+        model.problems.extend([*without_backend(model), *code_problems(model)])
     if as_json:
         print_json([_as_json(r) for r in found])
     else:

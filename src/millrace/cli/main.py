@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 from millrace import __version__
-from millrace.cli.other_names import as_here, meant_by
+from millrace.cli.other_names import as_here, check_short, hint, value_of
 from millrace.env import is_plain_terminal, read_env
 from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
@@ -90,7 +90,13 @@ class Commands(click.Group):
             meant = _OTHER_COMMANDS.get(name.lower())
             expected = f"did you mean {meant}?" if meant else nearest(name, COMMANDS)
             raise ConfigError(f'there is no command "{name}"', expected, "`millrace --help` lists them")
-        return super().resolve_command(ctx, args)
+        found, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            parts = command.commands if isinstance(command, click.Group) else getattr(command, "parts", {})
+            part = parts.get(rest[0]) if rest else None
+            path = found if part is None else f"{found} {rest[0]}"
+            check_short(part or command, click.Context(part or command, ctx, path), rest[1:] if part else rest)
+        return found, command, rest
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -128,7 +134,7 @@ def run(arguments: Sequence[str]) -> int:
     except MillraceError as error:
         return _mistake(error, color)
     except click.UsageError as error:
-        return _mistake(_as_error(error), color)
+        return _mistake(_as_error(error, given), color)
     except click.ClickException as error:
         return _mistake(ConfigError(error.format_message(), "a readable file", "check the path"), color)
     except OSError as error:  # a full disk, a folder that may not be written: nobody below could say it better
@@ -165,14 +171,13 @@ def _mistake(error: MillraceError, color: bool | None) -> int:
     return MISTAKE
 
 
-def _as_error(error: click.UsageError) -> ConfigError:
-    """What click says of a wrong command line, in our three parts."""
+def _as_error(error: click.UsageError, arguments: Sequence[str]) -> ConfigError:
+    """Return what click says of a wrong command line, in our three parts."""
     path = error.ctx.command_path if error.ctx else "millrace"
     mend = f"`{path} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption) and error.ctx:
         known = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
-        meant = meant_by(error.option_name, known) or nearest(error.option_name, known)
-        mend = "leave it out" if meant.startswith("nothing") else mend
-        return ConfigError(f"there is no option {error.option_name}", meant, mend)
+        expected, otherwise = hint(error.option_name, value_of(error.option_name, arguments), known)
+        return ConfigError(f"there is no option {error.option_name}", expected, otherwise or mend)
     usage = error.ctx.get_usage().removeprefix("Usage: ") if error.ctx else "millrace COMMAND"
     return ConfigError(error.format_message().rstrip("."), usage, mend)

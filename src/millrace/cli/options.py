@@ -18,9 +18,13 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 class GroupedOption(click.Option):
-    """An option with the heading under which `--help` lists it. None: under Options"""
+    """An option with the heading under which `--help` lists it, and the field of a settings class that it sets.
+
+    None: under Options; of no class
+    """
 
     group: str | None = None
+    field: "Field[Any] | None" = None
 
 
 class GroupedCommand(click.Command):
@@ -63,7 +67,7 @@ def made(cls: type[S], given: Mapping[str, Any]) -> S:
 def _option(cls: type[Settings], f: "Field[Any]", group: str | None) -> Callable[[F], F]:
     said, kind = declared(f), plain_type(cls, f.name)
     assert f.default is not MISSING, f"{cls.__name__}.{f.name} has no default"
-    option = type("GroupedOption", (GroupedOption,), {"group": group})
+    option = type("GroupedOption", (GroupedOption,), {"group": group, "field": f})
     text = said.help[0].upper() + said.help[1:] if said.help.split()[0].isalpha() else said.help
     if kind is bool:
         flags = flag_of(f.name) + (f"/{flag_of(f'no_{f.name}')}" if f.default else "")  # what is on can be turned off

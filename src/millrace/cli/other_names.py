@@ -1,88 +1,123 @@
-"""Options of vLLM, TensorRT-LLM, llama.cpp and Triton: what means the same here, and what is not needed."""
+"""Flags that other programs have: what is said where a command line or a file of flags has one of them."""
 
-from collections.abc import Collection
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+
+import click
+
+from millrace.cli.flag_hints import BUILD, ENGINE, LOAD, LOCAL, SAME, SERVER, TENSORS, Groups, Kind
+from millrace.errors import alike
 
 REPOSITORY = "--model-repository"
-_LOG, _TLS, _KEY, _TRACE = "--log-level", "--ssl-certfile", "--ssl-keyfile", "--trace-config"
-_SAME = {
-    "--max-model-len": "--max-context", "--ctx-size": "--max-context", "-c": "--max-context",
-    "--max-num-seqs": "--max-batch", "--parallel": "--max-batch", "--dtype": "--precision",
-    "--quantization": "--precision", "--n-predict": "--max-tokens", "--temp": "--temperature",
-    "--cache-type-k": "--kv-cache-dtype", "--gpu-memory-utilization": "--kv-memory", "--model": "MODEL", "-m": "MODEL",
-    **dict.fromkeys(("--max-seq-len", "--context-length", "--num-ctx", "--max-input-len", "--max-num-tokens"),
-                    "--max-context"),
-    **dict.fromkeys(("--max-running-requests", "--max-batch-size", "--num-parallel"), "--max-batch"),
-    **dict.fromkeys(("--kv-cache-free-gpu-memory-fraction", "--mem-fraction-static", "--num-gpu-blocks-override",
-                     "--free-gpu-memory-fraction", "--kv-cache-memory-bytes"), "--kv-memory"),
-    **dict.fromkeys(("--cpu-offload-gb", "--swap-space", "--kv-offloading-size", "--host-cache-size"), "--kv-tier"),
-    **dict.fromkeys(("--enable-prefix-caching", "--enable-block-reuse"), "--prefix-cache"),
-    **dict.fromkeys(("--no-enable-prefix-caching", "--disable-radix-cache"), "--no-prefix-cache"),
-    **dict.fromkeys(("--scheduling-policy", "--schedule-policy"), "--schedule"),
-    **dict.fromkeys(("--uvicorn-log-level", "--log-level-http"), _LOG), "--allowed-origins": "--cors-origin",
-    "--api-key": "--api-key-file", "--cache-type-v": "--kv-cache-dtype", "--kv-cache-type": "--kv-cache-dtype",
-    "--alias": "--served-model-name", "-a": "--served-model-name", "--model-name": "--served-model-name",
-    "--otlp-traces-endpoint": _TRACE, "--threads-http": "--threads", "-t": "--threads", "--n-gpu-layers": "--device",
-    "-ngl": "--device", "--gpus": "--device", "--model-path": "MODEL", "--model-dir": "MODEL", "--engine-dir": "MODEL",
-    "--checkpoint-dir": "MODEL", "--hf-repo": "MODEL", "-hf": "MODEL", "--output-dir": "--output",
-    "--load-format": "--random-weights", "--extra-llm-api-options": "--config",
-    "--max-concurrent-requests": "--max-queued",
-    # Triton's
-    "--model-store": REPOSITORY, "--http-port": "--port", "--http-address": "--host", "--grpc-address": "--host",
-    "--metrics-address": "--host", "--reuse-http-port": "--reuse-port", "--reuse-grpc-port": "--reuse-port",
-    "--allow-grpc": "--grpc-port", "--allow-metrics": "--metrics-port", "--exit-timeout-secs": "--drain-timeout-s",
-    **dict.fromkeys(("--log-verbose", "--log-info", "--log-warning", "--log-error"), _LOG),
-    **dict.fromkeys(("--grpc-use-ssl", "--grpc-server-cert"), _TLS), "--grpc-server-key": _KEY,
-    **dict.fromkeys((f"--trace-{key}" for key in ("file", "level", "rate", "count", "log-frequency")), _TRACE),
-    "--response-cache-byte-size": "--cache-config",
-}  # fmt: skip
-_GPU, _FOLDER = "there is no GPU that tensor models run on", "backends are packages: docs/extending/tensor-backend.md"
-_THREADS, _PARAMETERS = "one event loop takes all requests", "parameters { } in a model's config.pbtxt say it"
-_ALWAYS = "configurations are always completed"
-# Of Triton's, and some of vLLM's, that have no counterpart: why nothing is lost without them.
-_UNNEEDED = {
-    "--tensor-parallel-size": "a model runs on one GPU", "-tp": "a model runs on one GPU",
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--tp-size", "--pp-size",
-                     "--ep-size", "--enable-expert-parallel"), "a model runs on one device"),
-    **dict.fromkeys(("--tokenizer", "--hf-config-path"), "the checkpoint's own is used"),
-    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser", "--jinja",
-                     "--chat-template-content-format"), "the chat template says how calls and reasoning are written"),
-    **dict.fromkeys(("--trust-remote-code", "--allow-remote-code"), "no code of a checkpoint is ever run"),
-    **dict.fromkeys(("--enable-chunked-prefill", "--cont-batching", "--enable-in-flight-batching"), "it is always on"),
-    **dict.fromkeys(("--disable-log-requests", "--disable-log-stats", "--no-enable-log-requests"),
-                    "prompts are never logged; --log-level warning leaves out a line for each request"),
-    **dict.fromkeys(("--max-num-batched-tokens", "--block-size", "--ubatch-size", "--batch-size", "-b"),
-                    "it follows the measured times of steps"),
-    **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), "llguidance compiles all grammars"),
-    **dict.fromkeys(("--mlock", "--no-mmap", "--numa", "--flash-attn", "-fa"), "the tuner decides what is faster here"),
-    "--disable-fastapi-docs": "/docs needs no network", "--max-logprobs": "a request may ask for up to 20",
-    "--download-dir": "HF_HOME in the environment says where downloads are", "--verbose": "use --log-level debug",
-    "--revision": "write MODEL as org/name@revision", "--root-path": "a reverse proxy can rewrite paths",
-    "--enforce-eager": "decode steps are captured at the start, and nothing else is",
-    "--allow-http": "HTTP is always there", "--strict-model-config": _ALWAYS,
-    "--disable-auto-complete-config": _ALWAYS,
-    "--exit-on-error": "a mistake in a repository ends it, a model that cannot be loaded keeps it from being ready",
-    "--strict-readiness": "it is ready when every model is", "--backend-config": _PARAMETERS,
-    "--log-file": "the log is on stderr: 2> FILE", "--id": "its name is triton, as clients expect",
-    "--allow-cpu-metrics": "/metrics has them", "--metrics-interval-ms": "/metrics is of the moment it is asked",
-    "--pinned-memory-pool-byte-size": _GPU, "--cuda-memory-pool-byte-size": _GPU, "--allow-gpu-metrics": _GPU,
-    "--model-load-gpu-limit": _GPU, "--min-supported-compute-capability": _GPU,
-    "--http-thread-count": _THREADS, "--grpc-infer-thread-count": _THREADS, "--backend-directory": _FOLDER,
-    "--grpc-infer-allocation-pool-size": "messages are not pooled",
-    "--grpc-max-response-pool-size": "messages are not pooled", "--model-load-thread-count": "models load side by side",
-}  # fmt: skip
-
-
+# A flag that only these commands have -> what their users type by habit; the first that knows a flag is taken.
+_FAMILIES: tuple[tuple[str, Mapping[Kind, Groups]], ...] = (
+    (REPOSITORY, SERVER), ("--temperature", LOCAL), ("--isl-stddev", LOAD), ("--tensor-format", TENSORS),
+    ("--precision-map", BUILD), ("", {Kind.SAME: SAME}), ("--max-context", ENGINE),
+)  # fmt: skip
+_SHOWN, _SIMILAR = 5, 0.6  # names that are listed; how alike they are, of 1
 _SWITCHES = ("--allow-client-shm", "--model-namespacing")
+_MEND = {Kind.SAME: "", Kind.FIELD: "leave it out, and send the field with each request"}
 
 
-def meant_by(option: str, known: Collection[str]) -> str | None:
-    """What was expected in place of another program's option, in a command that has the known ones; None: no idea."""
-    option = option.lower().replace("_", "-") if option.startswith("--") else option
+def hint(option: str, value: str | None, known: Collection[str]) -> tuple[str, str]:
+    """Return what is expected in place of an option that a command does not have, and how to fix it ("": correct it).
+
+    value: what was given with it, where it is known; known: the options that the command has
+    """
+    option, value = _normal(option), (value or "").lower()
     if option in known:  # TensorRT-LLM writes underscores
-        return f"did you mean {option}?"
-    if option in _SAME and _SAME[option] in ("MODEL", *known):
-        return f"did you mean {_SAME[option]}?"
-    return f"nothing, {_UNNEEDED[option]}" if REPOSITORY in known and option in _UNNEEDED else None
+        return Kind.SAME.format(option), ""
+    for name in (f"{option}={value}", option, _first(option)):
+        for kind, meaning in _meanings(name, known):
+            meaning, _, note = meaning.partition(", ") if kind is Kind.SAME else (meaning, "", "")
+            return kind.format(meaning) + (f" ({note})" if note else ""), _MEND.get(kind, "leave it out")
+    positive = option.replace("--no-", "--", 1)
+    if positive != option:
+        for kind, meaning in _meanings(positive, known):
+            if kind is Kind.MISSING:
+                return Kind.LEAVE.format("what it turns off is not supported anyway"), "leave it out"
+            if kind is Kind.NEEDLESS:
+                return Kind.MISSING.format(f"it cannot be turned off ({meaning})"), "leave it out"
+    return nearest_options(option, known), ""
+
+
+def _meanings(name: str, known: Collection[str]) -> Iterator[tuple[Kind, str]]:
+    """What a flag means to a command that has the known ones."""
+    for family, (mark, _) in enumerate(_FAMILIES):
+        if mark and mark not in known:
+            continue
+        for kind, meaning in _flags(family).get(name, ()):
+            if kind is not Kind.SAME or meaning in ("MODEL", "URL") or re.split("[ ,]", meaning)[0] in known:
+                yield kind, meaning
+
+
+@cache
+def _flags(family: int) -> dict[str, list[tuple[Kind, str]]]:
+    """The table of a family, by flag."""
+    found: dict[str, list[tuple[Kind, str]]] = {}
+    for kind, groups in _FAMILIES[family][1].items():
+        for meaning, flags in groups.items():
+            for flag in flags.split():
+                found.setdefault(flag, []).append((kind, meaning))
+    return found
+
+
+def nearest_options(option: str, known: Collection[str]) -> str:
+    """`did you mean "--port"?`, or the options that share a word with it or look like it."""
+    meant = alike(option, known)
+    if meant is not None:
+        return f'did you mean "{meant}"?'
+    words = set(option[:200].strip("-").split("-"))
+
+    def likeness(name: str) -> float:
+        shared = len(words & set(name.strip("-").split("-")))
+        return shared + difflib.SequenceMatcher(None, option[:200].strip("-"), name.strip("-")).ratio()
+
+    near = sorted((name for name in known if likeness(name) >= _SIMILAR), key=likeness, reverse=True)[:_SHOWN]
+    if near:
+        return f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}"
+    return f"one of: {', '.join(known)}" if 0 < len(known) <= _SHOWN else "an option of this command"
+
+
+def _normal(option: str) -> str:
+    return option.lower().replace("_", "-") if option.startswith("--") else option
+
+
+def _is_bundle(argument: str) -> bool:
+    """Whether click would read it as several short options, or as one with its value (-b8)."""
+    return re.match(r"-[a-zA-Z][^=]", argument) is not None
+
+
+def _first(option: str) -> str:
+    """Return -b of -b8; a name of several letters (-fa) as it is."""
+    return option[:2] if re.match(r"-[a-zA-Z][^a-zA-Z]", option) else option
+
+
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """What a command line gives with an option: `--x 1`, `--x=1`."""
+    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            return value if equals else None if after.startswith("-") else after
+    return None
+
+
+def check_short(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
+    """Refuse `-tp 1`, which click would read as `-t p`. raises click.NoSuchOption with the whole name"""
+    options = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    known, value_next = [*options], False
+    for argument in arguments:
+        if argument == "--":
+            return
+        name = argument.partition("=")[0]
+        if not value_next and name not in options and _is_bundle(name):
+            begins = options.get(name[:2])
+            if begins is None or next(_meanings(name, known), None) is not None:
+                raise click.NoSuchOption(name, ctx=ctx)
+        param = None if value_next else options.get(argument)
+        value_next = isinstance(param, click.Option) and not (param.is_flag or param.count)
 
 
 def as_here(arguments: list[str]) -> list[str]:

@@ -20,10 +20,22 @@ class SamplingFlags(Settings):
     max_tokens: int | None = setting(
         None, "tokens to generate at most; default: the model's, or the rest of the context"
     )
-    temperature: float | None = setting(None, "0 always takes the likeliest token; default: the model's, or 1")
-    top_p: float | None = setting(None, "draw from the likeliest tokens that together have this probability")
-    top_k: int | None = setting(None, "draw from so many of the likeliest tokens; 0: from all")
-    min_p: float | None = setting(None, "leave out tokens less likely than this share of the likeliest one")
+    temperature: float | None = setting(
+        None, "0 always takes the likeliest token; default: the model's, or 1 (a GGUF file: 0.8)"
+    )
+    top_p: float | None = setting(
+        None,
+        "draw from the likeliest tokens that together have this probability; default: the model's, or 1 (a GGUF file: "
+        "0.95)",
+    )
+    top_k: int | None = setting(
+        None, "draw from so many of the likeliest tokens; 0: from all; default: the model's, or 0 (a GGUF file: 40)"
+    )
+    min_p: float | None = setting(
+        None,
+        "leave out tokens less likely than this share of the likeliest one; default: the model's, or 0 (a GGUF file: "
+        "0.05)",
+    )
     seed: int | None = setting(None, "the same seed gives the same answer; default: drawn, and told")
 
     def params(self, n: int = 1) -> "SamplingParams":

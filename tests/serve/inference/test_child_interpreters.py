@@ -47,6 +47,7 @@ def test_interpreters_that_run_no_model(tmp_path: Path, more: str, says: str) ->
     [
         ("raise ImportError('not here')", "ImportError: not here; at model.py(1): <module>"),
         ("import os; print('last words'); os._exit(3)", "its process ended with code 3: last words"),
+        ("import nowhere_to_be", "No module named 'nowhere_to_be'; at model.py(1): <module>; install its package into"),
         (HEAD + "    def initialize(self, args):\n        raise pb_utils.TritonModelException('no disk')\n",
          "TritonModelException: no disk; at model.py(9): initialize"),
     ],

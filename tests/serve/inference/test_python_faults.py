@@ -103,6 +103,9 @@ def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
         "class": ("x = 1", "model.py has no class TritonPythonModel"),
         "init": (HEAD + "    def initialize(self, args):\n        raise pb_utils.TritonModelException('no disk')\n",
                  "TritonModelException: no disk; at model.py(9): initialize"),
+        "package": ("import nowhere_to_be", "ModuleNotFoundError: No module named 'nowhere_to_be'; at model.py(1): "
+                    "<module>; install its package into the environment that runs the model: that of millrace serve, "
+                    "or the one that EXECUTION_ENV_PATH in config.pbtxt names"),
         "none": (HEAD + "    pass\n", "TritonPythonModel of model 'none' has no function execute"),
     }  # fmt: skip
     for name, (code, _) in cases.items():

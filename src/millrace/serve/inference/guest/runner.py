@@ -24,6 +24,10 @@ _CLASS = "TritonPythonModel"
 _SAYS = ("is_model_ready", "is_ready")  # of Triton's tests, and of its documentation
 _ERROR = 2  # a level of the log, as `Host.log` has them
 _MOST_NAMED = 8  # requests in a line of the log
+_INSTALL = (
+    "; install its package into the environment that runs the model: that of millrace serve, or the one that "
+    "EXECUTION_ENV_PATH in config.pbtxt names"
+)
 _PATIENCE_S = 5.0  # with the thread of an event loop that a model holds up
 
 
@@ -267,7 +271,8 @@ def told(error: BaseException, file: Path) -> str:
         return str(error)
     lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
     at = f"; at {Path(lines[-1].filename).name}({lines[-1].lineno}): {lines[-1].name}" if lines else ""
-    return said(error) + at
+    missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+    return said(error) + at + (_INSTALL if missing else "")
 
 
 def said(error: BaseException) -> str:

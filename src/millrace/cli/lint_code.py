@@ -1,0 +1,63 @@
+"""What is wrong with a model.py that can be seen without running it: its syntax, and the class that it has to have."""
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.serve.inference.environment import CODE, ENVIRONMENT
+from millrace.serve.repository.folders import Model
+from millrace.serve.repository.problems import Level, Place, Problem
+from millrace.settings import read_given
+
+CLASS = "TritonPythonModel"
+_MOST_BYTES = 4 << 20  # a larger file is not parsed
+_EXPECTED = f"Python code with a class {CLASS}"
+
+
+def code_problems(model: Model) -> Iterator[Problem]:
+    """Yield what keeps the files of a Python model from being loaded.
+
+    A model with an environment of its own may have another version of Python: its syntax is not judged.
+    """
+    if model.config.backend not in CODE or not model.is_servable:
+        return
+    name = model.config.default_model_filename or "model.py"
+    is_ours = ENVIRONMENT not in model.config.parameters
+    for version in model.served:
+        file = model.folder / str(version) / name
+        problem = _problem(file) if file.is_file() and is_ours else None
+        if problem is not None:
+            yield problem
+
+
+def _problem(file: Path) -> Problem | None:
+    try:
+        code = read_given(file, _MOST_BYTES)
+        if len(code) > _MOST_BYTES:
+            return None
+        with warnings.catch_warnings():  # of escapes in its strings
+            warnings.simplefilter("ignore")
+            tree = ast.parse(code)
+    except OSError as error:
+        return Problem(Level.ERROR, file, None, f"it cannot be read: {error.strerror}", _EXPECTED, "check its rights")
+    except SyntaxError as error:
+        place = Place(error.lineno, error.offset or 1) if error.lineno else None
+        return Problem(Level.ERROR, file, place, f"SyntaxError: {error.msg}", _EXPECTED, "correct the line")
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte; expressions that are nested too deeply
+        return Problem(Level.ERROR, file, None, f"it cannot be parsed: {error}", _EXPECTED, "correct the file")
+    if any(_may_have_it(node) for node in ast.walk(tree)):
+        return None
+    return Problem(Level.ERROR, file, None, f"it has no class {CLASS}", _EXPECTED, f"add class {CLASS}, with execute")
+
+
+def _may_have_it(node: ast.AST) -> bool:
+    """Whether a statement gives the name, or may do so: `from base import *`, `globals()[...]`."""
+    match node:
+        case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+            return name == CLASS
+        case ast.alias(name=name, asname=other):
+            return name == "*" or CLASS in (other, name if other is None else "")
+        case ast.Constant(value=value):  # in globals(), setattr or exec
+            return isinstance(value, str) and CLASS in value
+    return False
