@@ -143,11 +143,10 @@ class Prepared:
         )
 
     def fill(self, folder: Path, command: Sequence[str]) -> None:
-        written = (
-            set()
-            if "--measure" in command
-            else {value.rstrip("/") for flag, value in pairwise(command) if flag in WRITES}
-        )
+        writes = () if "--measure" in command else WRITES
+        if "--samples-from" in command:  # statistics of this text are collected anew
+            writes = (*writes, "--statistics")
+        written = {value.rstrip("/") for flag, value in pairwise(command) if flag in writes}
         for file in self.files.iterdir():
             if file.name not in written and not (folder / file.name).exists():
                 (folder / file.name).symlink_to(file)
