@@ -143,11 +143,10 @@ class Prepared:
         )
 
     def fill(self, folder: Path, command: Sequence[str]) -> None:
-        written = (
-            set()
-            if "--measure" in command
-            else {value.rstrip("/") for flag, value in pairwise(command) if flag in WRITES}
-        )
+        writes = () if "--measure" in command else WRITES
+        if "--samples-from" in command:  # statistics of this text are collected anew
+            writes = (*writes, "--statistics")
+        written = {value.rstrip("/") for flag, value in pairwise(command) if flag in writes}
         for file in self.files.iterdir():
             if file.name not in written and not (folder / file.name).exists():
                 (folder / file.name).symlink_to(file)
@@ -238,6 +237,8 @@ NEEDS_EXTRA = {
 # What keeps a command short: added to those of the pages, and said again it goes before what they say.
 # The first beginning of a line that fits is taken.
 CUT = {
+    "millrace compress '$MODEL' -o advice": "--presets int8-wo",
+    "millrace compress SmolLM2-135M-Instruct.Q4_1.gguf -o advice": "--presets int8-wo",
     "millrace size verify": "--rounds 1 --each-s 1 --probe-s 0.5 --loads 0.5",
     "millrace bench sweep": "--most 2 --duration-s 1", "millrace bench compare --engine": "--rounds 3",
     "millrace bench compare http": "--rounds 3 --request-count 4",
