@@ -155,7 +155,7 @@ def test_cuda_has_no_regions(served: Threaded) -> None:
         ("n", {"key": "/no-such-thing"}, 500, "Unable to open shared memory region: '/no-such-thing'"),
         ("n", {"key": "/../etc/passwd"}, 400, "cannot register shared memory region 'n' - invalid shm key '/../"),
         ("n", {"key": "/.."}, 400, "cannot register shared memory region 'n' - invalid shm key '/..'"),
-        ("n", {"key": ""}, 400, "cannot register shared memory region 'n' - invalid shm key ''"),
+        ("n", {"key": ""}, 500, "Unable to open shared memory region: ''"),
         ("n", {"key": "/triton_python_backend_shm_region_1"}, 400, "cannot register shared memory region 'n' with "
          "key '/triton_python_backend_shm_region_1' as the key contains the reserved prefix 'triton_python_backend"),
         ("n", {"offset": 4097}, 400, BEYOND),

@@ -105,7 +105,7 @@ class Checker:
             if said is None:
                 raise invalid(f"{request.named}unexpected inference input '{tensor.name}' for model '{self._model}'")
             self._check(request, said, tensor)
-        for tensor in given:  # nothing is read before all of it is known to fit
+        for tensor in reversed(given):  # nothing is read before all of it is known to fit; Triton reads the last first
             request.inputs[tensor.name] = self._array(request, self._inputs[tensor.name], tensor)
         if self._has_optional or self._keyed:
             request.shape_key = self._shape_key(request)

@@ -89,6 +89,8 @@ class Regions:
         what = f"cannot register shared memory region '{name}'"
         if _RESERVED in key:
             raise invalid(f"{what} with key '{key}' as the key contains the reserved prefix '{_RESERVED}'")
+        if not key:
+            raise StatusError(Code.INTERNAL, "Unable to open shared memory region: ''")
         if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
             raise invalid(f"{what} - invalid shm key '{key}'")
         fd = _opened(key)
