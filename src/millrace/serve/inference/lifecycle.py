@@ -19,12 +19,12 @@ from millrace.serve.inference.dry_run import left_behind, what_would_change
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State, version_of
 from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.in_place import changed_in_place
 from millrace.serve.inference.loading import Loader, LoadFailedError
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.reading import check_name, config_text, read_now, read_to_tell
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.turns import Turns
-from millrace.serve.inference.unchanged import is_served_already
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import EnsembleScheduling
 from millrace.serve.repository.names import ModelId, chosen
@@ -233,7 +233,7 @@ class ModelRepository:
         check_name(one.name)
         async with self._turns.of(one):
             of_files, read = await asyncio.to_thread(read_now, self._folders, one, given)
-            if is_served_already(self._entries.get(one), of_files, read, given):
+            if await changed_in_place(one, self._entries.get(one), of_files, read, given):
                 return
             new = await self._new_models(one, read, given)
             entry = self._entries.made(one)
