@@ -1,6 +1,7 @@
 """KServe over HTTP: what is too deep, too large, too short, or no request at all."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,8 +11,9 @@ from millrace.serve.inference.check import Checker, Given
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.infer_body import read_infer
-from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.config import ModelConfig, ModelInput
 from millrace.serve.repository.declare import empty
+from millrace.serve.repository.kinds import DataType
 from tests.serve.kserve.conftest import LIMIT
 from tests.support.kserve import HEADER, ID, binary, infer, one
 
@@ -190,3 +192,17 @@ def test_many_names_cost_no_more_than_their_bytes() -> None:
     given = [Given(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
     with pytest.raises(StatusError, match="input '99999' already exists"):
         checker.take(InferRequest({}), [*given, given[-1]])
+
+
+def test_of_several_inputs_with_faults_the_last_is_told() -> None:
+    def said(name: str) -> ModelInput:
+        return replace(empty(ModelInput), name=name, data_type=DataType.TYPE_STRING, dims=(2,))
+
+    checker = Checker(replace(empty(ModelConfig), name="m", input=(said("A"), said("B"))))
+    one = memoryview(b"\1\0\0\0a")
+    with pytest.raises(StatusError, match="expected 2 string elements for inference input 'B' for model 'm', got 1"):
+        checker.take(InferRequest({}), [Given("A", "BYTES", (2,), one), Given("B", "BYTES", (2,), one)])
+    request = InferRequest({})
+    both = memoryview(bytes(one) * 2)
+    checker.take(request, [Given("B", "BYTES", (2,), both), Given("A", "BYTES", (2,), both)])
+    assert list(request.inputs) == ["B", "A"], "in the request's order"
