@@ -37,25 +37,32 @@ PACKAGES = (
     "psutil",
 )  # fmt: skip
 PORTS = ("--port", "8000", "--grpc-port", "8001", "--metrics-port", "8002")
-READY_URL = "http://127.0.0.1:8000/v2/health/live"
-START_S, STOP_S, TEST_S, SUITE_S = 60, 40, 600, 1800
+READY_URL = "http://127.0.0.1:8000/v2/health/ready"
+UNITTESTS_URL = "http://127.0.0.1:8000/v2/models/unittests/infer"
+START_S, STOP_S, TEST_S, SUITE_S = 20, 40, 600, 1800
 
 
 @contextmanager
-def served(run: Run, folder: Path) -> Iterator[None]:
-    """A server with the run's models, its output in the log beside the tests. raises SystemExit if it does not start"""
+def served(run: Run, folder: Path, tested: Path | None = None) -> Iterator[None]:
+    """A server with the run's models, its output in the log beside the tests. raises SystemExit if it does not start
+
+    tested: a file whose tests the model `unittests` has to run
+    """
     models = folder / "models"
     shutil.rmtree(models, ignore_errors=True)
     models.mkdir()
     run.models(Repository(models))
+    if tested is not None:
+        shutil.copy(tested, models / "unittests" / "1" / "tested.py")
     command = [
         sys.executable, "-P", "-m", "millrace", "serve", "--model-repository", str(models), *PORTS,
         "--allow-client-shm", "--drain-timeout-s", "10", *run.flags,
     ]  # fmt: skip
     with (folder / run.log).open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        variables = {**os.environ, **run.variables}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=variables)
         try:
-            wait_until_live(process, folder / run.log)
+            wait_until_ready(process, folder / run.log)
             yield
         finally:
             process.send_signal(signal.SIGTERM)
@@ -66,16 +73,22 @@ def served(run: Run, folder: Path) -> Iterator[None]:
                 process.wait()
 
 
-def wait_until_live(process: subprocess.Popen[bytes], log: Path) -> None:
-    end_s = time.monotonic() + START_S
+def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Or, if some of its models never are, for START_S."""
+    end_s, answers = time.monotonic() + START_S, False
     while time.monotonic() < end_s and process.poll() is None:
         try:
             urllib.request.urlopen(READY_URL, timeout=2).close()
             return
-        except urllib.error.HTTPError:
-            return  # it answers; a restricted route is one that is served
+        except urllib.error.HTTPError as error:
+            answers = True
+            if error.code == 403:  # restricted
+                return
+            time.sleep(0.1)
         except OSError:
             time.sleep(0.1)
+    if process.poll() is None and answers:
+        return
     raise SystemExit(f"the server did not start; it wrote:\n{log.read_text(errors='replace')[-3000:]}")
 
 
@@ -118,6 +131,15 @@ def tried(python: Path, file: Path, run: Run, names: Sequence[str]) -> dict[str,
     return {name: found.get(name, ("fail", "it did not run")) for name in names}
 
 
+def tried_in_a_model(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """As `tried`, of tests that the model `unittests` runs."""
+    asked = {"inputs": [{"name": "IN", "datatype": "INT32", "shape": [1], "data": [0]}]}
+    request = urllib.request.Request(UNITTESTS_URL, json.dumps(asked).encode())
+    with urllib.request.urlopen(request, timeout=TEST_S) as answer:
+        found = json.loads(json.load(answer)["outputs"][0]["data"][0])
+    return {name: tuple(found.get(name, ("fail", "it did not run"))) for name in names}
+
+
 def suite_result(python: Path, qa: Path, name: str, suite: Suite) -> dict[str, Any]:
     file = qa / suite.file
     if not file.is_file():
@@ -126,8 +148,8 @@ def suite_result(python: Path, qa: Path, name: str, suite: Suite) -> dict[str, A
     cases = [{"test": t, "outcome": "cannot run", "why": why} for t, why in suite.cannot.items() if t in there]
     for number, run in enumerate(suite.runs):
         names = [t for t in (run.only or there) if t in there and t not in suite.cannot]
-        with served(run, file.parent):
-            outcomes = tried(python, file, run, names)
+        with served(run, file.parent, file if suite.is_model else None):
+            outcomes = tried_in_a_model(names) if suite.is_model else tried(python, file, run, names)
         for test, (outcome, why) in outcomes.items():
             cases.append({"test": f"{test}[{number}]" if len(suite.runs) > 1 else test, "outcome": outcome, "why": why})
     counts = Counter(case["outcome"] for case in cases)

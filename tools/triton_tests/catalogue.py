@@ -27,6 +27,7 @@ class Suite:
     file: str  # below qa/
     runs: tuple[Run, ...]
     cannot: Mapping[str, str] = field(default_factory=dict)  # why a test function cannot run here
+    is_model: bool = False  # the file's tests are run within a model, as they ask pb_utils
 
 
 EXPLICIT = ("--model-control-mode", "explicit")
@@ -187,5 +188,24 @@ SUITES: dict[str, Suite] = {
     "python_readiness": Suite("L0_backend_python/model_readiness/test_model_readiness.py", (Run(made.readiness),), {
         "test_model_not_ready": "kills a process that this server does not have",
     }),
+    "python_concurrency": Suite(
+        "L0_backend_python/async_execute/concurrency_test.py", (Run(made.concurrent),)
+    ),
+    "python_bls": Suite(
+        "python_models/bls/model.py",
+        (
+            Run(made.unittests, variables={"BLS_KIND": "non_decoupled"}),
+            Run(made.unittests, variables={"BLS_KIND": "decoupled"}),
+        ),
+        {
+            "test_bls_sequence": GPU,
+            "test_bls_tensor_lifecycle": GPU,
+            "test_gpu_bls": GPU,
+            "test_preferred_memory": GPU,
+        },
+        is_model=True,
+    ),
+    "python_metrics": Suite("python_models/custom_metrics/model.py", (Run(made.unittests),), is_model=True),
+    "nan_inf": Suite("L0_nan_inf/nan_inf_test.py", (Run(made.nan_inf),)),
     "python_control": Suite("L0_backend_python/model_control/model_control_test.py", (Run(made.control, EXPLICIT),)),
 }  # fmt: skip

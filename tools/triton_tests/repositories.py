@@ -322,3 +322,25 @@ def python(models: Repository) -> None:
     models.python("optional", "add_sub", two("INT32", "1 optional: true"))
     outputs = [(f"OUTPUT{i}", "FP32", "-1,-1,-1,-1,-1") for i in range(3)]
     models.python("non_contiguous", "non_contiguous", config([("INPUT0", "FP32", "-1,-1,-1,-1,-1")], outputs))
+
+
+def concurrent(models: Repository) -> None:
+    said = config([("WAIT_SECONDS", "FP32", "1")], [("DUMMY_OUT", "FP32", "1")], 8, DECOUPLED)
+    models.python("async_execute_decouple", "wait_each", said)
+    models.python("async_execute_decouple_bls", "wait_bls", said)
+
+
+def nan_inf(models: Repository) -> None:
+    models.python("nan_inf_output", "nan_inf", config([("INPUT0", "FP32", "1")], [("OUTPUT0", "FP32", "6")]))
+
+
+def unittests(models: Repository) -> None:
+    """`unittests`, which waits for its file, and what Triton's BLS tests ask."""
+    models.python("unittests", "unittests", config([("IN", "INT32", "1")], [("OUT", "STRING", "1")]))
+    models.python("add_sub", "add_sub", two("FP32", "16"))
+    models.python("square_int32", "square", config([("IN", "INT32", "1")], [("OUT", "INT32", "1")], 0, DECOUPLED))
+    models.python("identity_fp32", "passthrough", identity("FP32", "-1", 64))
+    models.python("execute_error", "execute_error", config([("IN", "FP32", "-1")], [("OUT", "FP32", "-1")]))
+    policy = "timeout_action: REJECT allow_timeout_override: true default_timeout_microseconds: 1000000"
+    batching = f"dynamic_batching {{ default_queue_policy {{ {policy} }} }}"
+    models.python("identity_fp32_timeout", "passthrough", identity("FP32", "-1", 10, batching))
