@@ -107,7 +107,7 @@ def tried(python: Path, file: Path, run: Run, names: Sequence[str]) -> dict[str,
         f"({name} and not {name}_)" if any(o.startswith(f"{name}_") for o in names) else name for name in names
     )
     command = [
-        python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_S}", f"--junitxml={report}",
+        str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_S}", f"--junitxml={report}",
         "-k", chosen, file.name,
     ]  # fmt: skip
     variables = {

@@ -193,8 +193,8 @@ def test_what_is_not_registered(
         (placed("", -1, 64), 400, "Invalid offset for shared memory region: 'r'"),
         (placed("", 0, 2**63), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         (placed("", 0, 10**30), 400, "Invalid offset + byte size for shared memory region: 'r'"),
-        (placed("", 32, 2**64 - 32), 400, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) for "
-         "region 'r' is 2**64 or more, expected at most the 1024 of the region"),
+        (placed("", 32, 2**64 - 32), 400, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) "
+         "for region 'r' is 2**64 or more, expected at most the 1024 of the region"),
         (placed("", 0, -1), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         (placed("", 1000, 64), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         ({"parameters": {"shared_memory_region": "r"}}, 500, "Unable to parse 'shared_memory_byte_size': attempt to "
