@@ -11,7 +11,8 @@ def other_rows() -> Iterator[list[str]]:
     """What was measured, the figure, and the run."""
     for of_a_kind in (
         _embeddings, _contexts, _starts, _serving, _busy, _sampling, _products, _hadamard, _tensors, _backends,
-        _children, _batching, _routes, _grammars, _calibrations, _mmlu, _versions, _loops, _gpu_kernels, _gpu,
+        _children, _batching, _routes, _grammars, _calibrations, _mmlu, _versions, _triton_tests, _loops,
+        _gpu_kernels, _gpu,
     ):  # fmt: skip
         yield from of_a_kind()
 
@@ -179,6 +180,14 @@ def _mmlu() -> Iterator[list[str]]:
                     f", {other['difference']:+.2%} beside {other['precision']}, {other['changed']:,} chose otherwise"
                 )
             yield [f"{r['model']} in {name}: {run['questions']:,} questions of MMLU, minutes", said, label(r)]
+
+
+def _triton_tests() -> Iterator[list[str]]:
+    for _, r in of_kind("triton_tests"):
+        found = r["total"]
+        left = f"; {found['cannot run']} cannot run here" if found.get("cannot run") else ""
+        said = f"{found['pass']} of {found['ran']}, {found['pass_percent']} %{left}"
+        yield [f"Triton's own tests that pass, of {len(r['suites'])} files", said, label(r)]
 
 
 def _products() -> Iterator[list[str]]:

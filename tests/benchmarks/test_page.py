@@ -31,7 +31,7 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
     assert {kind(r) for _, r in results()} - {"hadamard", "gpu", "busy_machine"} == {  # of these there may be none yet
         "alone", "calibration", "compression", "contexts", "embeddings", "gpu_kernels", "grammars", "loop", "mmlu",
         "peers", "perplexity", "products", "scores", "serving", "sizing", "start", "tensors", "tensors.backends",
-        "tensors.batching", "tensors.child", "tensors.routes", "truth", "versions",
+        "tensors.batching", "tensors.child", "tensors.routes", "triton_tests", "truth", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",

@@ -23,7 +23,6 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     check_tls(settings)
     if settings.uds is None:
         with bind(settings.host, settings.port, shared=settings.reuse_port) as sock:
-            _BOUND.add(sock)
             yield sock, url_of(sock, settings)
         return
     path = Path(settings.uds)
@@ -35,7 +34,9 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
 def _close_inherited() -> None:
     """In a process that a model has forked: otherwise it would keep the port when the server has ended."""
     for sock in list(_BOUND):
-        os.close(sock.detach())  # whatever else refers to it: `close` waits for the event loop, which runs no more here
+        if (fd := sock.detach()) < 0:  # closed
+            continue
+        os.close(fd)  # whatever else refers to it: `close` waits for the event loop, which runs no more here
 
 
 os.register_at_fork(after_in_child=_close_inherited)
@@ -63,6 +64,7 @@ def bind(host: str, port: int, flag: str = "--port", *, shared: bool = False) ->
             "a free port at an address of this machine",
             f"choose another --host or {flag}, or stop what listens there",
         ) from None
+    _BOUND.add(sock)
     return sock
 
 

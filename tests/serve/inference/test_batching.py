@@ -79,6 +79,15 @@ def test_whoever_waits_is_woken_in_time() -> None:
     assert queue.take(46) is None and queue.due_ns() is None
 
 
+def test_time_counts_from_arrival_but_of_a_request_that_comes_again() -> None:
+    queue, one = BatchQueue(BatchRules(default=QueueRules(timeout_ns=5000))), request()
+    one.received_ns = 1000
+    queue.put(one, 4000)
+    assert queue.expired(6000) == [] and queue.expired(6001) == [one]
+    queue.put(one, 20_000)
+    assert queue.expired(25_000) == [] and queue.expired(25_001) == [one]
+
+
 def test_a_request_may_shorten_its_time_and_never_lengthen_it() -> None:
     for said_us, ends_ns in ((1, 1000), (9, 5000)):
         queue = BatchQueue(BatchRules(default=QueueRules(timeout_ns=5000, may_override=True)))

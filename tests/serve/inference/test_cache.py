@@ -124,6 +124,7 @@ def test_what_was_answered_is_answered_again(tmp_path: Path) -> None:
                 await outer.infer(asked(outer, 7))
             assert outer.statistics.stages["cache_hit"].count == 1
             n = len(cache)
+            (tmp_path / "m" / "1" / "changed").touch()
             await repository.load("m")
             async with asyncio.timeout(5):
                 while len(cache) > n - 4:  # those of the old one, once it is unloaded

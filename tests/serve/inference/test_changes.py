@@ -68,6 +68,7 @@ def test_the_index_says_what_is_being_loaded_and_a_reload_takes_nothing_away(tmp
             await first
             assert await repository.index(only_ready=False) == [ready] and repository.is_ready()
             mark.unlink()
+            (root / "m" / "1" / "changed").touch()
             again = asyncio.ensure_future(repository.load("m"))
             await becomes(lambda: bool(repository._turns))
             assert await repository.index(only_ready=False) == [ready], "the old one serves"

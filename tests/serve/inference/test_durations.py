@@ -8,6 +8,8 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.serve.inference.durations import N_BOUNDS, BoundedHistogram, Duration, Histogram, Recent
 from millrace.serve.inference.measures import Measures
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.declare import empty
 
 
 def edges() -> list[int]:
@@ -53,6 +55,15 @@ def test_what_is_measured_is_said_in_tritons_words() -> None:
     assert Measures.of(()) == Measures(True, True, False)
     said = ("summary_latencies=true", "histogram_latencies=FALSE", "summary_quantiles=0.5:0.05,0.9:0.01")
     assert Measures.of(said) == Measures(True, False, True, (0.5, 0.9))
+    assert Measures.of(("counter_latencies=0",)) == Measures(False, False, False), "a histogram's sum is the counter"
+    assert Measures.of(("counter_latencies=0", "histogram_latencies=1")) == Measures(False, True, False)
+
+
+def test_first_responses_are_told_in_whole_milliseconds() -> None:
+    first = Measures.of(()).first_response(empty(ModelConfig))
+    first.add(1_999_999)
+    first.add(100_000_001)
+    assert first.ns == 101_000_000 and dict(first.up_to())["100"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Processes that a model.py forks: they keep no port of the server, and are told that they cannot ask other models."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from millrace.serve.settings import ServerSettings
 from tests.serve.support import until
 from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import in_process
@@ -23,6 +25,9 @@ _FORKS = """
     def execute(self, requests):
         return [said(str(self.pid)) for _ in requests]
 """
+_FORKS_LATER = _FORKS.replace("initialize(self, args)", "execute(self, requests)").replace(
+    "    def execute(self, requests):\n        return", "        return"
+)
 _ASKS = """
     def execute(self, requests):
         import os
@@ -47,18 +52,24 @@ def answer(url: str, model: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_forked_process_keeps_no_port(tmp_path: Path) -> None:
-    write(tmp_path, "forks", HEAD + _FORKS + SAY, ANY % "")
-    with in_process(tmp_path) as served:
-        port, pid = int(served.url.rpartition(":")[2]), int(answer(served.url, "forks"))
+@pytest.mark.parametrize("code", [_FORKS, _FORKS_LATER], ids=["as it is loaded", "as it computes"])
+def test_a_forked_process_keeps_no_port(tmp_path: Path, code: str) -> None:
+    write(tmp_path, "forks", HEAD + code + SAY, ANY % "")
+    settings = ServerSettings(host="127.0.0.1", port=0, metrics_port=0)
+    with in_process(tmp_path, settings, grpc_port=0) as served:
+        urls = served.url, served.grpc_url, served.metrics_url.removesuffix("/metrics")
+        ports, pid = [int(url.rpartition(":")[2]) for url in urls], int(answer(served.url, "forks"))
     try:
         os.kill(pid, 0)  # it is there, and the server is not
 
-        def is_free() -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) != 0
+        def are_free() -> bool:
+            with contextlib.ExitStack() as stack:
+                probes = [stack.enter_context(socket.socket()) for _ in ports]
+                return all(
+                    probe.connect_ex(("127.0.0.1", port)) != 0 for probe, port in zip(probes, ports, strict=True)
+                )
 
-        until(is_free)
+        until(are_free)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

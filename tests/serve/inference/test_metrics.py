@@ -1,6 +1,7 @@
 """/metrics of tensor models: which families there are, and what they say."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_phases_are_told_as_histograms(root: Path) -> None:
     first = "nv_inference_first_response_histogram_ms"
     assert found[f"{first}_bucket", "repeat"] == {"100": 1, "500": 1, "2000": 1, "5000": 1, "+Inf": 1}
     assert (f"{first}_bucket", "m") not in found, "of decoupled models"
+    assert re.search(rf'^{first}_sum{{model="repeat",version="1"}} \d+$', text, re.MULTILINE), "whole milliseconds"
     assert 'nv_inference_count{model="m",version="1",_team="a\\"b"} 4\n' in text
     assert not any("summary" in name for name, _ in found)
 

@@ -1,5 +1,6 @@
 """What a model.py says of itself by `is_ready`: seen by every route that tells of readiness."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from millrace.serve.inference import readiness
 from tests.serve.support import until
 from tests.support.kserve_grpc import connected
-from tests.support.python_models import ANY, HEAD, OWN, SAY, write
+from tests.support.python_models import ANY, HEAD, OWN, SAY, loaded, write
 from tests.support.repository import in_process
 from tests.support.server import Threaded
 
@@ -83,6 +84,17 @@ def test_what_a_model_says_is_told_everywhere(tmp_path: Path, code: str, says: s
         (tmp_path / "m" / "ready").touch()
         until(lambda: statuses(served) == [200, 200, 200, 200])
         assert why(served) == ""
+
+
+def test_who_waited_for_a_load_knows_what_the_model_says(tmp_path: Path) -> None:
+    write(tmp_path, "m", HEAD + PLAIN + EXECUTE + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            assert not repository.get("m").is_ready, "before anybody asks again"
+
+    asyncio.run(run())
 
 
 def test_one_of_two_instances_is_enough_for_a_model_and_not_for_the_server(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ CASES: list[tuple[Any, str, str]] = [
     (request("same_FP32", [one("FP32", [1, 1])], [bytes(4)], outputs=[{"name": "O"}]), "INVALID_ARGUMENT",
      ID + "unexpected inference output 'O' for model 'same_FP32'"),
     (request("same_FP32", [one("FP32", [1, 1])], [bytes(4)], outputs=[{"name": "OUTPUT0"}] * 2), "INVALID_ARGUMENT",
-     "output 'OUTPUT0' already exists in request"),
+     "Duplicate output name 'OUTPUT0' is not allowed in a request"),
 ]  # fmt: skip
 
 

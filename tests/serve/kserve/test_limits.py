@@ -1,6 +1,7 @@
 """KServe over HTTP: what is too deep, too large, too short, or no request at all."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,8 +11,9 @@ from millrace.serve.inference.check import Checker, Given
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.infer_body import read_infer
-from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.config import ModelConfig, ModelInput
 from millrace.serve.repository.declare import empty
+from millrace.serve.repository.kinds import DataType
 from tests.serve.kserve.conftest import LIMIT
 from tests.support.kserve import HEADER, ID, binary, infer, one
 
@@ -90,6 +92,12 @@ def test_what_is_too_large(url: str) -> None:
     assert (raw.status_code, raw.json()["error"]) == (
         400,
         "Raw input has a byte_size (20001 bytes) that exceeds the maximum allowed value of 20000 bytes. Use "
+        "--http-max-input-size to increase the limit.",
+    )
+    load = httpx.post(f"{url}/v2/repository/models/simple/load", content=bytes(LIMIT + 1))
+    assert (load.status_code, load.json()["error"]) == (
+        400,
+        "request JSON size of 20001 bytes exceeds the maximum allowed input size. It is 20000 bytes: use "
         "--http-max-input-size to increase the limit.",
     )
     chunked = httpx.post(f"{url}/v2/models/simple/infer", content=iter([bytes(LIMIT), bytes(9)]))
@@ -179,8 +187,22 @@ def test_many_names_cost_no_more_than_their_bytes() -> None:
     n = 100_000
     outputs = [{"name": f"{i}"} for i in range(n)] + [{"name": "0"}]
     checker = Checker(empty(ModelConfig))
-    with pytest.raises(StatusError, match="output '0' already exists"):
+    with pytest.raises(StatusError, match="Duplicate output name '0' is not allowed"):
         read_infer(json.dumps({"inputs": [], "outputs": outputs}).encode(), None, "m", checker)
     given = [Given(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
     with pytest.raises(StatusError, match="input '99999' already exists"):
         checker.take(InferRequest({}), [*given, given[-1]])
+
+
+def test_of_several_inputs_with_faults_the_last_is_told() -> None:
+    def said(name: str) -> ModelInput:
+        return replace(empty(ModelInput), name=name, data_type=DataType.TYPE_STRING, dims=(2,))
+
+    checker = Checker(replace(empty(ModelConfig), name="m", input=(said("A"), said("B"))))
+    one = memoryview(b"\1\0\0\0a")
+    with pytest.raises(StatusError, match="expected 2 string elements for inference input 'B' for model 'm', got 1"):
+        checker.take(InferRequest({}), [Given("A", "BYTES", (2,), one), Given("B", "BYTES", (2,), one)])
+    request = InferRequest({})
+    both = memoryview(bytes(one) * 2)
+    checker.take(request, [Given("B", "BYTES", (2,), both), Given("A", "BYTES", (2,), both)])
+    assert list(request.inputs) == ["B", "A"], "in the request's order"

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.serve.inference.backend_model import BackendModel
+from millrace.serve.inference.resizable import ResizableModel
 from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.quick import MOST_KNOWN, QuickConnection
 from millrace.serve.kserve.quick_grpc import QuickCalls
@@ -234,10 +234,10 @@ def test_quick_requests_are_counted_and_logged_as_others(
 def test_a_model_that_is_loaded_anew_answers_and_the_old_one_is_forgotten(
     tmp_path: Path, n_quick: list[int], small_heap: None
 ) -> None:
-    def models() -> list[BackendModel]:
+    def models() -> list[ResizableModel]:
         gc.collect()
         return [
-            found for found in gc.get_objects() if type(found) is BackendModel
+            found for found in gc.get_objects() if type(found) is ResizableModel
         ]  # isinstance would ask what others deprecate
 
     write_models(tmp_path, {"simple": ADD_SUB})

@@ -63,7 +63,7 @@ JSON_ERRORS: list[tuple[str, Any, int, str]] = [
         "simple",
         {"inputs": ADD, "outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]},
         400,
-        "output 'OUTPUT0' already exists in request",
+        "Duplicate output name 'OUTPUT0' is not allowed in a request",
     ),
     (
         "simple",

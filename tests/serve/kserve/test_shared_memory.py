@@ -155,7 +155,7 @@ def test_cuda_has_no_regions(served: Threaded) -> None:
         ("n", {"key": "/no-such-thing"}, 500, "Unable to open shared memory region: '/no-such-thing'"),
         ("n", {"key": "/../etc/passwd"}, 400, "cannot register shared memory region 'n' - invalid shm key '/../"),
         ("n", {"key": "/.."}, 400, "cannot register shared memory region 'n' - invalid shm key '/..'"),
-        ("n", {"key": ""}, 400, "cannot register shared memory region 'n' - invalid shm key ''"),
+        ("n", {"key": ""}, 500, "Unable to open shared memory region: ''"),
         ("n", {"key": "/triton_python_backend_shm_region_1"}, 400, "cannot register shared memory region 'n' with "
          "key '/triton_python_backend_shm_region_1' as the key contains the reserved prefix 'triton_python_backend"),
         ("n", {"offset": 4097}, 400, BEYOND),
@@ -193,6 +193,8 @@ def test_what_is_not_registered(
         (placed("", -1, 64), 400, "Invalid offset for shared memory region: 'r'"),
         (placed("", 0, 2**63), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         (placed("", 0, 10**30), 400, "Invalid offset + byte size for shared memory region: 'r'"),
+        (placed("", 32, 2**64 - 32), 400, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) "
+         "for region 'r' is 2**64 or more, expected at most the 1024 of the region"),
         (placed("", 0, -1), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         (placed("", 1000, 64), 400, "Invalid offset + byte size for shared memory region: 'r'"),
         ({"parameters": {"shared_memory_region": "r"}}, 500, "Unable to parse 'shared_memory_byte_size': attempt to "

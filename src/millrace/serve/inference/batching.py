@@ -142,8 +142,9 @@ class BatchQueue:
         timeout_ns = rules.timeout_ns
         if rules.may_override and request.timeout_us:
             timeout_ns = min(timeout_ns or NEVER, request.timeout_us * 1000)
+        since_ns = now_ns if request.queued_ns else request.received_ns or now_ns  # not of one that comes again
         request.queued_ns, request.ready_ns = request.queued_ns or now_ns, now_ns
-        request.deadline_ns = now_ns + timeout_ns if timeout_ns else NEVER
+        request.deadline_ns = since_ns + timeout_ns if timeout_ns else NEVER
         self._next_deadline_ns = min(self._next_deadline_ns, request.deadline_ns)
         level.waiting[request] = None
 

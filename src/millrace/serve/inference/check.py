@@ -105,8 +105,10 @@ class Checker:
             if said is None:
                 raise invalid(f"{request.named}unexpected inference input '{tensor.name}' for model '{self._model}'")
             self._check(request, said, tensor)
-        for tensor in given:  # nothing is read before all of it is known to fit
-            request.inputs[tensor.name] = self._array(request, self._inputs[tensor.name], tensor)
+        # Nothing is read before all of it is known to fit. Of several inputs with faults Triton tells the last one's.
+        arrays = [self._array(request, self._inputs[tensor.name], tensor) for tensor in reversed(given)]
+        for tensor in given:
+            request.inputs[tensor.name] = arrays.pop()
         if self._has_optional or self._keyed:
             request.shape_key = self._shape_key(request)
         if self.digests:

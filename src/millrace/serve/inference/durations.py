@@ -87,6 +87,19 @@ class BoundedHistogram(Histogram):
             yield f"{bound:g}", n
 
 
+class WholeUnits(BoundedHistogram):
+    """Of durations that are cut to whole units, so that their sum is one of whole numbers, as Triton tells it."""
+
+    __slots__ = ("_unit_ns",)
+
+    def __init__(self, bounds: Sequence[float], unit_ns: int) -> None:
+        super().__init__(bounds, unit_ns)
+        self._unit_ns = unit_ns
+
+    def add(self, ns: int) -> None:
+        super().add(ns - ns % self._unit_ns)
+
+
 class Recent:
     """Beside a histogram: the last durations themselves, for quantiles that no bucket rounds."""
 

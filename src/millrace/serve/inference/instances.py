@@ -255,6 +255,7 @@ class Worker:
         asks = instance.says_ready()
         if asks is not None:
             self._watch = Watch(self.name, asks, partial(self._outbox.post, self._owner.said, self))
+            self._watch.wait()
         return instance
 
     def _serve(self, instance: Instance) -> bool:

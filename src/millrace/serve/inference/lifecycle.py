@@ -19,6 +19,7 @@ from millrace.serve.inference.dry_run import left_behind, what_would_change
 from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.entries import UNLOADED, Entries, Entry, State, version_of
 from millrace.serve.inference.flags import RepositoryFlags
+from millrace.serve.inference.in_place import changed_in_place
 from millrace.serve.inference.loading import Loader, LoadFailedError
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.reading import check_name, config_text, read_now, read_to_tell
@@ -43,7 +44,7 @@ class ModelRepository:
         self._entries, self._turns = Entries(), Turns()
         self._asked: set[ModelId] = set()  # that somebody wants for themselves, and not as members of an ensemble
         self._missing: dict[ModelId, str] = {}  # that failed at the start, and why, until they are loaded or unloaded
-        self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
+        self._tasks: set[asyncio.Task[Any]] = set()  # of models that are on their way out, and of the poll
         self.custom = CustomMetrics()
         self._loader = Loader(self, flags.max_model_requests, self.custom)
 
@@ -232,11 +233,12 @@ class ModelRepository:
         check_name(one.name)
         async with self._turns.of(one):
             of_files, read = await asyncio.to_thread(read_now, self._folders, one, given)
+            if await changed_in_place(one, self._entries.get(one), of_files, read, given):
+                return
             new = await self._new_models(one, read, given)
             entry = self._entries.made(one)
             old, entry.models, entry.stamp, entry.wanted = entry.models, new, of_files, frozenset()
-            entry.is_by_wish = False
-            entry.read = read
+            entry.is_by_wish, entry.read = False, read
             entry.states = {v: (State.UNAVAILABLE, UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
             self._missing.pop(one, None)
@@ -312,7 +314,7 @@ class ModelRepository:
         needing = self._entries.affected(member)
         for other in needing:
             if member.name in self._entries[other].wanted and other not in self._turns:
-                self._in_background(self._tried_again(other, self._entries[other].given))
+                self._in_background(self._tried(other, self._entries[other].given))
         for other in needing:
             self._fit(other)
 
@@ -326,9 +328,6 @@ class ModelRepository:
         else:
             if any(has_changed):  # otherwise those that are made of it see what they saw
                 self._fit_ensembles(one)
-
-    async def _tried_again(self, one: ModelId, given: Brought) -> None:
-        await self._tried(one, given)
 
     def _note(self, one: ModelId, versions: Sequence[int], error: StatusError) -> None:
         """Why nothing is served; where an older one still is, its state stays what it was."""
@@ -389,7 +388,7 @@ class ModelRepository:
         await self._tried(one)
         self._entries.made(one).stamp = of_files  # tried once, whatever came of it
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from millrace.serve.inference.backend_model import BackendModel
 from millrace.serve.inference.backends import backend_named
 from millrace.serve.inference.brought import Brought
 from millrace.serve.inference.common import Common
@@ -14,6 +13,7 @@ from millrace.serve.inference.ensemble import Ensemble
 from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.others import Others, Repository
+from millrace.serve.inference.resizable import ResizableModel
 from millrace.serve.inference.sequence_model import SequenceModel
 from millrace.serve.inference.states import States
 from millrace.serve.inference.status import Code, StatusError
@@ -88,6 +88,6 @@ class Loader:
         config = await in_own_thread(one.name, partial(backend.completed, config, read.folder))
         self._others = others = self._others or Others(self._repository, self._custom, loop)
         if config.sequence_batching is None or config.sequence_batching.iterative_sequence:
-            return lambda version: BackendModel(found(version), backend, others, loop)
+            return lambda version: ResizableModel(found(version), backend, others, loop)
         states = await asyncio.to_thread(States, config, read.folder)
         return lambda version: SequenceModel(found(version), backend, others, loop, states)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError, nearest
-from millrace.serve.inference.durations import BoundedHistogram, Histogram, Recent
+from millrace.serve.inference.durations import BoundedHistogram, Histogram, Recent, WholeUnits
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.rules import FIRST_RESPONSE
 
@@ -16,7 +16,7 @@ Measured = Histogram | Recent
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Triton's words; histograms are on here, as nothing is saved without them."""
+    """Triton's words; histograms are on here, as nothing is saved without them, unless counters are off."""
 
     counter_latencies: bool = True
     histogram_latencies: bool = True
@@ -35,6 +35,8 @@ class Measures:
             if key in found:
                 raise ConfigError(f"{FLAG} says {key} twice", "once", "leave one out")
             found[key] = _quantiles(value) if key == "summary_quantiles" else _switch(key, value)
+        if found.get("counter_latencies") is False:  # a histogram's sum is the same counter
+            found.setdefault("histogram_latencies", False)
         return cls(**found)  # type: ignore[arg-type]  # each is of its key's type
 
     def stage(self, family: str, config: ModelConfig) -> Measured:
@@ -44,7 +46,7 @@ class Measures:
         return Recent(histogram) if self.summary_latencies else histogram
 
     def first_response(self, config: ModelConfig) -> Histogram:
-        return BoundedHistogram(_bounds(config, FIRST_RESPONSE) or _FIRST_RESPONSE_MS, 1_000_000)
+        return WholeUnits(_bounds(config, FIRST_RESPONSE) or _FIRST_RESPONSE_MS, 1_000_000)
 
 
 def _switch(key: str, value: str) -> bool:

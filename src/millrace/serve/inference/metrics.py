@@ -72,7 +72,8 @@ def _distribution(histogram: object, unit_ns: int) -> Iterator[_Sample]:
     for bound, n_up_to in histogram.up_to():
         yield _Sample(n_up_to, f',le="{bound}"', "_bucket")
     yield _Sample(n, ',le="+Inf"', "_bucket")
-    yield _Sample(histogram.ns / unit_ns, suffix="_sum")
+    whole, rest = divmod(histogram.ns, unit_ns)
+    yield _Sample(histogram.ns / unit_ns if rest else whole, suffix="_sum")
     yield _Sample(n, suffix="_count")
 
 

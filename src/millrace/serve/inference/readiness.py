@@ -14,15 +14,19 @@ class Watch:
     """Of one instance. `ask` is called in threads of its own, never twice at a time, beside whatever it computes."""
 
     def __init__(self, name: str, ask: Callable[[], bool], tell: Callable[[str], None]) -> None:
-        """tell: called, from another thread, with why it is not ready, or "" once it is; at first it is"""
+        """tell: called, from another thread, with why it is not ready, or "" once it is; until it is called it is"""
         self._name, self._ask, self._tell, self._told = name, ask, tell, ""
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._lock, self._stopped, self._has_said = threading.Lock(), threading.Event(), threading.Event()
         threading.Thread(target=self._run, name=f"millrace-{name}-ready", daemon=True).start()
 
     def stop(self) -> None:
         """Nothing is told any more; does not wait."""
         with self._lock:
             self._stopped.set()
+
+    def wait(self) -> None:
+        """For its first answer, or until that is late: whoever is told later that the model is loaded knows it."""
+        self._has_said.wait(PATIENCE_S + EVERY_S)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -31,6 +35,7 @@ class Watch:
             asking.start()
             asking.join(PATIENCE_S)
             self._say(answer[0] if answer else f"its is_ready takes more than {PATIENCE_S:g} s")
+            self._has_said.set()
             asking.join()
             self._stopped.wait(max(0.0, EVERY_S - (time.monotonic() - began_s)))
 

@@ -10,7 +10,7 @@ from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
-from millrace.serve.kserve.encoding import raw_too_large, too_large
+from millrace.serve.kserve.encoding import load_too_large, raw_too_large, too_large
 from millrace.serve.kserve.guarded import group_of_path, named
 from millrace.serve.kserve.http import STATUS, HttpFront, Reply, Request, error_reply
 from millrace.serve.kserve.infer_body import HEADER
@@ -85,7 +85,7 @@ class KServe:
             except HttpError as error:
                 if error.status != 413:
                     raise
-                return error_reply(400, _too_large(scope, self._most_bytes).message)
+                return error_reply(400, _too_large(scope, path, self._most_bytes).message)
             call.body_bytes = len(body)
             headers = joined(scope["headers"], b",")
             request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
@@ -119,9 +119,11 @@ def _of_key(request: Request, call: Call) -> Request:
     return request
 
 
-def _too_large(scope: Scope, most: int) -> StatusError:
+def _too_large(scope: Scope, path: str, most: int) -> StatusError:
     announced = header(scope, b"content-length")
     n = announced.decode() if announced else f"more than {most}"
+    if path.startswith(_CONTROL):
+        return load_too_large(n, most)
     if header(scope, HEADER.lower().encode()) == b"0":
         return raw_too_large(n, most)
     return too_large("request JSON size", n, most)

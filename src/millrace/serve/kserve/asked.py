@@ -77,7 +77,7 @@ def output_names(names: Iterable[str]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in names:
         if name in found:
-            raise invalid(f"output '{name}' already exists in request")
+            raise invalid(f"Duplicate output name '{name}' is not allowed in a request")
         found[name] = None
     return tuple(found)
 

@@ -16,6 +16,14 @@ def too_large(what: str, n: object, most: int) -> StatusError:
     )
 
 
+def load_too_large(n: object, most: int) -> StatusError:
+    """Of what loads a model, with its files."""
+    return invalid(
+        f"request JSON size of {n} bytes exceeds the maximum allowed input size. It is {most} bytes: use "
+        "--http-max-input-size to increase the limit."
+    )
+
+
 def raw_too_large(n: object, most: int) -> StatusError:
     """Of a request that is the only input's bytes."""
     return invalid(

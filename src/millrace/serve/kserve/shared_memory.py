@@ -97,6 +97,8 @@ class Regions:
         what = f"cannot register shared memory region '{name}'"
         if _RESERVED in key:
             raise invalid(f"{what} with key '{key}' as the key contains the reserved prefix '{_RESERVED}'")
+        if not key:
+            raise StatusError(Code.INTERNAL, "Unable to open shared memory region: ''")
         if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
             raise invalid(f"{what} - invalid shm key '{key}'")
         fd = _opened(key)
@@ -154,6 +156,9 @@ class Regions:
             raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
         if not 0 <= offset < region.byte_size and (offset or byte_size):
             raise invalid(f"Invalid offset for shared memory region: '{name}'")
+        if byte_size < 1 << 64 <= offset + byte_size:
+            what = f"byte_size ({byte_size}) + offset ({offset}) for region '{name}' is 2**64 or more"
+            raise invalid(f"Integer overflow detected: {what}, expected at most the {region.byte_size} of the region")
         if not 0 <= byte_size <= region.byte_size - offset:
             raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
         if byte_size > self._most_bytes:

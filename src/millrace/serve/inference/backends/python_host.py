@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,7 @@ class ServerHost(Host):
         """The same, for these requests, with inputs that nobody writes into."""
         self.has_asked = True
         request = InferRequest({}, tuple(asked.outputs), asked.id)
+        request.received_ns = time.monotonic_ns()  # its timeout counts from here, not from the event loop's turn
         request.parameters, request.correlation_id = dict(asked.parameters), asked.correlation_id
         request.flags, request.timeout_us = asked.flags, asked.timeout_us
         request.priority = min((outer.priority for outer in behind), default=0)
