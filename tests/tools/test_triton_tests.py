@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_tests_are_found_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "a_test.py"
     file.write_text("class A:\n    def test_a(self): ...\n    async def test_b(self): ...\n    def other(self): ...\n")
     assert functions(file) == ["test_a", "test_b"]
-    suites = {
+    suites: dict[str, dict[str, Any]] = {
         "a": {"counts": {"pass": 2, "fail": 1}},
         "b": {"counts": {"pass": 5, "cannot run": 3}},
         "c": {"missing": True},
