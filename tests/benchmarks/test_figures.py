@@ -38,6 +38,7 @@ NOT_MEASURED = {
     ("compress.md", "The words follow"): "a bound that is chosen",
     ("log.md", ""): "a diary of what was tried, by date and machine; its figures are claimed nowhere",
     ("performance.md", ""): "generated from the result files, row by row (above)",
+    ("precision.md", "- of floats"): "computed by tests/tune/test_precision.py",
     ("repository.md", "A request is a span"): "the timeout of an exporter",
     ("size.md", "`--pp 2` cuts"): "a time that is assumed",
     ("size.md", "- **Waits** beside"): "published by others, in tests/size/test_answer.py",

@@ -14,14 +14,24 @@ from tests.cli.conftest import Millrace
 from tests.support.command_line import environment, heard
 
 
+# A build that tunes for a minute, whatever there is to tune, when its files are written.
+BUILD = """
+import time
+from millrace.compile import build
+from millrace.cli.main import main
+build.tune_folder = lambda *_: time.sleep(60)
+main()
+"""
+
+
 def ended(folder: Path, signal_number: int) -> int:
-    """Starts a build that takes a minute, sends the signal once it writes, and gives the exit code."""
+    """Start a build, send it the signal when its files are written, and return the exit code."""
     arguments = ["build", "tiny", "-o", str(folder / "e"), "--tune", "60"]
     with subprocess.Popen(
-        [sys.executable, "-m", "millrace", *arguments], stderr=subprocess.DEVNULL, env=environment(folder / "cache"),
+        [sys.executable, "-c", BUILD, *arguments], stderr=subprocess.DEVNULL, env=environment(folder / "cache"),
         preexec_fn=heard,
     ) as process:  # fmt: skip
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 60
         while not any(folder.glob(".e.*.unfinished/program.bin")) and time.monotonic() < until_s:
             time.sleep(0.01)
         process.send_signal(signal_number)

@@ -98,6 +98,9 @@ class Template:
 
     source = "{{ messages }}"
 
+    def source_for(self, has_tools: bool) -> str:
+        return self.source
+
     def __init__(self) -> None:
         self.released = threading.Event()
         self.released.set()
