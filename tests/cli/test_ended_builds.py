@@ -13,7 +13,6 @@ from millrace.cli.signals import ended_in_order
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment, heard
 
-
 # A build that tunes for a minute, whatever there is to tune, when its files are written.
 BUILD = """
 import time
