@@ -22,7 +22,7 @@ import pytest
 
 from millrace.engine.engine import Engine
 from tests.cli.conftest import Millrace
-from tests.support.command_line import Result, environment, run_process
+from tests.support.command_line import Result, environment, heard, run_process
 
 Talk = Callable[..., Result]
 GREEDY = ("--temperature", "0", "--max-tokens", "10")
@@ -165,7 +165,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_twice_leaves(built_tiny: Path
     command = [sys.executable, "-m", "millrace", "chat", str(built_tiny), "--max-tokens", "1500", "--temperature", "1"]
     settings = {**environment(cache), "TERM": "xterm"}
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True, preexec_fn=heard
     )
     os.close(theirs)
     with process, killed_at_last(process):
@@ -191,7 +191,7 @@ def in_a_terminal(engine: Path, cache: Path, columns: int = 80, **variables: Any
     settings = {**environment(cache), "TERM": "xterm", **variables}
     settings.pop("COLUMNS", None)
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True, preexec_fn=heard
     )
     os.close(theirs)
     with process, killed_at_last(process):
