@@ -33,8 +33,7 @@ class JsonTokenizer(VocabularyTokenizer):
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
         """`data`: the file's contents; `path` is for messages."""
         _check_whole(data, path)
-        _check_charsmaps(data, path)
-        _check_growth(data, path)
+        _check_normalizer(data, path)
         _check_prefix(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         with _failures_told(path):
@@ -160,15 +159,23 @@ def _check_prefix(data: bytes, path: Path) -> None:
         raise _unreadable(path, "its BPE has a continuing_subword_prefix, which no supported model has")
 
 
-def _check_charsmaps(data: bytes, path: Path) -> None:
+def _check_normalizer(data: bytes, path: Path) -> None:
+    """Refuse one whose tables are damaged, or that could make a short text take the machine's memory."""
+    try:
+        normalizer = msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)
+    except _NOT_JSON:
+        return  # the library will say where
+    _check_charsmaps(normalizer, path)
+    if (growth := _growth(normalizer)) > MOST_GROWTH:
+        raise _unreadable(path, grows(growth))
+
+
+def _check_charsmaps(normalizer: Any, path: Path) -> None:
     """A normalizer of SentencePiece says how large its table is; the library allocates whatever it says, and may abort.
 
     4 bytes of size, the table of so many bytes, texts. source: sentencepiece, src/normalizer.cc
     """
-    try:
-        pending = [msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)]
-    except _NOT_JSON:
-        return  # the library will say where
+    pending = [normalizer]
     while pending:
         value = pending.pop()
         pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -181,16 +188,6 @@ def _check_charsmaps(data: bytes, path: Path) -> None:
             size = int.from_bytes(charsmap[:4], "little")
             if len(charsmap) < 4 or size > len(charsmap) - 4:
                 raise _unreadable(path, f"its precompiled_charsmap of {len(charsmap)} bytes has a table of {size}")
-
-
-def _check_growth(data: bytes, path: Path) -> None:
-    """Refuse a normalizer that could make a short text so long that tokenising it takes the machine's memory."""
-    try:
-        normalizer = msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)
-    except _NOT_JSON:
-        return  # the library will say where
-    if (growth := _growth(normalizer)) > MOST_GROWTH:
-        raise _unreadable(path, grows(growth))
 
 
 def _growth(normalizer: Any) -> float:

@@ -31,8 +31,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
         """`data`: the file's contents; `path` is for messages."""
-        _check_lengths(data, path)
-        _check_growth(data, path)
+        _check_fields(data, path)
         check_address_space(data, _ROOM_PER_BYTE, path)
         self._model, self._inner = _open(data, path)
         size: int = self._model.get_piece_size()
@@ -144,13 +143,16 @@ def _open(
         raise _unreadable(path, str(error)) from error
 
 
-def _check_lengths(data: bytes, path: Path) -> None:
-    """Refuse a protobuf message with a field that ends outside it, before the library allocates what it claims."""
+def _check_fields(data: bytes, path: Path) -> None:
+    """Refuse, before the library allocates, a field that ends outside its message, and texts that grow endlessly."""
     try:
         for number, kind, _, begin, end in fields(data):
-            if number in _SPECS and kind == BYTES:
-                for _ in fields(data, begin, end):
-                    pass
+            if number not in _SPECS or kind != BYTES:
+                continue
+            for inner, its_kind, _, at, stop in fields(data, begin, end):
+                is_charsmap = (number, inner, its_kind) == (_NORMALIZER, _CHARSMAP, BYTES)
+                if is_charsmap and (n := longest_replacement(data[at:stop])) > MOST_GROWTH:
+                    raise _unreadable(path, grows(n))
     except WireError:
         raise _unreadable(path, f"it is truncated or damaged: a field ends outside its {len(data)} bytes") from None
 
@@ -167,14 +169,6 @@ def longest_replacement(charsmap: bytes) -> int:
 def grows(growth: float) -> str:
     """Say that a normalizer makes texts too long."""
     return f"its normalizer could make a text {growth:.3g} times as long, and {MOST_GROWTH} is the most"
-
-
-def _check_growth(data: bytes, path: Path) -> None:
-    for number, kind, _, begin, end in fields(data):
-        if (number, kind) == (_NORMALIZER, BYTES):
-            for inner, its_kind, _, at, stop in fields(data, begin, end):
-                if (inner, its_kind) == (_CHARSMAP, BYTES) and (n := longest_replacement(data[at:stop])) > MOST_GROWTH:
-                    raise _unreadable(path, grows(n))
 
 
 def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:
