@@ -392,7 +392,15 @@ class ModelRepository:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_tell_of)
         return task
+
+
+def _tell_of(task: asyncio.Task[Any]) -> None:
+    """Log what nobody expects; a StatusError was told to the client, if it is still there."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, StatusError):
+        log.error("a task of the repository failed", exc_info=error)
 
 
 def _by_name(one: ModelId) -> tuple[str, str]:

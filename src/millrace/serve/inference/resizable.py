@@ -16,6 +16,8 @@ from millrace.serve.repository.config import InstanceGroup
 
 
 class ResizableModel(BackendModel):
+    """A model whose instances are added and closed while it answers, in place of a reload."""
+
     def __init__(self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(of, backend, others, loop)
         self._of, self._backend, self._others = of, backend, others
