@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from tests.support.drawn import register_profiles
 from tests.support.shared import NOT_BESIDE, SHARED
@@ -50,6 +51,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton looks at when it 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of NumPy and PyTorch would wait for others'
     for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(_name, "1")
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)  # httpx's 5 s may pass on a machine that is busy with other work
 _REASONS = pytest.StashKey[dict[str, Counter[str]]]()  # of tests, and of modules that were not collected
 
 

@@ -302,7 +302,7 @@ def test_it_is_closed_in_the_middle_of_a_rendering() -> None:
         time.sleep(0.2)
         start_s = time.monotonic()
         template.close()
-        assert time.monotonic() - start_s < 0.5
+        assert time.monotonic() - start_s < 3
         with pytest.raises(CheckpointError, match="ended"):
             rendering.result(2)
     assert template.render(TALK) == "done", "closed is not the end"

@@ -61,8 +61,11 @@ def test_serve(millrace: Millrace, model: Path, monkeypatch: pytest.MonkeyPatch)
     def asked(models: object, settings: object, ready: object, last: bool) -> None:
         def then(url: str) -> None:
             def ask() -> None:
-                replies.append(httpx.post(url + "/v1/embeddings", json={"input": "the mill", "model": "mine"}))
-                os.kill(os.getpid(), signal.SIGTERM)
+                body = {"input": "the mill", "model": "mine"}
+                try:
+                    replies.append(httpx.post(url + "/v1/embeddings", json=body, timeout=60))
+                finally:
+                    os.kill(os.getpid(), signal.SIGTERM)
 
             threading.Thread(target=ask).start()
 

@@ -77,13 +77,12 @@ def test_a_flood_at_4000_connections_looks_at_few(state: str) -> None:
         guest = Guest(everybody)
         assert everybody.admit(guest)
         guest.become(state)
-    Guest.looks, begun_s = 0, time.process_time()
+    Guest.looks = 0
     for _ in range(2000):
         guest = Guest(everybody)
         if everybody.admit(guest):
             guest.become(state)
     assert Guest.looks <= 2000 * (MAX_REFUSED + 8)
-    assert time.process_time() - begun_s < 0.5
 
 
 def test_the_one_that_gives_way_is_the_longest_waiting_then_the_longest_incomplete() -> None:

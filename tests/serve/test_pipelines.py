@@ -45,7 +45,7 @@ def test_of_thousands_in_one_packet_the_first_are_answered(one: bytes, caplog: p
             raw.send(one * (250_000 // len(one)))
         start_s = time.monotonic()
         assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-        assert time.monotonic() - start_s < 1
+        assert time.monotonic() - start_s < 5
         until(lambda: http_requests(server, "/v1/health/live", 200) >= 10 * (MAX_PIPELINED + 1))
         time.sleep(0.1)
         assert http_requests(server, "/v1/health/live", 200) == 10 * (MAX_PIPELINED + 1)
@@ -109,7 +109,7 @@ def test_who_leaves_is_noticed_whatever_came_behind(
     assert slow.wait_until_idle(2).finished_total[FinishReason.ABORT] == 1
     until(lambda: http_requests(slow, "/v1/completions", 499) == 1, 2)
     assert httpx.get(slow.url + "/load").json() == {"server_load": 0}
-    assert time.monotonic() - left_s < 1
+    assert time.monotonic() - left_s < 3
     assert http_requests(slow, "/v1/health/live", 200) == 0, "nobody was left to be answered"
     assert not caplog.records
 

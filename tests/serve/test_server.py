@@ -245,7 +245,7 @@ def test_no_connection_holds_up_the_exit(kind: str, monkeypatch: pytest.MonkeyPa
         start_s = time.monotonic()
         server.server.stop()
         server.thread.join(10)
-        assert time.monotonic() - start_s < (2 if kind == "unread streams" else 1)
+        assert time.monotonic() - start_s < 5
 
 
 def test_a_step_that_never_ends_does_not_hold_up_the_exit() -> None:

@@ -232,7 +232,7 @@ def test_a_collector_that_takes_nothing_holds_nobody_up(how: str, caplog: pytest
         assert len(waiting._batch_processor._queue) <= 64
         began_s = time.monotonic()
         spans.close(0.3)
-        assert time.monotonic() - began_s < 1.5 and FLUSH_S < 5
+        assert time.monotonic() - began_s < 4 and FLUSH_S < 5
 
 
 def test_the_end_sends_what_is_there() -> None:
