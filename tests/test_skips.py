@@ -24,15 +24,18 @@ MODULE = "import pytest\npytest.skip('why, in a module', allow_module_level=True
 WHYS = ["by a mark", "in a fixture", "in a module", "in a test"]
 
 
-@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile")], ids=["", "two"])
+TWO = ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile")
+
+
 @pytest.mark.parametrize(
-    ("contents", "skips", "code", "refused"),
+    ("contents", "skips", "code", "refused", "workers"),
     [
-        ([KNOWN, UNKNOWN, MODULE], "any", 0, []),
-        ([KNOWN, UNKNOWN, MODULE], "known", 1, [f"why, {w}" for w in WHYS]),
-        ([KNOWN], "known", 0, []),
-        ([KNOWN], "none", 1, [EXPLAINED]),
-        ([MODULE], "known", 1, ["why, in a module"]),
+        ([KNOWN, UNKNOWN, MODULE], "any", 0, [], ()),
+        ([KNOWN, UNKNOWN, MODULE], "known", 1, [f"why, {w}" for w in WHYS], ()),
+        ([KNOWN, UNKNOWN, MODULE], "known", 1, [f"why, {w}" for w in WHYS], TWO),
+        ([KNOWN], "known", 0, [], TWO),
+        ([KNOWN], "none", 1, [EXPLAINED], ()),
+        ([MODULE], "known", 1, ["why, in a module"], TWO),
     ],
 )
 def test_a_skip_fails_the_run_unless_it_is_allowed(

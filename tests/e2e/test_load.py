@@ -9,7 +9,7 @@ from tools.load.__main__ import MOST_GROWTH_BYTES, main
 
 
 def test_200_clients_of_one_prompt(tiny_engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = main([str(tiny_engine), "--seconds", "9", "--questions", "16"])
+    code = main([str(tiny_engine), "--seconds", "9", "--questions", "8"])
     outcome = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert code == 0, outcome  # pages are too few: some were evicted, and answers gave way
     assert (

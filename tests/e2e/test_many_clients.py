@@ -19,7 +19,7 @@ from millrace.bench.server_process import ServerProcess
 from tests.e2e.conftest import built
 from tests.e2e.live import JSON
 
-N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 20, 5
+N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 8, 3
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
 # Each is refused within some milliseconds: without a pause they would take the server's cores for reading alone.

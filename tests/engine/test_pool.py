@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("tests/native/pool.cpp", "native/pool.cpp", "native/platform.cpp")
 RACES = ("-fsanitize=thread", "-O1")
-JOBS = {(): 1500, RACES: 200}
+JOBS = {(): 600, RACES: 80}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")

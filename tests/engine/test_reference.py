@@ -50,7 +50,10 @@ def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16", "fp8a16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16", "w4a8", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("w8a8", "w8a16", "fp8a16"))],
+)
 def test_logits_agree(family: str, precision: str, tmp_path: Path) -> None:
     assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)
 
@@ -67,9 +70,11 @@ def halves(name: str) -> Kind:
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        (Kind.Q4_0, "w4a8"), (Kind.Q8_0, "w8a8"), (Kind.Q4_0, "w4a16"), (Kind.Q4_K, "w4a8"), (Kind.Q4_1, "w4a16"),
-        (Kind.Q5_1, "w8a8"), (Kind.Q6_K, "w8a8"), (Kind.Q6_K, "w8a16"), (Kind.Q5_K, "w4a8"), (mixed, "w4a8"),
-        (mixed, "w8a8"), (halves, "fp32"),
+        (Kind.Q4_0, "w4a8"), (Kind.Q8_0, "w8a8"), (Kind.Q4_1, "w4a16"), (Kind.Q4_K, "w4a8"), (Kind.Q6_K, "w8a16"),
+        (mixed, "w4a8"), (halves, "fp32"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
+            (Kind.Q4_0, "w4a16"), (Kind.Q5_1, "w8a8"), (Kind.Q6_K, "w8a8"), (Kind.Q5_K, "w4a8"), (mixed, "w8a8"),
+        )),
     ],
 )  # fmt: skip
 def test_logits_of_a_quantised_file_agree(kind: Kind | KindOf, precision: str, tmp_path: Path) -> None:

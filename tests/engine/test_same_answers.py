@@ -100,7 +100,9 @@ def ways(best: str) -> Iterator[tuple[str, int, int, int]]:
     yield slowest, 1, 10, 4
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [*PRECISIONS[:-2], *(pytest.param(name, marks=pytest.mark.nightly) for name in PRECISIONS[-2:])]
+)
 def test_together_equals_alone(engines: dict[str, Engine], precision: str) -> None:
     engine = engines[precision]
     prompts, params = sixteen()

@@ -34,7 +34,7 @@ def alone(executor: NativeExecutor, context: list[int], ending: list[int], known
     return float(rows[np.arange(len(ending)), ending].sum()), rows.argmax(axis=1).tolist() == ending
 
 
-@pytest.mark.parametrize("shared", [0, 63, 64, 130, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("shared", [0, 63, *(pytest.param(n, marks=pytest.mark.nightly) for n in (64, 130, 200))])
 def test_equal_those_of_each_alone(executor: NativeExecutor, shared: int) -> None:
     draw = np.random.default_rng(shared)
     begin = draw.integers(3, executor.limits.vocab_size, shared).tolist()

@@ -31,7 +31,7 @@ def random_prompts(seed: int, vocab_size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 10))])
 @pytest.mark.parametrize("precision, dtype", [("fp32", "float32"), ("bf16", "bfloat16")])
 def test_logits(family: str, seed: int, precision: str, dtype: str, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "checkpoint", family, seed, dtype=dtype)
@@ -75,7 +75,10 @@ def test_llama_3_scaling_beyond_the_original_context(precision: str, dtype: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16", "w4a16", "fp8a16"])
+@pytest.mark.parametrize("precision", [
+    "fp32", "bf16", "w8a8", "w4a8",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("w8a16", "w4a16", "fp8a16")),
+])  # fmt: skip
 def test_fusing_changes_nothing(family: str, precision: str, tmp_path: Path) -> None:
     """The fused program gives the bits of the plain one-to-one lowering."""
     folder = random_checkpoint(tmp_path / "checkpoint", family, seed=3)

@@ -56,7 +56,7 @@ def tables(processors: Processors, group: int, rng: np.random.Generator) -> tupl
         (4, 2, 16, 16, (1, 64), True, "f32"),
         pytest.param(6, 2, 24, 40, (2, 64), True, "f32", marks=pytest.mark.nightly),
         pytest.param(9, 3, 64, 64, (2, 128), True, "f32", marks=pytest.mark.nightly),
-        (3, 3, 8, 24, (9, 64), False, "f32"),
+        pytest.param(3, 3, 8, 24, (9, 64), False, "f32", marks=pytest.mark.nightly),
         (6, 2, 24, 40, (2, 64), True, "int8"), (4, 2, 16, 24, (9, 128), True, "fp8"),
     ],
 )  # fmt: skip

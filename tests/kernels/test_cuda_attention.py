@@ -124,7 +124,7 @@ def test_parts_are_seen_to_be_merged() -> None:
 
 
 @pytest.mark.parametrize("group", [3, 20])
-@pytest.mark.parametrize("multiprocessors", [1, 9])
+@pytest.mark.parametrize("multiprocessors", [9, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_buckets_work(group: int, multiprocessors: int) -> None:
     """Filled twice, the second time by fewer and shorter sequences: what is left of the first is nobody's."""
     shape = 2 * group, 2, 16, 24

@@ -117,7 +117,7 @@ def tiny_limits(rng: random.Random) -> ExecutorLimits:
     )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(25, by_night=2))
 @given(seed=SEEDS)
 def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
     check_any_schedule(seed, 1)

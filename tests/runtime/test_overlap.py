@@ -25,7 +25,7 @@ def executor_of(loop: EngineLoop) -> FakeExecutor:
     return loop._executor
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(16, by_night=2))
 @given(seed=SEEDS)
 def test_any_schedule_gives_the_answers_of_one_step_at_a_time(seed: int) -> None:
     """With choices, stop strings, penalties, scores, requests that are cancelled, and pages that run short."""

@@ -90,7 +90,9 @@ def test_calls_in_a_row_are_under_load_what_a_request_is() -> None:
     assert not row.alone_breaks(Limits(ttft_s=1.01 * alone.ttft_s, e2e_s=1.01 * alone.e2e_s))
 
 
-@pytest.mark.parametrize("calls", [((6000, 1), (200, 500)), ((300, 400), (3000, 10))])
+@pytest.mark.parametrize(
+    "calls", [((6000, 1), (200, 500)), pytest.param(((300, 400), (3000, 10)), marks=pytest.mark.nightly)]
+)
 def test_of_calls_in_a_row_memory_and_time_are_those_of_each(calls: tuple[tuple[int, int], ...]) -> None:
     """Keys and values are there for as long as a call is in flight, which a long prompt hardly is, although it takes
     most of an instance's time."""

@@ -177,6 +177,7 @@ def test_simulated_plans_buy_no_more_for_looser_limits_and_say_how_they_were_fou
     assert found.binding != "the limit on ITL" and plan(900, points, limits, Fleet(), BASIS).point == found.point
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("few")
 def test_the_43_b_by_simulation() -> None:
     """Without limits, 3,500 / 500 and 31 requests/s on machines with H100s: 13 again, and it is memory that binds."""
@@ -185,6 +186,7 @@ def test_the_43_b_by_simulation() -> None:
     assert found.systems == 13 and found.binding == "memory of the KV cache"
 
 
+@pytest.mark.nightly
 def test_the_decision_table_by_simulation() -> None:
     """Llama-3-8B 2,000 / 200 on H100 in closed loops: published 70.75 and 106.5 within mean TTFTs of 0.5 and 1 s."""
     for ttft_s, published in ((0.5, 70.75), (1.0, 106.5)):

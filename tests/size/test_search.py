@@ -34,7 +34,7 @@ def sought(search: Search, closed: bool) -> Point | None:
     return max(found, key=lambda p: p.rate, default=None)
 
 
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("closed", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_more_time_never_finds_less(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
     monkeypatch.setattr(capacity, "_LEAST", 200)
     monkeypatch.setattr(capacity, "_TURNS", 1)

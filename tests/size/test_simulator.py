@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
@@ -21,7 +21,7 @@ from millrace.size.simulator import Simulated, Simulation
 from millrace.size.stack import Stack
 from millrace.size.steps import step_time
 from millrace.size.virtual import Arrival, at_once
-from tests.support.drawn import SEEDS
+from tests.support.drawn import SEEDS, examples
 
 SERVED = Stack(name="30 us of host for a sequence and step", host_s=30e-6)
 
@@ -145,6 +145,7 @@ def test_a_short_pool_preempts_and_all_is_answered() -> None:
     assert found.preemptions > 0 and len(found.of("e2e_s")) == 12
 
 
+@settings(max_examples=examples(40, by_night=2))
 @given(seed=SEEDS)
 def test_steps_taken_at_once_are_those_of_the_loop_that_serves(seed: int) -> None:
     """Every time of every request, bit for bit; steps, preemptions and hits: by EngineLoop and without it."""

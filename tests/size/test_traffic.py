@@ -143,6 +143,7 @@ def test_bursts_wait_as_long_as_in_a_queue_of_one_server() -> None:
     assert waits[1] > 2 * waits[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("few")
 def test_bursts_buy_no_less() -> None:
     asked = {**COMMON, "isl": 500, "osl": 10, "rate": 2000, "ttft_ms": 60}

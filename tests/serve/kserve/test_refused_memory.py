@@ -86,7 +86,8 @@ def filled(name: str, limit: int) -> bytes:
     return ((head % (n + 2) if "%d" in head else head) + item * n + "0" + tail).encode()
 
 
-BY_NIGHT = ("infer, no JSON", "infer, an unknown input")  # of a route that is asked otherwise, too
+# Of a route, or of code, that others ask by day.
+BY_NIGHT = ("infer, a wrong type", "infer, no JSON", "infer, an unknown input", "generate", "trace settings")
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in BY_NIGHT])
