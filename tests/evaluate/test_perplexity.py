@@ -183,7 +183,7 @@ def test_detokenised_by_its_rules() -> None:
 def test_detokenised_in_time_that_grows_with_the_text(mark: str) -> None:
     text, began = mark * (1 << 19), time.perf_counter()
     detokenised(text)
-    assert time.perf_counter() - began < 2, "half a million marks; where it is quadratic it takes hours"
+    assert time.perf_counter() - began < 60, "half a million marks; where it is quadratic it takes hours"
 
 
 def test_pages_begin_at_titles_of_the_first_level() -> None:

