@@ -198,11 +198,11 @@ def _troubles(failed: Mapping[Backend, str]) -> str:
 
 async def _with_signals(server: Server) -> None:
     loop = asyncio.get_running_loop()
+    # Not loop.add_signal_handler: removing its handler restores the default one, and the next signal ends the process.
     for number in _SIGNALS:
-        loop.add_signal_handler(number, server.stop_here)
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(server.stop_here))
     try:
         await server.run()
     finally:
         for number in _SIGNALS:
-            loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
