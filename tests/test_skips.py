@@ -36,6 +36,15 @@ TWO = ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile")
         ([KNOWN], "known", 0, [], TWO),
         ([KNOWN], "none", 1, [EXPLAINED], ()),
         ([MODULE], "known", 1, ["why, in a module"], TWO),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ([KNOWN, UNKNOWN, MODULE], "any", 0, [], TWO),
+                ([KNOWN], "known", 0, [], ()),
+                ([KNOWN], "none", 1, [EXPLAINED], TWO),
+                ([MODULE], "known", 1, ["why, in a module"], ()),
+            )
+        ),
     ],
 )
 def test_a_skip_fails_the_run_unless_it_is_allowed(

@@ -19,7 +19,7 @@ from millrace.bench.server_process import ServerProcess
 from tests.e2e.conftest import built
 from tests.e2e.live import JSON
 
-N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 8, 3
+N_CLIENTS = 64
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
 # Each is refused within some milliseconds: without a pause they would take the server's cores for reading alone.
@@ -99,7 +99,8 @@ def wait_for_pages(url: str) -> None:
         time.sleep(0.02)
 
 
-def test_64_streams_of_which_a_third_leave(stories_engine: Path, cache: Path) -> None:
+@pytest.mark.parametrize(("n_warm_up", "n_rounds"), [(3, 8), pytest.param(5, 20, marks=pytest.mark.nightly)])
+def test_64_streams_of_which_a_third_leave(stories_engine: Path, cache: Path, n_warm_up: int, n_rounds: int) -> None:
     with (
         served(stories_engine, cache) as (url, process),
         httpx.Client(timeout=60, limits=httpx.Limits(max_connections=N_CLIENTS)) as client,
@@ -107,11 +108,11 @@ def test_64_streams_of_which_a_third_leave(stories_engine: Path, cache: Path) ->
         solo = {seed: stream(client, url, seed, None) for seed in range(N_CLIENTS)}
         assert len(set(solo.values())) == N_CLIENTS
         n_left, rss = 0, []
-        for number in range(N_WARM_UP + N_ROUNDS):
+        for number in range(n_warm_up + n_rounds):
             n_left += one_round(client, url, number, solo)
             wait_for_pages(url)
             rss.append(process.memory_info().rss)
-        grown = rss[-1] - rss[N_WARM_UP - 1]
+        grown = rss[-1] - rss[n_warm_up - 1]
         aborted = metric(url, 'vllm:request_success_total{finished_reason="abort"')
         say(
             f"{n_left} of {N_CLIENTS * len(rss)} streams left, {aborted:.0f} in time; "

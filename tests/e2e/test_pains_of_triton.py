@@ -147,10 +147,13 @@ def test_10_why_is_it_not_batching(tmp_path: Path) -> None:
               '"execute_delay_ms" value { string_value: "20" } }')}  # fmt: skip
     with serving(write_models(tmp_path, models)) as url:
         one = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda _: infer(url, "m", {"inputs": [one]}), range(8)))
-        infer(url, "m", {"inputs": [one]})
-        (told,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+        for _ in range(20):  # a busy machine may send the four of a batch apart
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(lambda _: infer(url, "m", {"inputs": [one]}), range(8)))
+            infer(url, "m", {"inputs": [one]})
+            (told,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+            if told["batch_closed"].keys() >= {"full", "delay"}:
+                break
         assert told["batch_closed"]["full"] >= 1 and told["batch_closed"]["delay"] >= 1, told["batch_closed"]
         assert {b["batch_size"] for b in told["batch_stats"]} >= {1, 4}
         metrics = httpx.get(f"{url}/metrics").text
@@ -175,12 +178,13 @@ def test_11_shapes_and_typing_errors(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "a batch dimension to be prepended" in error
 
 
-def test_12_eight_milliseconds_become_sixty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_ms", [28, pytest.param(14, marks=pytest.mark.timing)], ids=["busy", "idle"])
+def test_12_eight_milliseconds_become_sixty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_ms: float) -> None:
     """A model of 8 ms that is given an image and gives one, 602 KB each, takes some 8 ms: over HTTP, over a socket of
     this machine alone, which a client reaches by its path, and over gRPC. It is given the request's own bytes. However
     busy the machine is, some rounds are nearly as quick; were the server slow, none would be.
     """
-    roots, of_model_ms, most_ms = list[object](), 8, 28
+    roots, of_model_ms = list[object](), 8
     compute = _Identity.compute
 
     def looked_at(self: _Identity, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,7 +242,8 @@ def root(array: Any) -> object:
     return held
 
 
-def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_most", [50, pytest.param(1, marks=pytest.mark.timing)], ids=["busy", "idle"])
+def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path, n_most: int) -> None:
     """By a header of its answer, for whoever asks with one: each hop, and what is between them is small."""
     slow = 'parameters { key: "execute_delay_ms" value { string_value: "40" } }'
     steps = [("a", {"INPUT0": "x"}, {"OUTPUT0": "y"}), ("b", {"INPUT0": "y"}, {"OUTPUT0": "z"})]
@@ -248,8 +253,7 @@ def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
     with serving(write_models(tmp_path, models)) as url:
         infer(url, "both", body)
         assert "server-timing" not in infer(url, "both", body).headers, "of whoever asks"
-        servers_ms = [1e3]  # what the server itself takes; on a busy machine some answer's is small
-        while len(servers_ms) < 50 and min(servers_ms) >= 20:
+        for _ in range(n_most):  # on a busy machine some answer has waited for nobody
             began_s = time.perf_counter()
             reply = infer(url, "both", body, {"x-millrace-timing": "1"})
             whole_ms = (time.perf_counter() - began_s) * 1e3
@@ -260,8 +264,10 @@ def test_12_where_the_time_of_a_pipeline_went(tmp_path: Path) -> None:
             assert told["compute_infer", "a"] >= 40
             hops_ms = sum(ms for (_, model), ms in told.items() if model in ("a", "b"))
             assert hops_ms <= told["compute_infer", "both"] + 0.01 <= told["total", ""] + 0.02 <= whole_ms + 0.03
-            servers_ms.append(told["total", ""] - hops_ms)
-    assert min(servers_ms) < 20
+            server_ms, second_ms = told["total", ""] - hops_ms, told["compute_infer", "b"]
+            if server_ms < 20 and second_ms < 40:
+                break
+    assert server_ms < 20 and second_ms < 40, "what the server itself takes, and the model that does nothing"
 
 
 def test_13_one_model_holds_up_the_others(tmp_path: Path) -> None:

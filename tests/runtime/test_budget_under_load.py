@@ -72,14 +72,17 @@ class Users:
         return sorted(self.ttfts_s)[int(0.95 * len(self.ttfts_s))]
 
 
+@pytest.mark.parametrize("seconds", [8, pytest.param(20, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("is_busy", [lambda s: False, lambda s: True, lambda s: int(s / 5) % 2 == 1],
                          ids=["idle", "busy", "by turns"])  # fmt: skip
-def test_throughput_is_nearly_that_of_the_largest_chunk(machine: str, is_busy: Callable[[float], bool]) -> None:
+def test_throughput_is_nearly_that_of_the_largest_chunk(
+    machine: str, is_busy: Callable[[float], bool], seconds: float
+) -> None:
     budget, largest = TokenBudget(MAX_STEP), TokenBudget.unhurried(MAX_STEP)
     ours, theirs = Users(budget, machine, is_busy, seed=3), Users(largest, machine, is_busy, seed=3)
-    ours.run(8)
-    theirs.run(8)
+    ours.run(seconds)
+    theirs.run(seconds)
     assert ours.n_tokens >= 0.85 * theirs.n_tokens
     assert ours.ttft_p95() < 3 * theirs.ttft_p95() + 0.5
 

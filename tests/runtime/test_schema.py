@@ -157,10 +157,15 @@ def takes(grammars: Grammars, schema: dict[str, Any], text: str) -> bool:
     return bool(guide.consume_tokens(WORDS.encode(text, add_special_tokens=False)) and guide.is_accepting())
 
 
-def pairs(lows: Sequence[float | None], highs: Sequence[float | None]) -> list[tuple[float | None, float | None]]:
-    """Some pairs of a lower and an upper bound that have something between them."""
+some_pairs = pytest.mark.parametrize("n", [10, pytest.param(24, marks=pytest.mark.nightly)])
+
+
+def pairs(
+    lows: Sequence[float | None], highs: Sequence[float | None], n: int
+) -> list[tuple[float | None, float | None]]:
+    """At most `n` pairs of a lower and an upper bound that have something between them."""
     every = [(a, b) for a, b in itertools.product(lows, highs) if a is None or b is None or a <= b]
-    return Random(3).sample(every, min(len(every), 10))
+    return Random(3).sample(every, min(len(every), n))
 
 
 ENDS = [-(2**63) - 1, -(2**63), -(2**53) - 2, -(2**53) - 1, -(10**18), -10, 0, 9, 2**53, 2**53 + 1, 2**53 + 2, 10**18,
@@ -168,11 +173,14 @@ ENDS = [-(2**63) - 1, -(2**63), -(2**53) - 2, -(2**53) - 1, -(10**18), -10, 0, 9
 NEAR = sorted({int(end) + more for end in ENDS for more in (-1025, -1, 0, 1, 2, 1023)})
 
 
+@some_pairs
 @pytest.mark.parametrize("lower", [None, "minimum", "exclusiveMinimum"])
 @pytest.mark.parametrize("upper", [None, "maximum", "exclusiveMaximum"])
-def test_bounds_of_integers_are_exact_or_refused(grammars: Grammars, lower: str | None, upper: str | None) -> None:
+def test_bounds_of_integers_are_exact_or_refused(
+    grammars: Grammars, lower: str | None, upper: str | None, n: int
+) -> None:
     n_taken = 0
-    for low, high in pairs(ENDS if lower else [None], ENDS if upper else [None]):
+    for low, high in pairs(ENDS if lower else [None], ENDS if upper else [None], n):
         schema = {"type": "integer", **({lower: low} if lower else {}), **({upper: high} if upper else {})}
         try:
             (matcher,) = grammars.matchers(StructuredOutputsParams(json=schema), 1)
@@ -225,13 +233,14 @@ SPELLINGS = ["0", "0.0", "1", "1.0", "-1", "0.5", "-0.5", "0.25", "-0.25", "1.5"
              "2", "10", "9.75", "10.5"]  # fmt: skip
 
 
+@some_pairs
 @pytest.mark.parametrize("lower", [None, "minimum", "exclusiveMinimum"])
 @pytest.mark.parametrize("upper", [None, "maximum", "exclusiveMaximum"])
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "in allOf"])
-def test_no_number_is_beyond_its_bounds(grammars: Grammars, lower: str, upper: str, apart: bool) -> None:
+def test_no_number_is_beyond_its_bounds(grammars: Grammars, lower: str, upper: str, apart: bool, n: int) -> None:
     """llguidance takes n itself where n is an exclusive bound, and the other is within the same unit."""
     n_taken = 0
-    for low, high in pairs(FRACTIONS if lower else [None], FRACTIONS if upper else [None]):
+    for low, high in pairs(FRACTIONS if lower else [None], FRACTIONS if upper else [None], n):
         below, above = ({lower: low} if lower else {}), ({upper: high} if upper else {})
         schema = {"allOf": [{"type": "number", **below}, above]} if apart else {"type": "number", **below, **above}
         try:

@@ -195,10 +195,11 @@ class Slow:
     """Each step waits until it is let go."""
 
     def __init__(self) -> None:
-        self.go, self.steps = threading.Semaphore(1), 0  # one for the warm-up
+        self.go, self.begun, self.steps = threading.Semaphore(1), 0, 0  # one for the warm-up
         self.fails = False
 
     def run(self, inputs: dict[str, Ids]) -> dict[str, NDArray[np.float32]]:
+        self.begun += 1
         assert self.go.acquire(timeout=20)
         self.steps += 1
         if self.fails:
@@ -339,9 +340,9 @@ def is_stopping(loop: EncoderLoop) -> bool:
 
 def test_a_step_that_does_not_end_is_left_behind(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.serve.server.STOP_S", 0.2)
-    with slow(tokenizer) as (_, loop, server), ThreadPoolExecutor(1) as pool:
+    with slow(tokenizer) as (network, _, server), ThreadPoolExecutor(1) as pool:
         cut = pool.submit(post, server.url, "/v1/embeddings", BODY)
-        until(lambda: not loop.stats().idle)
+        until(lambda: network.begun == 2)  # until then, it would only be being closed
         server.server.stop()
         server.server.stop()
         assert cut.result().status_code == 503 and "does not end" in cut.result().json()["error"]["message"]

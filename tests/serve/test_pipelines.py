@@ -35,8 +35,11 @@ def slow() -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.parametrize("most_s", [5, pytest.param(1, marks=pytest.mark.timing)], ids=["busy", "idle"])
 @pytest.mark.parametrize("one", [LIVE, OFFER], ids=["plain", "offers"])
-def test_of_thousands_in_one_packet_the_first_are_answered(one: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_thousands_in_one_packet_the_first_are_answered(
+    one: bytes, most_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each was kept, with everything that an answer needs: 60 such connections took 1.2 GB."""
     with serving_with() as server, ExitStack() as stack:
         for _ in range(10):
@@ -45,7 +48,7 @@ def test_of_thousands_in_one_packet_the_first_are_answered(one: bytes, caplog: p
             raw.send(one * (250_000 // len(one)))
         start_s = time.monotonic()
         assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < most_s
         until(lambda: http_requests(server, "/v1/health/live", 200) >= 10 * (MAX_PIPELINED + 1))
         time.sleep(0.1)
         assert http_requests(server, "/v1/health/live", 200) == 10 * (MAX_PIPELINED + 1)
@@ -109,7 +112,7 @@ def test_who_leaves_is_noticed_whatever_came_behind(
     assert slow.wait_until_idle(2).finished_total[FinishReason.ABORT] == 1
     until(lambda: http_requests(slow, "/v1/completions", 499) == 1, 2)
     assert httpx.get(slow.url + "/load").json() == {"server_load": 0}
-    assert time.monotonic() - left_s < 3
+    assert time.monotonic() - left_s < 1
     assert http_requests(slow, "/v1/health/live", 200) == 0, "nobody was left to be answered"
     assert not caplog.records
 
