@@ -1,5 +1,6 @@
 """Runs cases of one target, writes failures to stdout, and into a file which case it is at: `driver.py` starts it."""
 
+import ctypes
 import gc
 import importlib
 import os
@@ -41,9 +42,10 @@ def run(case: Case, target: str, seed: int, cases: range, place: int, slow_s: fl
     warm, peak = 0, _peak_bytes()
     for i in cases:
         os.pwrite(place, struct.pack("<q", i), 0)
-        begun = time.process_time()
-        found = _judged(case, seed, i)
-        taken, before, peak = time.process_time() - begun, peak, _peak_bytes()
+        found, taken = _timed(case, seed, i)
+        if found is None and taken > slow_s:  # or only beside what else this machine did
+            taken = min(taken, _timed(case, seed, i)[1])
+        before, peak = peak, _peak_bytes()
         if found is None and taken > slow_s:
             found = "slow", f"{taken:.1f} s of processor time"
         if found is None and i - cases.start >= _WARM and peak - before > MAX_LEAP_BYTES:
@@ -55,6 +57,13 @@ def run(case: Case, target: str, seed: int, cases: range, place: int, slow_s: fl
     grown = _resident_bytes() - warm
     if warm and grown > MAX_GROWTH_BYTES:
         _tell(Failure(target, seed, cases.stop - 1, "memory", f"{grown >> 20} MiB more than after {_WARM} cases"))
+
+
+def _timed(case: Case, seed: int, index: int) -> tuple[tuple[str, str] | None, float]:
+    """What is wrong, and the processor time in seconds."""
+    begun = time.process_time()
+    found = _judged(case, seed, index)
+    return found, time.process_time() - begun
 
 
 def _judged(case: Case, seed: int, index: int) -> tuple[str, str] | None:
@@ -92,6 +101,7 @@ def _peak_bytes() -> int:
 
 def _resident_bytes() -> int:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed between other things is no memory that is kept
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 

@@ -1,13 +1,14 @@
 """Good bodies of the server's endpoints, and the way that each goes before an engine is asked."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.params import resolve
 from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
@@ -23,8 +24,9 @@ from millrace.serve.protocol import (
 )
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
+from millrace.serve.text import VERY_LONG_CHARACTERS
 from millrace.serve.wire import Call, RequestLog
-from tests.serve.support import Fake
+from tests.serve.support import Fake, tokenizer
 
 _SAMPLING: dict[str, Any] = {
     "model": "fake", "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "n": 2, "seed": 7,
@@ -55,12 +57,26 @@ BODIES: list[tuple[type[Body], dict[str, Any]]] = [
 _ENCODER = EncoderLimits(inputs=(), max_step_tokens=64, max_texts=8, max_context=64, vocab_size=400, width=8)
 
 
+class _First:
+    """A tokenizer of the first characters: of more, a server's own processes take the time and memory."""
+
+    def __init__(self, words: Tokenizer) -> None:
+        self._words = words
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._words.encode(text[:VERY_LONG_CHARACTERS], add_special_tokens)
+
+
 class Endpoints:
     """The handlers of the endpoints over a model that is none: what would ask it stops before."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._serving = Fake().model().backend(Serving(ServerSettings()))
+        fake = Fake(words=cast(Tokenizer, _First(tokenizer())))
+        self._serving = fake.model().backend(Serving(ServerSettings()))
 
     def take(self, kind: type[Body], body: bytes) -> bytes | None:
         """What /tokenize and /detokenize answer; None elsewhere. raises MillraceError as the server would answer it"""
