@@ -120,7 +120,7 @@ def test_what_claims_to_be_from_the_future_is_not_remembered(tmp_path: Path, wei
     assert len(reads) == 2 and not (tmp_path / "t").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"1:2": {"nbytes": "many"}}', bytes(2 << 20)])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"\xf3": 1}', b'{"1:2": {"nbytes": "many"}}', bytes(2 << 20)])
 def test_a_damaged_table_costs_time_only(tmp_path: Path, weights: Path, reads: list[Path], content: bytes) -> None:
     (tmp_path / "t").write_bytes(content)
     assert ask(tmp_path / "t", weights) == ask(tmp_path / "t", weights) and len(reads) == 1

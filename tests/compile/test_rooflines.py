@@ -24,7 +24,7 @@ def test_it_comes_back_as_it_was_for_the_same_run_only(tmp_path: Path) -> None:
     assert kept_roofline(tmp_path / "new", "avx2", 2) == again and len(json.loads(path.read_text())) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"x": 1}', b"\xff", b" " * (1 << 19)])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"x": 1}', b'{"\xf3": 1}', b"\xff", b" " * (1 << 19)])
 def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, content: bytes) -> None:
     path = keep_roofline(tmp_path, "avx2", ROOFLINE)
     path.write_bytes(content)

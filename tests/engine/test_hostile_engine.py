@@ -6,6 +6,7 @@ import random
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import ExecutionError, StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
 from millrace.engine.native import LoadedProgram, NativeExecutor, NativeProgram
+from millrace.engine.tables import read_graph_table, read_program_table
 from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import kernels
@@ -94,6 +96,18 @@ def test_a_broken_manifest_is_refused(engine: Engine, content: bytes, tmp_path: 
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(EngineError):
         Engine.open(tmp_path)
+
+
+@pytest.mark.parametrize("name, read", [("program.json", read_program_table), ("graph.json", read_graph_table)])
+def test_a_table_that_is_no_text_is_refused(
+    engine: Engine, name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """Also in a key that nobody reads, whose text the decoder does not look at."""
+    data = (engine.folder / name).read_bytes()
+    for content in (b'{"\xf3": 1,' + data[1:], data.replace(b'"', b'"\xf3', 1), b"\xff\xfe"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(EngineError, match=f"{name} is not readable"):
+            read(tmp_path)
 
 
 def illegal(step: StepInputs, **changes: object) -> StepInputs:
@@ -279,6 +293,7 @@ OUT_OF_THREADS = """
 import resource, sys
 from pathlib import Path
 from millrace.engine.engine import Engine
+from millrace.engine.tables import read_graph_table, read_program_table
 from millrace.errors import ConfigError, EngineError, MachineError
 engine = Engine.open(Path(sys.argv[1]))
 engine.executor(n_pages=4, threads=2).close()

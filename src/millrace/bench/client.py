@@ -224,7 +224,7 @@ class _Exchange:
             return None
         try:
             text = self._endpoint.on_event(self.answer, data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self.fail(Failure.MALFORMED, f"{error}: {_shown(data)}")
         if text is not None:
             self.answer.chunk_s.append(at_s)
@@ -258,7 +258,7 @@ class _Exchange:
     def _take_body(self, data: bytes) -> None:
         try:
             text = self._endpoint.on_body(self.answer, data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self.fail(Failure.MALFORMED, f"{error}: {_shown(data)}")
         if self._endpoint.streams and text is None:
             self.answer.fail(Failure.EMPTY, f"the answer holds no text: {_shown(data)}")

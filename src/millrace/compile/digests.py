@@ -58,7 +58,7 @@ class FileDigests:
             if self._path.stat().st_size > _LIMIT:
                 return {}
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Remembered])
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return {}
 
     def _add(self, key: str, entry: Remembered) -> None:

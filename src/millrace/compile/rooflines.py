@@ -38,5 +38,5 @@ def _all(path: Path) -> dict[str, Roofline]:
         if path.stat().st_size > _LIMIT:
             return {}
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Roofline])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}

@@ -67,7 +67,7 @@ class TimingCache:
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, msgspec.Raw])
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> MachineError:

@@ -111,9 +111,9 @@ def read_graph_table(folder: Path) -> GraphTable:
 def _read(folder: Path, name: str, kind: type[T]) -> T:
     data = (folder / name).read_bytes()
     try:
-        table = json.decode(data, type=kind)
+        table, text = json.decode(data, type=kind), data.decode()  # keys that nobody reads may be no text
     except UNREADABLE as error:
         raise damaged(folder, f"{name} is not readable: {error}") from error
-    if _ESCAPE.search(data) or not data.decode().replace("\n", "").isprintable():  # names will be shown
+    if _ESCAPE.search(data) or not text.replace("\n", "").isprintable():  # names will be shown
         raise damaged(folder, f"{name} holds control characters")
     return table
