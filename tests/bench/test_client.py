@@ -170,6 +170,7 @@ def test_what_comes_before_an_answer_is_none(parts: list[bytes]) -> None:
         (HEAD + b'data: {"choices": 7}\n\n', Failure.MALFORMED, "Expected `array`"),
         (HEAD + b"data: [1]\n\n", Failure.MALFORMED, "Expected `object`"),
         (HEAD + b'data: {"choices": [{"text": "\xf3"}]}\n\n', Failure.MALFORMED, "utf-8"),
+        (HEAD + b'data: {"x": ' + b"[" * 5000 + b"\n\n", Failure.MALFORMED, "recursion"),
         (HEAD + b'data: {"choices": [], "usage": {"completion_tokens": -5}}\n\n', Failure.MALFORMED, ">= 0"),
         (HEAD + b'data: {"choices": [], "usage": {"prompt_tokens": 1%s}}\n\n' % (b"0" * 400), Failure.MALFORMED, ""),
         (HEAD + b"".join(b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n' % n for n in (7, 3)),

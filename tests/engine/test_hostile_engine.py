@@ -293,7 +293,6 @@ OUT_OF_THREADS = """
 import resource, sys
 from pathlib import Path
 from millrace.engine.engine import Engine
-from millrace.engine.tables import read_graph_table, read_program_table
 from millrace.errors import ConfigError, EngineError, MachineError
 engine = Engine.open(Path(sys.argv[1]))
 engine.executor(n_pages=4, threads=2).close()

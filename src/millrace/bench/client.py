@@ -20,6 +20,7 @@ from millrace.bench.answer import Answer, Failure, Question, request_ids
 from millrace.bench.endpoints import PAGE, Endpoint
 from millrace.errors import ConfigError
 
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for such bytes
 MOST_ANSWER_BYTES, MOST_HEAD_BYTES, MOST_EVENT_BYTES = 256 << 20, 64 << 10, 1 << 20
 CONNECT_S = 10.0
 _SHOWN = 500  # bytes of an error's body
@@ -224,7 +225,7 @@ class _Exchange:
             return None
         try:
             text = self._endpoint.on_event(self.answer, data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _NOT_JSON as error:
             return self.fail(Failure.MALFORMED, f"{error}: {_shown(data)}")
         if text is not None:
             self.answer.chunk_s.append(at_s)
@@ -258,7 +259,7 @@ class _Exchange:
     def _take_body(self, data: bytes) -> None:
         try:
             text = self._endpoint.on_body(self.answer, data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _NOT_JSON as error:
             return self.fail(Failure.MALFORMED, f"{error}: {_shown(data)}")
         if self._endpoint.streams and text is None:
             self.answer.fail(Failure.EMPTY, f"the answer holds no text: {_shown(data)}")

@@ -17,6 +17,7 @@ import msgspec
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.files import FileState, Report, file_digest, unreadable
 from millrace.compile.settings import Progress
+from millrace.engine.manifest import UNREADABLE
 from millrace.engine.tactics import write_whole
 
 SETTLED_S = 2.0  # the coarsest times that a file system in use has
@@ -58,7 +59,7 @@ class FileDigests:
             if self._path.stat().st_size > _LIMIT:
                 return {}
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Remembered])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, *UNREADABLE):
             return {}
 
     def _add(self, key: str, entry: Remembered) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.compile.timings import machine_key
+from millrace.engine.manifest import UNREADABLE
 from millrace.engine.tactics import write_whole
 from millrace.machine.roofline import Roofline
 
@@ -38,5 +39,5 @@ def _all(path: Path) -> dict[str, Roofline]:
         if path.stat().st_size > _LIMIT:
             return {}
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Roofline])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNREADABLE):
         return {}

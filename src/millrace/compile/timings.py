@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.engine.hold import WRITING_S, lock
+from millrace.engine.manifest import UNREADABLE
 from millrace.engine.tactics import Choice, knob_values, write_whole
 from millrace.errors import MachineError
 from millrace.kernels.library import library_path
@@ -67,7 +68,7 @@ class TimingCache:
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, msgspec.Raw])
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> MachineError:
