@@ -55,6 +55,7 @@ def test_one_interrupted_step_changes_little() -> None:
     budget = learned(0.01, 2e-4)
     before = budget.prefill_tokens(4)
     budget.observe(before, 5.0)  # the process was not running
+    budget.observe(budget.prefill_tokens(4), 0.01, 4)  # a plain step, to measure it
     assert budget.prefill_tokens(4) > 0.5 * before
 
 

@@ -103,6 +103,42 @@ def test_a_wrong_estimate_does_not_last(machine: str, seed: int) -> None:
     assert budget.prefill_tokens(3, 5) >= right.prefill_tokens(3, 5) / 3
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_one_prompt_stretches_no_gap_of_a_stream(machine: str) -> None:
+    """Beside one long prompt after the other: what all gaps but 1 % keep to, and what the prompts get."""
+    overhead_s, row_s = MACHINES[machine]
+    plain_s = overhead_s + row_s / 2
+    budget, rng = TokenBudget(MAX_STEP), random.Random(1)
+    for _ in range(20):
+        budget.observe(0, plain_s * rng.uniform(0.95, 1.05), 1)
+    steps = list[tuple[int, float]]()
+    for _ in range(1000):
+        n = budget.prefill_tokens(1, 1)
+        steps.append((n, (overhead_s + row_s * (n + 0.5)) * rng.uniform(0.95, 1.05)))
+        budget.observe(*steps[-1], 1)
+    gaps = sorted(took_s for _, took_s in steps[50:])
+    chunks = sorted(n for n, _ in steps[50:])
+    assert gaps[int(0.99 * len(gaps))] < 2.2 * max(plain_s, overhead_s + 4.5 * row_s)
+    assert gaps[int(0.99 * len(gaps))] < 2 * gaps[len(gaps) // 2]
+    assert chunks[len(chunks) // 2] >= min(max(4, int(0.5 * plain_s / row_s)), MAX_STEP), "prompts wait too long"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_estimate_beside_one_stream_does_not_last(machine: str, seed: int) -> None:
+    overhead_s, row_s = MACHINES[machine]
+    budget = TokenBudget(MAX_STEP, step_s=overhead_s / 10 + 50 * row_s, token_s=50 * row_s)
+    budget.step_s = 1.5 * (overhead_s + row_s)  # which was measured, unlike its parts
+    right = TokenBudget(MAX_STEP, step_s=overhead_s + row_s, token_s=row_s)
+    rng, now_s, chunks = random.Random(seed), 0.0, list[int]()
+    while now_s < 2 or len(chunks) < 50:
+        chunks.append(budget.prefill_tokens(1, 1))
+        took_s = (overhead_s + row_s * (chunks[-1] + 1)) * rng.uniform(1.0, 2.0)
+        budget.observe(chunks[-1], took_s, 1)
+        now_s += took_s
+    assert sorted(chunks[-5:])[2] >= right.prefill_tokens(1, 1) / 4
+
+
 def test_the_more_prompts_wait_the_longer_the_chunk() -> None:
     budget = TokenBudget(MAX_STEP, step_s=0.0205, token_s=0.0005)
     chunks = [budget.prefill_tokens(2, waiting) for waiting in (1, 2, 4, 14)]

@@ -4,8 +4,9 @@ A step's time is modelled as `overhead_s + row_s * rows`, where rows are its pro
 one of these costs from nothing, if memory is the limit, to as much as a prompt token. A Kalman filter follows both
 numbers, because they change while a server runs: other processes take the cores, contexts grow. A change of the
 machine's pace moves both at once, so it does not change how long a chunk may be. Which of the two numbers explains a
-step is learned slowly. Longer chunks are tried while it is uncertain, and one after each half second in which all steps
-had about as many rows.
+step is learned slowly. If several prompts wait, longer chunks are tried while it is uncertain. After each half second in
+which all steps had about as many rows, a longer chunk is tried. If a single prompt waits and its steps are clearly longer
+than plain ones, a plain step is tried instead, which stretches no gap.
 
 The budget balances three limits:
 
@@ -28,7 +29,7 @@ DEFAULT_STRETCH = 1.9  # plain steps that one with prefill may last: so the long
 DEFAULT_CHUNK_LOW = 4  # tokens, so that long prompts always go on
 MAX_COST = 0.12  # share of the throughput of the largest chunk, by the model: what is measured stays below 0.15
 FAIR_SHARE = 0.5  # a chunk takes at least this many plain steps, also where `gap_limit_s` would leave less
-SMOOTHING = 0.2  # weight of the newest step without prefill in `step_s`
+SMOOTHING = 0.2  # weight of the newest step in `step_s` and `chunk_s`
 OUTLIER = 4.0  # one measurement moves the model by at most this factor: a step may have been descheduled
 
 # Deviations of logarithms from one step to the next: of both numbers together, and of each. What interrupts a process
@@ -42,6 +43,7 @@ _OPTIMISM = 3.0  # weight of the deviation above _DOUBT
 _PROBE_S = 0.5  # a longer chunk is tried after so many seconds of steps with about as many rows
 _NARROW = 3.0  # "about as many": the most rows are at most this many times the fewest
 _PROBE = 6  # the longer chunk has this many times the rows
+_CLEAR = 1.5  # times a plain step: steps with a chunk that last longer than this differ clearly from it
 _MOST_VARIANCE = 1.0  # of either number
 _FIRST_VARIANCES, _SOLVED_VARIANCES = (1.0, 0.25), (0.02, 0.02)  # after the first step, and the first that differs
 _DECODE_ROW = 0.5  # prompt tokens that a decode row counts as
@@ -153,6 +155,7 @@ class TokenBudget:
     chunk_low: int = DEFAULT_CHUNK_LOW  # tokens; goes before all limits
     stretch: float = DEFAULT_STRETCH  # limit on a step with prefill, in plain steps; infinite: only the absolute one
     step_s: float | None = None  # smoothed time of a step without prefill; None until measured
+    chunk_s: float | None = None  # the same of steps with prefill
     token_s: float | None = None  # of a prompt token, where it is known beforehand
     model: StepTime = field(default_factory=StepTime)
 
@@ -172,7 +175,7 @@ class TokenBudget:
         return cls(max_step_tokens, chunk_low=max_step_tokens)
 
     def prefill_tokens(self, n_decode: int, n_pending: int = 1) -> int:
-        """Return the prompt tokens for a step with `n_decode` decode rows.
+        """Return the prompt tokens for a step with `n_decode` decode rows; 0 now and then, to measure a plain step.
 
         n_pending: sequences whose prompts are not computed yet, and that could run at the same time
         """
@@ -182,22 +185,31 @@ class TokenBudget:
     def observe(self, n_prefill: int, step_time_s: float, n_decode: int = 0) -> None:
         """Learn from a step that took `step_time_s` with so many prompt tokens and decode rows."""
         if n_prefill == 0:
-            old_s = self.step_s or step_time_s
-            self.step_s = old_s + SMOOTHING * (min(step_time_s, OUTLIER * old_s) - old_s)
+            self.step_s = _smoothed(self.step_s, step_time_s)
+        else:
+            self.chunk_s = _smoothed(self.chunk_s, step_time_s)
         self.model.observe(n_prefill + _DECODE_ROW * n_decode, step_time_s)
 
     def _chunk(self, n_decode: int, n_pending: int) -> int:
         if not self.model.is_known:
             return self.chunk_low
-        rows = _DECODE_ROW * n_decode
-        plain_s, row_s = self.model.of(rows), self.model.optimistic_row_s(rows)
+        rows, alone = _DECODE_ROW * n_decode, n_pending == 1
+        plain_s = self.model.of(rows)
+        row_s = self.model.row_s if alone else self.model.optimistic_row_s(rows)
         stretched = (self.stretch - 1) * plain_s / row_s
         within_gap = (self.gap_limit_s - plain_s) / row_s
         chunk = max(min(stretched, within_gap), min(FAIR_SHARE * plain_s / row_s, stretched))
         efficient = self._efficient_chunk(n_decode, n_pending)
-        chunk = max(chunk, efficient if n_pending > 1 else min(efficient, stretched))
-        chunk = max(chunk, self.model.probe_rows - rows)
+        chunk = max(chunk, min(efficient, stretched) if alone else efficient)
+        if (probe_rows := self.model.probe_rows) and alone and self._is_plain_telling(rows):
+            return 0
+        chunk = max(chunk, probe_rows - rows)
         return max(self.chunk_low, int(min(chunk, self.max_step_tokens)))
+
+    def _is_plain_telling(self, rows: float) -> bool:
+        """Return whether a plain step of `rows` would tell overhead and row apart, as a longer chunk would."""
+        is_longer = self.step_s is not None and self.chunk_s is not None and self.chunk_s > _CLEAR * self.step_s
+        return is_longer and rows * _NARROW < self.model.probe_rows / _PROBE
 
     def _efficient_chunk(self, n_decode: int, n_pending: int) -> float:
         """Return the shortest chunk whose step costs at most MAX_COST of the throughput of the largest chunk.
@@ -211,3 +223,8 @@ class TokenBudget:
         missing_s = overhead_s * (1 - allowed * n_decode / together)
         missing_s -= (allowed - 1) * n_decode * _DECODE_ROW * row_s
         return max(0.0, missing_s / ((allowed - 1) * row_s + allowed * overhead_s / self.max_step_tokens))
+
+
+def _smoothed(old_s: float | None, new_s: float) -> float:
+    old_s = old_s or new_s
+    return old_s + SMOOTHING * (min(new_s, OUTLIER * old_s) - old_s)

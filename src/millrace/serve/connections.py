@@ -149,6 +149,7 @@ class Connection(HttpToolsProtocol):
         for at in range(0, len(body), PIECE_BYTES):  # what the client has not taken is copied
             self.transport.write(body[at : at + PIECE_BYTES])
             await self.flow.drain()
+            await asyncio.sleep(0)  # a client that takes it at once would hold up all others
             if answered.disconnected:
                 return
         self._sent(answered)

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, AnyStr, Protocol, TypeVar
@@ -16,6 +17,7 @@ import httptools
 from starlette.types import Receive, Scope
 
 from millrace.serve.errors import ClientGoneError, HttpError
+from millrace.serve.inference.concatenation import LARGE, concatenated
 
 ACCESS = "millrace.serve.access"  # the logger of requests
 IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
@@ -261,6 +263,7 @@ class Bodies:
         self.max_bytes, self.timeout_s = max_bytes, timeout_s
         self._left_bytes = max_receiving_bytes
         self._arriving: dict[Incoming, asyncio.Timeout] = {}  # in the order in which they began
+        self._thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
 
     @contextmanager
     def receiving(self, client: str) -> Iterator[Incoming]:
@@ -281,15 +284,16 @@ class Bodies:
         except TimeoutError:
             if incoming.gave_way:
                 raise _too_many() from None
-            raise HttpError(
-                408,
-                "body_timeout",
-                f"the body was not complete after {self.timeout_s:g} s",
-                "the whole request",
-                "send it again",
-            ) from None
+            what = f"the body was not complete after {self.timeout_s:g} s"
+            raise HttpError(408, "body_timeout", what, "the whole request", "send it again") from None
         finally:
             self._arriving.pop(incoming, None)
+
+    async def whole(self, parts: Sequence[bytes]) -> bytes:
+        """Return the parts as one."""
+        if sum(map(len, parts)) < LARGE:
+            return b"".join(parts)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, concatenated, parts)
 
     def count(self, incoming: Incoming, n_bytes: int) -> None:
         """raises HttpError with 413 or 503 for what is too much"""
@@ -361,7 +365,7 @@ async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: In
             parts.append(message.get("body", b""))
             bodies.count(incoming, len(parts[-1]))
             more = message.get("more_body", False)
-    return b"".join(parts)
+    return await bodies.whole(parts)
 
 
 def check_content_type(scope: Scope) -> None:

@@ -1,5 +1,6 @@
 """Large tensors in pieces: the bytes and the values are those of one piece, and no request stalls others."""
 
+import gc
 import json
 import random
 import subprocess
@@ -14,7 +15,9 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
+from millrace.bench.server_process import ServerProcess
 from millrace.checkpoint.protobuf import varint
 from millrace.serve.inference import concatenation
 from millrace.serve.inference.concatenation import concatenated
@@ -22,12 +25,11 @@ from millrace.serve.inference.guest import strings
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
 from millrace.serve.inference.tensors import BYTES, DTYPES, Tensor, objects
-from millrace.serve.kserve import grpc_infer, grpc_scan, infer_reply
+from millrace.serve.kserve import grpc_infer, grpc_scan, infer_reply, packed_numbers
 from millrace.serve.kserve.grpc_infer import GrpcWanted, response_bytes
 from millrace.serve.kserve.infer_body import HttpWanted
 from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
-from tests.support.repository import identity, in_process, write_models
-from tests.support.server import Threaded
+from tests.support.repository import identity, write_models
 
 MODEL: Any = SimpleNamespace(name="m", version=1, labels={})
 DRAWN: dict[str, Callable[[random.Random], Any]] = {
@@ -86,6 +88,34 @@ def test_typed_contents_in_pieces(datatype: str, is_packed: bool, small_pieces: 
         array = objects(values) if datatype == BYTES else np.array(values, DTYPES[datatype])
         given = list(grpc_infer._given(told, "m", None, cut, []))
         assert [bytes(one.data) for one in given] == [Tensor("a", datatype, array).raw()] * 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("datatype", [name for name in DRAWN if name not in ("BYTES", "INT8")])
+def test_packed_numbers_as_protobuf_reads_them(datatype: str) -> None:
+    """Also integers that are longer than their field, longer than they need be, or cut off."""
+    draw = random.Random(11)
+    number = {name: i for i, name in enumerate(packed_numbers._DTYPES, 1)}[CONTENTS[datatype]]
+    n_refused = 0
+    for _ in range(300):
+        pieces = []
+        for _ in range(draw.randrange(1, 30)):
+            if packed_numbers.is_fixed(CONTENTS[datatype]):
+                pieces.append(draw.randbytes(4))
+            else:
+                n_more = draw.choice((0, 0, 1, 4, 8, 9, 9, 10)) if draw.random() < 0.2 else 0
+                pieces.append(bytes(draw.randrange(128) | 128 for _ in range(n_more)) + bytes((draw.choice((0, 1, 5)),)))
+        packed = b"".join(pieces)[: None if draw.random() < 0.8 else -1]
+        told = message("InferTensorContents")()
+        try:
+            told.ParseFromString(field(number, packed))
+            expected = np.array(getattr(told, CONTENTS[datatype]), packed_numbers._DTYPES[CONTENTS[datatype]])
+        except DecodeError:
+            expected, n_refused = None, n_refused + 1
+        found = packed_numbers.numbers(CONTENTS[datatype], memoryview(packed))
+        assert (found is None) == (expected is None), packed
+        if found is not None:
+            assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    assert 0 < n_refused < 300
 
 
 def test_raw_contents_are_read_where_they_lie(small_pieces: Callable[[int], None]) -> None:
@@ -151,10 +181,12 @@ def test_responses_in_pieces(n: int, small_pieces: Callable[[int], None]) -> Non
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Threaded]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A process of its own: the interpreter lock is not the client's."""
     kinds = {"floats": "FP32", "ints": "INT32", "strings": "STRING"}
     root = write_models(tmp_path_factory.mktemp("models"), {name: identity(kind, "-1") for name, kind in kinds.items()})
-    with in_process(root, grpc_port=0, http_max_input_size=64 << 20) as found:
+    flags = ("--model-repository", str(root), "--grpc-port", "0", "--http-max-input-size", str(64 << 20))
+    with ServerProcess(None, flags) as found:
         yield found
 
 
@@ -204,9 +236,21 @@ assert n > 1 << 20
 """
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """No collection of the client's own garbage, which takes 0.1 s in a process with all tests, within a measurement."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
 @pytest.mark.timing
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("name", LARGEST)
-def test_health_answers_within_100_ms_beside_a_large_request(name: str, served: Threaded, tmp_path: Path) -> None:
+def test_health_answers_within_100_ms_beside_a_large_request(name: str, served: ServerProcess, tmp_path: Path) -> None:
     model, make = LARGEST[name]
     (tmp_path / "body").write_bytes(make())
     is_http = name.startswith("http")
@@ -222,4 +266,5 @@ def test_health_answers_within_100_ms_beside_a_large_request(name: str, served: 
                 worst_s = max(worst_s, time.perf_counter() - began_s)
                 time.sleep(0.002)
     assert process.returncode == 0
+    sys.stdout.write(f"beside {name}: /health within {worst_s * 1e3:.0f} ms\n")
     assert worst_s < 0.1, f"/health answered within {worst_s * 1e3:.0f} ms"

@@ -1,5 +1,6 @@
 """KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +75,7 @@ class KServe:
         at, end = 0, len(reply.body)
         while end - at > PIECE_BYTES:  # as the client takes them: what it has not taken is copied
             await send({"type": "http.response.body", "body": reply.body[at : at + PIECE_BYTES], "more_body": True})
+            await asyncio.sleep(0)  # a client that takes it at once would hold up all others
             at += PIECE_BYTES
         await send({"type": "http.response.body", "body": reply.body[at:]})
 

@@ -19,9 +19,10 @@ from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.inference.tensors import BYTES, DTYPES
 from millrace.serve.kserve.asked import output_names, take_parameter
-from millrace.serve.kserve.grpc_scan import Cut, contents_pieces
+from millrace.serve.kserve.grpc_scan import Cut, Packed, contents_pieces
 from millrace.serve.kserve.infer_reply import told_outputs
 from millrace.serve.kserve.messages import CONTENTS, message
+from millrace.serve.kserve.packed_numbers import numbers
 from millrace.serve.kserve.shared_memory import RegionPlace, TenantRegions, allowed
 
 RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
@@ -164,27 +165,39 @@ def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
     """
     what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
     parts, kinds = list[bytes](), set[str]()
-    for contents in (tensor.contents, *_decoded(cut)):
-        fields = contents.ListFields()
-        kinds.update(spec.name for spec, _ in fields)
+    for fields in (_fields(tensor.contents), *_decoded(cut)):
+        kinds.update(fields)
         if len(kinds) > 1:
             raise invalid(f"{what}, binary data was already supplied.")
-        for spec, values in fields:
-            if spec.name != CONTENTS.get(tensor.datatype):
-                raise invalid(f"{what} of type '{_KIND_OF[spec.name]}', expected datatype '{tensor.datatype}'")
-            parts += _raw_pieces(tensor.datatype, spec.name, values)
+        for name, values in fields.items():
+            if name != CONTENTS.get(tensor.datatype):
+                raise invalid(f"{what} of type '{_KIND_OF[name]}', expected datatype '{tensor.datatype}'")
+            parts += _raw_pieces(tensor.datatype, name, values)
     return concatenated(parts)
 
 
-def _decoded(cut: Sequence[memoryview]) -> Iterator[Any]:
-    """Messages of InferTensorContents. raises StatusError"""
+def _fields(contents: Any) -> dict[str, Sequence[Any]]:
+    """Return the fields of an InferTensorContents that have values."""
+    return {spec.name: values for spec, values in contents.ListFields()}
+
+
+def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Sequence[Any]]]:
+    """Yield the fields of contents, in pieces. raises StatusError"""
     for contents in cut:
         for piece in contents_pieces(contents):
+            if isinstance(piece, Packed):
+                if (found := numbers(piece.field, piece.data)) is None:
+                    raise _malformed(f"{piece.field} ends within a number, or has one of more than 10 bytes")
+                yield {piece.field: found}
+                continue
             try:
-                yield message("InferTensorContents").FromString(piece)
+                yield _fields(message("InferTensorContents").FromString(piece))
             except DecodeError as error:
-                what = f"failed to parse the message ModelInferRequest: {error}"
-                raise StatusError(Code.INTERNAL, what) from None
+                raise _malformed(error) from None
+
+
+def _malformed(why: object) -> StatusError:
+    return StatusError(Code.INTERNAL, f"failed to parse the message ModelInferRequest: {why}")
 
 
 def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, k
 from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.inference.tensors import MOST_STRINGS
 from millrace.serve.kserve.messages import field_numbers
+from millrace.serve.kserve.packed_numbers import is_fixed
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
 MOST_TYPED = 16 << 20  # bytes of all typed contents together
@@ -94,15 +95,25 @@ def _header(number: int, n_bytes: int) -> bytes:
     return key(number, BYTES) + varint(n_bytes)
 
 
-def contents_pieces(contents: memoryview) -> Iterator[bytes]:
-    """Messages of InferTensorContents, which together have the same values. contents: such a message, looked over"""
-    numbers, kept_from = field_numbers("InferTensorContents"), 0
-    fixed = (numbers["fp32_contents"], numbers["fp64_contents"])
+@dataclass(slots=True)
+class Packed:
+    """Numbers of a field of InferTensorContents, as they are encoded."""
+
+    field: str
+    data: memoryview
+
+
+def contents_pieces(contents: memoryview) -> Iterator[bytes | Packed]:
+    """Yield messages of InferTensorContents and packed numbers, which together have the values of a message.
+
+    contents: such a message, looked over
+    """
+    names, kept_from = {number: name for name, number in field_numbers("InferTensorContents").items()}, 0
     for number, kind, start, begin, end in _fields(contents, MOST_STRINGS):
-        if kind == BYTES and number != numbers["bytes_contents"] and end - begin > _PIECE:  # packed numbers
+        if kind == BYTES and end - begin > _PIECE and names.get(number, "bytes_contents") != "bytes_contents":
             yield bytes(contents[kept_from:start])
-            for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
-                yield _header(number, len(packed)) + packed
+            for packed in _packed_pieces(contents[begin:end], has_varints=not is_fixed(names[number])):
+                yield Packed(names[number], packed)
             kept_from = end
         elif start - kept_from >= _PIECE:
             yield bytes(contents[kept_from:start])
@@ -110,14 +121,14 @@ def contents_pieces(contents: memoryview) -> Iterator[bytes]:
     yield bytes(contents[kept_from:])
 
 
-def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[bytes]:
+def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[memoryview]:
     """Of whole numbers: others have 4 or 8 bytes, of which a piece is a multiple."""
     begin = 0
     while begin < len(packed):
         end = begin + _PIECE
         while has_varints and end < min(len(packed), begin + _PIECE + MAX_VARINT) and packed[end - 1] & 0x80:
             end += 1
-        yield bytes(packed[begin:end])
+        yield packed[begin:end]
         begin = end
 
 
