@@ -228,9 +228,8 @@ def test_100_kb_prompts_do_not_stretch_a_stream(
 def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
     large_checkpoint: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """p99 of the gaps is at most 1.15 x that of the same stream without them, with some ten refusals a second.
-
-    Five pairs, one after the other.
+    """p99 of the gaps is at most 1.15 x that of the same stream without them, or 4 ms longer, with some ten refusals a
+    second: reading 100 KB takes 2 ms of a slow host's cores, and sending it as long. Five pairs, one after the other.
     """
     plain: list[float] = []
     beside: list[float] = []
@@ -253,7 +252,7 @@ def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
     for name, gaps in (("alone", plain), ("beside refused prompts", beside)):
         say(f"{name}: median {quantile(gaps, 0.5) * 1e3:.1f} ms, p99 {quantile(gaps, 0.99) * 1e3:.1f} ms")
     keep(p99_beside_refused_over_alone=quantile(beside, 0.99) / quantile(plain, 0.99))
-    assert quantile(beside, 0.99) <= 1.15 * quantile(plain, 0.99)
+    assert quantile(beside, 0.99) <= max(1.15 * quantile(plain, 0.99), quantile(plain, 0.99) + 0.004)
 
 
 @pytest.mark.timing

@@ -4,9 +4,9 @@ A step's time is modelled as `overhead_s + row_s * rows`, where rows are its pro
 one of these costs from nothing, if memory is the limit, to as much as a prompt token. A Kalman filter follows both
 numbers, because they change while a server runs: other processes take the cores, contexts grow. A change of the
 machine's pace moves both at once, so it does not change how long a chunk may be. Which of the two numbers explains a
-step is learned slowly. If several prompts wait, longer chunks are tried while it is uncertain. After each half second in
-which all steps had about as many rows, a longer chunk is tried. If a single prompt waits and its steps are clearly longer
-than plain ones, a plain step is tried instead, which stretches no gap.
+step is learned slowly. If several prompts wait, longer chunks are tried while it is uncertain. After each half second
+in which all steps had about as many rows, a longer chunk is tried. If a single prompt waits and its steps are clearly
+longer than plain ones, a plain step is tried instead, which stretches no gap.
 
 The budget balances three limits:
 
@@ -188,7 +188,8 @@ class TokenBudget:
             self.step_s = _smoothed(self.step_s, step_time_s)
         else:
             self.chunk_s = _smoothed(self.chunk_s, step_time_s)
-        self.model.observe(n_prefill + _DECODE_ROW * n_decode, step_time_s)
+        if self.chunk_low < self.max_step_tokens:  # else nothing depends on it
+            self.model.observe(n_prefill + _DECODE_ROW * n_decode, step_time_s)
 
     def _chunk(self, n_decode: int, n_pending: int) -> int:
         if not self.model.is_known:

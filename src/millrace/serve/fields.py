@@ -84,10 +84,8 @@ def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
         raise _wrong_value(str(error), kind) from None
     except RecursionError:
         raise _no_json("it is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise _no_json(_no_utf8(body)) from None
-    except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
-        raise _no_json(str(error)) from None
+    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError, integers with thousands of digits
+        raise _no_json(_no_utf8(body) or str(error)) from None
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
         if (value := getattr(asked, name)) is UNSET:
             continue
@@ -243,12 +241,12 @@ def _top(path: str) -> str:
 
 
 def _no_utf8(body: bytes) -> str:
-    """Where, in the body; the decoder's own position is one inside a string."""
+    """Return where the body is no UTF-8, or "": the decoder's own position is one inside a string, if it tells one."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
         return f"byte {error.start} is not utf-8"
-    return "a part is not utf-8"
+    return ""
 
 
 def _no_json(why: str) -> HttpError:

@@ -17,7 +17,7 @@ import httptools
 from starlette.types import Receive, Scope
 
 from millrace.serve.errors import ClientGoneError, HttpError
-from millrace.serve.inference.concatenation import LARGE, concatenated
+from millrace.serve.inference.concatenation import concatenated_in
 
 ACCESS = "millrace.serve.access"  # the logger of requests
 IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
@@ -263,7 +263,7 @@ class Bodies:
         self.max_bytes, self.timeout_s = max_bytes, timeout_s
         self._left_bytes = max_receiving_bytes
         self._arriving: dict[Incoming, asyncio.Timeout] = {}  # in the order in which they began
-        self._thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
+        self.thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
 
     @contextmanager
     def receiving(self, client: str) -> Iterator[Incoming]:
@@ -288,12 +288,6 @@ class Bodies:
             raise HttpError(408, "body_timeout", what, "the whole request", "send it again") from None
         finally:
             self._arriving.pop(incoming, None)
-
-    async def whole(self, parts: Sequence[bytes]) -> bytes:
-        """Return the parts as one."""
-        if sum(map(len, parts)) < LARGE:
-            return b"".join(parts)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, concatenated, parts)
 
     def count(self, incoming: Incoming, n_bytes: int) -> None:
         """raises HttpError with 413 or 503 for what is too much"""
@@ -365,7 +359,7 @@ async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: In
             parts.append(message.get("body", b""))
             bodies.count(incoming, len(parts[-1]))
             more = message.get("more_body", False)
-    return await bodies.whole(parts)
+    return await concatenated_in(bodies.thread, parts)
 
 
 def check_content_type(scope: Scope) -> None:

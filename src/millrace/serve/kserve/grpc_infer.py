@@ -176,12 +176,12 @@ def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
     return concatenated(parts)
 
 
-def _fields(contents: Any) -> dict[str, Sequence[Any]]:
+def _fields(contents: Any) -> dict[str, Any]:
     """Return the fields of an InferTensorContents that have values."""
     return {spec.name: values for spec, values in contents.ListFields()}
 
 
-def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Sequence[Any]]]:
+def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
     """Yield the fields of contents, in pieces. raises StatusError"""
     for contents in cut:
         for piece in contents_pieces(contents):
