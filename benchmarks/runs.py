@@ -113,7 +113,7 @@ def label(result: Result) -> str:
 
 def file_of(result: Result) -> str:
     """Return the name of a run's result file, as a document shows it."""
-    return f"`{result['file']}`"
+    return f"`{result['file']}`" if "file" in result else "not kept yet"
 
 
 def kl_from(found: Iterable[Speed]) -> str:

@@ -180,7 +180,7 @@ def test_files_that_are_something_else(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="cannot read"):
         read_questions(tmp_path / "none.jsonl")
     (tmp_path / "mine.jsonl").write_bytes(b'{"prompt": "\xff\xfe", "answer": "x"}\n')
-    with pytest.raises(ConfigError, match=r"mine.jsonl:1 is no question.*utf-8"):
+    with pytest.raises(ConfigError, match=r"(?i)mine.jsonl:1 is no question.*utf-8"):
         read_questions(tmp_path / "mine.jsonl")
     (tmp_path / "mine.jsonl").write_bytes(b'{"prompt": ' + b"[" * 500_000 + b"\n")
     with pytest.raises(ConfigError, match=r"mine.jsonl:1 is no question.*recursion"):

@@ -237,8 +237,8 @@ NEEDS_EXTRA = {
 # What keeps a command short: added to those of the pages, and said again it goes before what they say.
 # The first beginning of a line that fits is taken.
 CUT = {
-    "millrace compress '$MODEL' -o advice": "--presets int8-wo",
-    "millrace compress SmolLM2-135M-Instruct.Q4_1.gguf -o advice": "--presets int8-wo",
+    "millrace compress '$MODEL' -o advice": "--presets fp8-gptq",
+    "millrace compress SmolLM2-135M-Instruct.Q4_1.gguf -o advice": "--presets fp8-gptq",
     "millrace size verify": "--rounds 1 --each-s 1 --probe-s 0.5 --loads 0.5",
     "millrace bench sweep": "--most 2 --duration-s 1", "millrace bench compare --engine": "--rounds 3",
     "millrace bench compare http": "--rounds 3 --request-count 4",

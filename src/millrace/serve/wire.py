@@ -17,7 +17,7 @@ import httptools
 from starlette.types import Receive, Scope
 
 from millrace.serve.errors import ClientGoneError, HttpError
-from millrace.serve.inference.concatenation import concatenated_in
+from millrace.serve.inference.concatenation import LARGE, concatenated
 
 ACCESS = "millrace.serve.access"  # the logger of requests
 IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
@@ -359,7 +359,9 @@ async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: In
             parts.append(message.get("body", b""))
             bodies.count(incoming, len(parts[-1]))
             more = message.get("more_body", False)
-    return await concatenated_in(bodies.thread, parts)
+    if incoming.n_bytes < LARGE:
+        return b"".join(parts)
+    return await asyncio.get_running_loop().run_in_executor(bodies.thread, concatenated, parts)
 
 
 def check_content_type(scope: Scope) -> None:

@@ -1,9 +1,7 @@
 """Large bytes made of parts, copied while other threads run: `bytes.join` holds the interpreter until it is done."""
 
-import asyncio
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
 import numpy as np
 
@@ -29,10 +27,3 @@ def concatenated(parts: Sequence[bytes | memoryview]) -> bytes:
             ctypes.memmove(at, np.frombuffer(part, np.uint8).ctypes.data, len(part))  # which lets other threads run
         at += len(part)
     return found
-
-
-async def concatenated_in(thread: Executor, parts: Sequence[bytes]) -> bytes:
-    """Return the parts as one; large ones are copied in a thread, while the event loop goes on."""
-    if sum(map(len, parts)) < LARGE:
-        return b"".join(parts)
-    return await asyncio.get_running_loop().run_in_executor(thread, concatenated, parts)
