@@ -311,7 +311,8 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int, most: int) -> None:
         command, capture_output=True, text=True, check=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
     found = json.loads(out.stdout)
-    assert {row["kernel"] for row in found} == {
+    without_fp8 = {"one_row"} if arch < 89 else set()  # an A100 has no E4M3
+    assert {row["kernel"] for row in found} | without_fp8 == {
         "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows",
         "few_rows_of_words", "gated", "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
     }  # fmt: skip
