@@ -70,8 +70,9 @@ def test_every_figure_is_what_the_server_did(request: pytest.FixtureRequest, nul
         assert [s.n_tokens for s in sent] == [[batch]] * n and {s.kind for s in sent} == {"infer"}
         took_ms = 1e3 * np.array([s.sent_s[0] - s.arrived_s for s in sent])
         latency = point.metrics.of_requests["request_latency"]
-        assert latency.mean == pytest.approx(took_ms.mean(), rel=within) and latency.mean > took_ms.mean()
-        assert latency.percentiles[50] == pytest.approx(np.median(took_ms), rel=within)
+        way_ms = 3 if protocol == GRPC else 0  # that gRPC's threads take on a slow host, which the server does not see
+        assert latency.mean == pytest.approx(took_ms.mean(), rel=within, abs=way_ms) and latency.mean > took_ms.mean()
+        assert latency.percentiles[50] == pytest.approx(np.median(took_ms), rel=within, abs=way_ms)
         span_s = max(s.sent_s[0] for s in sent) - min(s.arrived_s for s in sent)
         assert point.metrics.output_tokens_per_s.value == pytest.approx(n * batch / span_s, rel=within)
         service_ms = ms * (1 + (batch - 1) / 40)
