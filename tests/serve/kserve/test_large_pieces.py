@@ -28,7 +28,7 @@ from millrace.serve.inference.tensors import BYTES, DTYPES, Tensor, objects
 from millrace.serve.kserve import grpc_infer, grpc_scan, infer_reply, packed_numbers
 from millrace.serve.kserve.grpc_infer import GrpcWanted, response_bytes
 from millrace.serve.kserve.infer_body import HttpWanted
-from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
+from millrace.serve.kserve.messages import CONTENTS, SERVICE, field_numbers, message
 from tests.support.repository import identity, write_models
 
 MODEL: Any = SimpleNamespace(name="m", version=1, labels={})
@@ -94,12 +94,12 @@ def test_typed_contents_in_pieces(datatype: str, is_packed: bool, small_pieces: 
 def test_packed_numbers_as_protobuf_reads_them(datatype: str) -> None:
     """Also integers that are longer than their field, longer than they need be, or cut off."""
     draw = random.Random(11)
-    number = {name: i for i, name in enumerate(packed_numbers._DTYPES, 1)}[CONTENTS[datatype]]
+    number, dtype = field_numbers("InferTensorContents")[CONTENTS[datatype]], np.dtype(DTYPES[datatype])
     n_refused = 0
     for _ in range(300):
         pieces = []
         for _ in range(draw.randrange(1, 30)):
-            if packed_numbers.is_fixed(CONTENTS[datatype]):
+            if dtype.kind == "f":
                 pieces.append(draw.randbytes(4))
             else:
                 n_more = draw.choice((0, 0, 1, 4, 8, 9, 9, 10)) if draw.random() < 0.2 else 0
@@ -109,10 +109,10 @@ def test_packed_numbers_as_protobuf_reads_them(datatype: str) -> None:
         told = message("InferTensorContents")()
         try:
             told.ParseFromString(field(number, packed))
-            expected = np.array(getattr(told, CONTENTS[datatype]), packed_numbers._DTYPES[CONTENTS[datatype]])
+            expected = np.array(getattr(told, CONTENTS[datatype]), dtype)
         except DecodeError:
             expected, n_refused = None, n_refused + 1
-        found = packed_numbers.numbers(CONTENTS[datatype], memoryview(packed))
+        found = packed_numbers.numbers(memoryview(packed), dtype)
         assert (found is None) == (expected is None), packed
         if found is not None and expected is not None:
             assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()

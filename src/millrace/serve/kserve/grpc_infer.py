@@ -186,7 +186,7 @@ def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
     for contents in cut:
         for piece in contents_pieces(contents):
             if isinstance(piece, Packed):
-                if (found := numbers(piece.field, piece.data)) is None:
+                if (found := numbers(piece.data, np.dtype(DTYPES[_KIND_OF[piece.field]]))) is None:
                     raise _malformed(f"{piece.field} ends within a number, or has one of more than 10 bytes")
                 yield {piece.field: found}
                 continue

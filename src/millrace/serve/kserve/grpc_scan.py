@@ -11,7 +11,6 @@ from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, k
 from millrace.serve.inference.status import StatusError, invalid
 from millrace.serve.inference.tensors import MOST_STRINGS
 from millrace.serve.kserve.messages import field_numbers
-from millrace.serve.kserve.packed_numbers import is_fixed
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
 MOST_TYPED = 16 << 20  # bytes of all typed contents together
@@ -108,11 +107,13 @@ def contents_pieces(contents: memoryview) -> Iterator[bytes | Packed]:
 
     contents: such a message, looked over
     """
-    names, kept_from = {number: name for name, number in field_numbers("InferTensorContents").items()}, 0
+    numbers, kept_from = field_numbers("InferTensorContents"), 0
+    names = {number: name for name, number in numbers.items()}
+    fixed = (numbers["fp32_contents"], numbers["fp64_contents"])
     for number, kind, start, begin, end in _fields(contents, MOST_STRINGS):
         if kind == BYTES and end - begin > _PIECE and names.get(number, "bytes_contents") != "bytes_contents":
             yield bytes(contents[kept_from:start])
-            for packed in _packed_pieces(contents[begin:end], has_varints=not is_fixed(names[number])):
+            for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
                 yield Packed(names[number], packed)
             kept_from = end
         elif start - kept_from >= _PIECE:

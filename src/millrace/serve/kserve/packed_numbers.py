@@ -11,24 +11,14 @@ from numpy.typing import NDArray
 from millrace.checkpoint.protobuf import MAX_VARINT
 
 CONTINUES = 0x80  # set in every byte of a varint but its last
-_DTYPES: dict[str, Any] = {
-    "bool_contents": np.bool_, "int_contents": np.int32, "int64_contents": np.int64, "uint_contents": np.uint32,
-    "uint64_contents": np.uint64, "fp32_contents": np.dtype("<f4"), "fp64_contents": np.dtype("<f8"),
-}  # fmt: skip
 
 
-def is_fixed(field: str) -> bool:
-    """Return whether the numbers of a field of InferTensorContents have 4 or 8 bytes each."""
-    return field in ("fp32_contents", "fp64_contents")
-
-
-def numbers(field: str, packed: memoryview) -> NDArray[Any] | None:
-    """Return the values of a packed field of InferTensorContents, or None if they are malformed.
+def numbers(packed: memoryview, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """Return the values of a packed field, or None if they are malformed. dtype: of the field; floats have its size
 
     Integers of more bits than the field holds lose the upper ones, as in every reader of protobuf.
     """
-    dtype = np.dtype(_DTYPES[field])
-    if is_fixed(field):
+    if dtype.kind == "f":
         return None if len(packed) % dtype.itemsize else np.frombuffer(packed, dtype)
     found = _varints(np.frombuffer(packed, np.uint8))
     return None if found is None else found.astype(dtype)
