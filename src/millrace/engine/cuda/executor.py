@@ -6,6 +6,7 @@ same steps go through plain PyTorch, so that everything but the kernels is teste
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -27,6 +28,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInp
 from millrace.engine.kv import KvFormat
 from millrace.graph.types import Graph, Node
 from millrace.kernels.attention.paged import LayerPages
+from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS
 from millrace.kernels.operators import number, size
 
 
@@ -72,9 +74,14 @@ class CudaExecutor(Walk, Executor):
             if m <= limits.n_pages:
                 steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
                 steps[-1].sampling["temperature"] = 1
+        # Prompts of 9 to 63 tokens have tiles of their own, which the buckets of few sequences do not reach.
+        prompts = [[m] for m in (2 * EIGHT, MANY_ROWS - 1) if m < longest]
         # Last: a capture gives all memory back to the device that PyTorch holds and nobody uses.
-        for step in (*steps, dummy_step([longest] * n, 0, n * each, vocab=limits.vocab_size)):
+        for lengths in (*prompts, [longest] * n):
+            steps.append(dummy_step(lengths, 0, len(lengths) * each, vocab=limits.vocab_size))
+        for step in steps:
             self.run(step)
+        self.run(replace(steps[-1], drawn=np.zeros((1, 2), np.int32)))  # a token that the step before drew
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
