@@ -1,6 +1,5 @@
 """What refused requests leave behind: nothing, though nobody collects garbage."""
 
-import ctypes
 import gc
 import json
 import time
@@ -24,12 +23,6 @@ LIMIT = 1_150_000  # bytes of a body: a leak of all of them would be more than t
 WARM = 2  # refused requests before memory is measured
 
 
-def in_use() -> int:
-    """Bytes of resident memory, without what malloc keeps of a body's parts for the next one."""
-    ctypes.CDLL(None).malloc_trim(0)
-    return resident_bytes()
-
-
 def growth(refuse: Callable[[], None]) -> int:
     """Bytes of resident memory that N_REFUSED refused requests leave behind, without the garbage collector."""
     for _ in range(WARM):
@@ -37,11 +30,11 @@ def growth(refuse: Callable[[], None]) -> int:
     gc.collect()
     gc.disable()
     try:
-        before = in_use()
+        before = resident_bytes()
         for _ in range(N_REFUSED):
             refuse()
         until_s = time.monotonic() + 5
-        while (found := in_use() - before) >= MOST_GROWTH and time.monotonic() < until_s:
+        while (found := resident_bytes() - before) >= MOST_GROWTH and time.monotonic() < until_s:
             time.sleep(0.05)  # the last of them is answered before it is let go of
         return found
     finally:
