@@ -24,7 +24,7 @@ from tests.support.gguf_files import BLOCKY, write_gguf
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(millrace.__file__).parent) + "/"
-MOST = {"request": 28, "weight": 12, "stored matrix": 10}
+MOST = {"weight": 12, "stored matrix": 10}
 
 
 def told(walk: str) -> list[str]:
@@ -68,7 +68,7 @@ def test_the_way_of_a_request(tiny_engine: Path) -> None:
         way = set(files)
     listed = told("request")
     ticking = {"serve/web.py"}  # uvicorn's clock
-    assert way - ticking == set(listed) and len(listed) == len(set(listed)) <= MOST["request"]
+    assert way - ticking == set(listed) and len(listed) == len(set(listed))
 
 
 def test_the_way_of_a_weight(tmp_path: Path) -> None:

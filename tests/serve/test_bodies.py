@@ -1,6 +1,7 @@
 """Bodies on their way are bounded together, and who is slow with them does not keep others out."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from contextlib import ExitStack
@@ -9,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.serve import bodies as bodies_module
 from millrace.serve import connections
+from millrace.serve.bodies import FREE_BYTES, Bodies, read_body
 from millrace.serve.errors import HttpError
 from millrace.serve.limits import MAX_REFUSED
-from millrace.serve.wire import FREE_BYTES, Bodies, read_body
 from tests.serve.support import START, Fake, connect, everything, post, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")
@@ -54,6 +56,37 @@ class Sender:
     def refusal(self) -> str:
         error = self.task.exception() if self.task.done() else None
         return error.code if isinstance(error, HttpError) else ""
+
+
+def test_memory_of_large_bodies_is_released_after_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for those that follow each other, and once more for what may have been freed too late for it."""
+    released = threading.Semaphore(0)
+    monkeypatch.setattr(bodies_module, "RELEASE_AFTER_S", 0.05)
+    monkeypatch.setattr(bodies_module, "release_free_memory", released.release)
+
+    async def work() -> None:
+        bodies = Bodies(8 << 20, 10, 64 << 20)
+
+        async def send(n_bytes: int) -> None:
+            sender = Sender(bodies, "a")
+            await sender.sends(n_bytes, last=True)
+            assert await sender.task == n_bytes
+
+        await send(FREE_BYTES)
+        await asyncio.sleep(0.2)
+        assert not released.acquire(blocking=False)  # nothing was large
+        await send(2 << 20)
+        assert await asyncio.to_thread(released.acquire, timeout=10)
+        await asyncio.sleep(0.2)
+        assert not released.acquire(blocking=False)
+        await send(2 << 20)
+        await send(2 << 20)
+        for _ in range(2):
+            assert await asyncio.to_thread(released.acquire, timeout=10)
+        await asyncio.sleep(0.2)
+        assert not released.acquire(blocking=False)
+
+    run(work())
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
+from millrace.serve.bodies import Bodies
 from millrace.serve.kserve.asgi import KSERVE, KServe
 from millrace.serve.kserve.quick import Quick
 from millrace.serve.kserve.routes import BELOW, openapi_paths, openapi_schemas
@@ -24,7 +25,6 @@ from millrace.serve.openapi import About, document
 from millrace.serve.routes import Edge, Endpoint, Handler, Protocol
 from millrace.serve.settings import ServerSettings
 from millrace.serve.shortcut import Shortcut
-from millrace.serve.wire import Bodies
 
 PROTOCOLS: tuple[Protocol, ...] = (
     OPENAI,

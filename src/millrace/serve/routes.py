@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millrace.errors import MillraceError
 from millrace.serve.backend import Backend, Models
+from millrace.serve.bodies import Bodies, read_body
 from millrace.serve.errors import (
     BUG,
     CLIENT_CLOSED,
@@ -44,14 +45,12 @@ from millrace.serve.protocol import Body
 from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import (
     CALL,
-    Bodies,
     Call,
     RequestLog,
     check_content_type,
     header,
     id_of,
     log_request,
-    read_body,
 )
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are

@@ -1,4 +1,4 @@
-"""The raw side of one call: its head, its body within limits, its line in the log, and the client that may go away."""
+"""The raw side of one call: its head, its line in the log, and the client that may go away."""
 
 import asyncio
 import json
@@ -6,18 +6,14 @@ import logging
 import random
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, AnyStr, Protocol, TypeVar
+from typing import Any, AnyStr, Protocol
 
 import httptools
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
-from millrace.serve.errors import ClientGoneError, HttpError
-from millrace.serve.inference.concatenation import LARGE, concatenated
+from millrace.serve.errors import HttpError
 
 ACCESS = "millrace.serve.access"  # the logger of requests
 IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
@@ -221,8 +217,6 @@ class Together:
         return getattr(self._transport, name)
 
 
-T = TypeVar("T")
-FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do
 CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
 
@@ -242,91 +236,6 @@ class Call:
     ended: Callable[[int], None] | None = None  # who grants a key's limits is told how many tokens it took
 
 
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """One body on its way."""
-
-    client: str  # its address
-    n_bytes: int = 0
-    counted_bytes: int = 0
-    gave_way: bool = False
-
-
-class Bodies:
-    """The bounds of bodies: of each, and of all that are being received and decoded; what has come counts.
-
-    Where all together are too many, the client that holds most gives way, with the body that it began first: slow
-    senders keep nobody out.
-    """
-
-    def __init__(self, max_bytes: int, timeout_s: float, max_receiving_bytes: int) -> None:
-        self.max_bytes, self.timeout_s = max_bytes, timeout_s
-        self._left_bytes = max_receiving_bytes
-        self._arriving: dict[Incoming, asyncio.Timeout] = {}  # in the order in which they began
-        self.thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
-
-    @contextmanager
-    def receiving(self, client: str) -> Iterator[Incoming]:
-        """While a body is held in memory."""
-        incoming = Incoming(client)
-        try:
-            yield incoming
-        finally:
-            self._left_bytes += incoming.counted_bytes
-
-    @asynccontextmanager
-    async def arriving(self, incoming: Incoming) -> AsyncIterator[None]:
-        """While it comes. raises HttpError: 408 where that takes too long, 503 where it gave way to others"""
-        try:
-            async with asyncio.timeout(self.timeout_s) as end:
-                self._arriving[incoming] = end
-                yield
-        except TimeoutError:
-            if incoming.gave_way:
-                raise _too_many() from None
-            what = f"the body was not complete after {self.timeout_s:g} s"
-            raise HttpError(408, "body_timeout", what, "the whole request", "send it again") from None
-        finally:
-            self._arriving.pop(incoming, None)
-
-    def count(self, incoming: Incoming, n_bytes: int) -> None:
-        """raises HttpError with 413 or 503 for what is too much"""
-        incoming.n_bytes += n_bytes
-        if incoming.n_bytes > self.max_bytes:
-            raise _too_large("too many bytes", self.max_bytes)
-        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
-        while not incoming.gave_way and more > self._left_bytes:
-            self._make_room(incoming, more)
-        if incoming.gave_way:
-            raise _too_many()
-        self._left_bytes -= more
-        incoming.counted_bytes += more
-
-    def grew(self, incoming: Incoming, n_bytes: int) -> None:
-        """It came as a whole, and is held once more, as what it was packed from. raises HttpError with 503
-
-        Nobody gives way to it: what is packed well would cost its sender nothing.
-        """
-        incoming.n_bytes += n_bytes
-        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
-        if more > self._left_bytes:
-            raise _too_many()
-        self._left_bytes -= more
-        incoming.counted_bytes += more
-
-    def _make_room(self, incoming: Incoming, more: int) -> None:
-        """One gives way: perhaps `incoming` itself."""
-        held = Counter({incoming.client: more})
-        for one in self._arriving:
-            held[one.client] += one.counted_bytes
-        most = max(held.values())
-        holding = (one for one in self._arriving if one.counted_bytes or one is incoming)
-        first = next(one for one in holding if held[one.client] == most)
-        self._left_bytes += first.counted_bytes
-        first.counted_bytes, first.gave_way = 0, True
-        self._arriving.pop(first).reschedule(0)
-
-
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first header of that (lower-case) name."""
     return next((value for key, value in scope["headers"] if key == name), None)
@@ -341,29 +250,6 @@ def joined(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyS
     return found
 
 
-async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming) -> bytes:
-    """The whole body, whatever its content type. Whatever is larger is refused before it is held in memory.
-
-    raises HttpError with 413, 415, 408 or 503; ClientGoneError
-    """
-    announced = header(scope, b"content-length")
-    if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
-        raise _too_large(f"{int(announced)} bytes", bodies.max_bytes)
-    parts: list[bytes] = []
-    async with bodies.arriving(incoming):
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            parts.append(message.get("body", b""))
-            bodies.count(incoming, len(parts[-1]))
-            more = message.get("more_body", False)
-    if incoming.n_bytes < LARGE:
-        return b"".join(parts)
-    return await asyncio.get_running_loop().run_in_executor(bodies.thread, concatenated, parts)
-
-
 def check_content_type(scope: Scope) -> None:
     """raises HttpError with 415 if a body is called something else than JSON, as `curl -d` calls it a form"""
     kind = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
@@ -375,25 +261,3 @@ def check_content_type(scope: Scope) -> None:
             "application/json",
             "send the header content-type: application/json",
         )
-
-
-def _too_many() -> HttpError:
-    error = HttpError(
-        503,
-        "too_many_bodies",
-        "all bodies that are being received take too much memory",
-        "fewer large requests at a time",
-        "come back later",
-    )
-    error.headers["retry-after"] = "5"
-    return error
-
-
-def _too_large(what: str, most: int) -> HttpError:
-    return HttpError(
-        413,
-        "body_too_large",
-        f"the body has {what}",
-        f"at most {most}",
-        "send less, or raise the server's --max-body-bytes",
-    )

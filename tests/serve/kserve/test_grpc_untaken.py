@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.grpc_untaken import Share, Untaken
-from millrace.serve.wire import FREE_BYTES
 
 MIB = 1 << 20
 MOST = 256 * MIB

@@ -8,6 +8,7 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from millrace.serve.backend import Models
+from millrace.serve.bodies import read_body
 from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
@@ -20,7 +21,7 @@ from millrace.serve.kserve.routes import BELOW, OPEN, pattern_of
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.leaving import unless_gone
 from millrace.serve.routes import Protocol
-from millrace.serve.wire import CALL, PIECE_BYTES, Call, header, joined, read_body
+from millrace.serve.wire import CALL, PIECE_BYTES, Call, header, joined
 
 _CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from millrace.errors import BusyError
+from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
 from millrace.serve.inference.model import Model, only_response
 from millrace.serve.inference.request import Bill, InferRequest, InferResponse
@@ -34,7 +35,7 @@ from millrace.serve.kserve.shared_memory import of_tenant
 from millrace.serve.serving import LARGE_BODY, Serving
 from millrace.serve.shortcut import Sending
 from millrace.serve.tracebacks import without_frames
-from millrace.serve.wire import FREE_BYTES, PIECE_BYTES, RequestLog, id_of, log_request
+from millrace.serve.wire import PIECE_BYTES, RequestLog, id_of, log_request
 
 Header = tuple[bytes, bytes]
 MOST_HEADS, MOST_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB

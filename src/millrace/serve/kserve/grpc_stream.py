@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from millrace.errors import MillraceError
+from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.errors import problem_of
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -22,7 +23,6 @@ from millrace.serve.keys import Grant
 from millrace.serve.kserve.grpc_front import Caller, GrpcFront
 from millrace.serve.kserve.stream_answers import Answers, Deadline, error_answer
 from millrace.serve.tracebacks import without_frames
-from millrace.serve.wire import FREE_BYTES
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
 Begin = Callable[[], Awaitable[None]]

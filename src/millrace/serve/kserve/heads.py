@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.kserve.infer_body import HEADER, id_place
-from millrace.serve.wire import FREE_BYTES
 
 MOST_BYTES = 4 << 10  # of a head
 END = b"\r\n\r\n"

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from numpy import ndarray
 
 from millrace.checkpoint.protobuf import BYTES, key, varint
+from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import StatusError
@@ -26,7 +27,6 @@ from millrace.serve.kserve.heads import MOST_BYTES
 from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.quick import InputPlace, ready
 from millrace.serve.kserve.served import RepositoryBackend
-from millrace.serve.wire import FREE_BYTES
 
 MOST_LENGTHS, MOST_OF_LENGTH = 64, 4  # that are remembered
 _ID, _RAW_INPUT, _RAW_OUTPUT = 3, 7, 6  # fields of the messages

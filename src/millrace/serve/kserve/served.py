@@ -10,6 +10,7 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.bodies import Bodies
 from millrace.serve.health import Heartbeat
 from millrace.serve.inference.common import Common
 from millrace.serve.inference.flags import RepositoryFlags
@@ -22,7 +23,7 @@ from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.shared_memory import Regions
 from millrace.serve.limits import number_of_connections
 from millrace.serve.serving import LARGE_BODY, Lane, Serving
-from millrace.serve.wire import Bodies, LogLater
+from millrace.serve.wire import LogLater
 
 # Bytes up to which bodies share a lane: what takes milliseconds does not wait for what takes a second, or several.
 _LANE_BYTES = (1 << 20, 16 << 20)
