@@ -34,7 +34,7 @@ from benchmarks.sampling import shares
 from benchmarks.shapes import SHAPES, random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
-from millrace.compile.tune import Tuning
+from millrace.compile.tune.tuner import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import peak_rates

@@ -24,7 +24,7 @@ from benchmarks.shapes import SHAPES, random_source
 from benchmarks.words import Words
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
-from millrace.compile.tune import Tuning
+from millrace.compile.tune.tuner import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS

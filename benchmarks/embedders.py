@@ -51,7 +51,7 @@ class Millrace:
     def __init__(self, checkpoint: Path, folder: Path, precision: str, threads: int) -> None:
         from millrace.compile.builder import build_engine
         from millrace.compile.settings import BuildSettings
-        from millrace.compile.tune import Tuning, tune_folder
+        from millrace.compile.tune.tuner import Tuning, tune_folder
         from millrace.engine.engine import Engine
         from millrace.runtime.open import open_encoder
         from millrace.runtime.settings import RunSettings

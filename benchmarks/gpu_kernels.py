@@ -36,19 +36,20 @@ from millrace.kernels.matmul.cuda_few import BYTES_DEPTH, WARP_BYTES, WARP_K, fe
 from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_WORDS, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
 from millrace.kernels.rms_norm.cuda import add_normalise, normalise
 from millrace.kernels.sample import cuda as sample
+from millrace.kernels.short_conv.cuda import BLOCK, convolve, keep_rows
 
 ARCHITECTURES = 80, 89, 90
 FP8_FROM = 89  # an A100 has no E4M3
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_HEADS = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64}
+_HEADS: dict[str, Any] = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64, "WINDOW": 0, "SOFTCAP": 0.0}
 _TILE = {"DEEP": 128, "WIDTH": 128}
 _WIDE = {"D": 256, "DV": 256, "DEEP": 256, "WIDTH": 256}
 _TYPES = {
     "positions": "*i32", "slots": "*i32", "tables": "*i32", "work": "*i32", "merges": "*i32",
-    "blocks": "*i32", "starts": "*i32",
+    "blocks": "*i32", "starts": "*i32", "owner": "*i32", "before": "*i32", "behind": "*i32",
     "found_in": "*fp32", "sums_in": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32",
     "q_row": "i32", "k_row": "i32", "v_row": "i32", "x_scales": "*fp32", "w_scales": "*fp16", "minimums": "*fp16",
-    "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "groups": "i32", "key_scales": "*fp32",
+    "x_row": "i32", "M": "i32", "N": "i32", "K": "i32", "w_row": "i32", "groups": "i32", "key_scales": "*fp32",
     "value_scales": "*fp32", "residual": "*fp32", "total": "*fp32", "scales": "*fp32", "p": "*fp64", "top_k": "*i64",
     "top_p": "*fp64", "min_p": "*fp64", "u": "*fp64", "tokens": "*i64", "V": "i32",
     "row_elements": "i32", "block_rows": "i32", "wrong": "i32", "at": "*i32", "drawn": "*i32", "rows": "*i32",
@@ -104,6 +105,14 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
         for kept in ("", *(f", pages of {name}" for name in _PAGES))
         for which, rows in (("decode", FEW_ROWS), ("prompts before Hopper", SOME_ROWS), ("prompts", PROMPT_ROWS))
     ),
+    *(
+        (attend, f"{which}, a window", {**_HEADS, **_TILE, "BLOCK_M": rows, "WINDOW": 4096})
+        for which, rows in (("decode", FEW_ROWS), ("prompts before Hopper", SOME_ROWS), ("prompts", PROMPT_ROWS))
+    ),
+    *(
+        (attend, f"{which}, a window and a cap", {**_HEADS, **_WIDE, "BLOCK_M": rows, "WINDOW": 4096, "SOFTCAP": 50.0})
+        for which, rows in (("decode, heads of 256", FEW_ROWS), ("prompts, heads of 256", SOME_ROWS))
+    ),
     (attend, "decode, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": FEW_ROWS}),
     (attend, "prompts, heads of 256", {**_HEADS, **_WIDE, "BLOCK_M": SOME_ROWS}),
     *(
@@ -129,6 +138,10 @@ CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     *(
         (rotate_and_keep, f"pages of {kept}", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128, "STAGES": stages})
         for kept, stages in (("int8", 0), ("fp8", 7))
+    ),
+    *(
+        (kernel, "4 taps", {"N": 2048, "TAPS": 4, "HAS_BIAS": False, "BLOCK": BLOCK})
+        for kernel in (convolve, keep_rows)
     ),
     (normalise, "4,096 columns", {"N": 4096, "WIDTH": 4096}),
     *((add_normalise, f"4,096 columns{to}", _row(4096, to, whole=True)) for to in _ROWS),

@@ -3,7 +3,8 @@
     python -m benchmarks.perplexity --model tiny
     python -m benchmarks.perplexity --model SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.raw
 
-`--text FILE` is read as llama-perplexity reads it (evaluate/windows.py), its first 120,000 characters. `tiny` reads
+`--text FILE` is read as llama-perplexity reads it (evaluate/windows.py), its first 120,000 characters (`--characters`);
+`--only` names precisions of the tables, for a model of which all do not fit into memory at the same time. `tiny` reads
 held-out documents of the generator that it was trained with, another checkpoint without a text what it drew itself in
 float32 with fixed seeds; of these every token but the first is predicted. llama.cpp reads the same tokens of a GGUF
 file, where it is installed. Each engine is timed, too, all in turns: `benchmarks.paces`.
@@ -43,7 +44,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.compile.tune import Tuning
+from millrace.compile.tune.tuner import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
@@ -227,9 +228,9 @@ def drawn_text(folder: Path) -> Text:
     return Text([np.array([begin, *o.outputs[0].token_ids], np.int32) for o in outputs])
 
 
-def given_text(folder: Path, text: Path) -> Text:
+def given_text(folder: Path, text: Path, characters: int = CHARACTERS) -> Text:
     """The beginning of a file, in llama-perplexity's windows."""
-    cut = windows(Checkpoint.open(folder).tokenizer, text.read_text(encoding="utf-8")[:CHARACTERS])
+    cut = windows(Checkpoint.open(folder).tokenizer, text.read_text(encoding="utf-8")[:characters])
     return Text([*cut.ids], cut.first)
 
 
@@ -283,6 +284,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default="tiny", help='"tiny", or the folder of a checkpoint (default: %(default)s)')
     parser.add_argument("--text", type=Path, help="a text file to read instead")
+    parser.add_argument("--characters", type=int, default=CHARACTERS, help="of the text (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="PRECISION", help="these alone; the first is the reference")
     parser.add_argument("--no-speed", dest="speed", action="store_false", help="only answers, no times")
     parser.add_argument("--no-more", dest="more", action="store_false", help="no other cut of the text, no copies")
     parser.add_argument(
@@ -293,7 +296,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = BUNDLED / "tiny" if args.model == "tiny" else Path(args.model)
     if args.text:
-        text, told = given_text(folder, args.text), f"{args.text.name}, in windows of llama-perplexity"
+        text, told = given_text(folder, args.text, args.characters), f"{args.text.name}, in windows of llama-perplexity"
     elif args.model == "tiny":
         text, told = tiny_text(), "held-out documents of its generator"
     else:
@@ -302,6 +305,11 @@ def main() -> None:
     if args.peers and not quantised_file:
         parser.error(f"--peers: {folder} is no GGUF file; give --model one")
     precisions = (*PRECISIONS, *STORED) if quantised_file else PRECISIONS
+    if args.only:
+        known = {v.name: v for v in precisions}
+        if unknown := [name for name in args.only if name not in known]:
+            parser.error(f"--only: {unknown[0]!r} is none of {', '.join(known)}")
+        precisions = tuple(known[name] for name in args.only)
     beside: dict[str, Opening] = {}
     if quantised_file and find_spec("llama_cpp") is not None:
         beside[LLAMA_CPP] = partial(llama_cpps, folder)
@@ -313,7 +321,7 @@ def main() -> None:
                 found = costs(folder, text, ROUNDED, made, status.update)
         else:
             found = costs(folder, text, precisions, beside, status.update, timed=args.speed)
-            heads = costs(folder, text, HEADS, say=status.update)
+            heads = [] if args.only else costs(folder, text, HEADS, say=status.update)
             if args.text and args.more:
                 others = [*more(folder, args.text, text, beside, status.update)]
     result: dict[str, Any] = {
@@ -324,7 +332,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(result))
     else:
-        for scores in (result["scores"], result["heads"], *(m["scores"] for m in others)):
+        for scores in filter(None, (result["scores"], result["heads"], *(m["scores"] for m in others))):
             show(scores, Console())
         print(path)
 

@@ -10,7 +10,7 @@ _BASE = ModelConfig(
     architecture="LlamaForCausalLM", family="llama", hidden_size=2048, intermediate_size=5632, n_layers=22, n_heads=32,
     n_kv_heads=4, head_dim=64, vocab_size=32000, max_context=8192, norm_eps=1e-5, rope=RopeConfig(theta=10000.0),
     tie_embeddings=False, attention_bias=False, attention_output_bias=False, mlp_bias=False, activation="silu",
-    sliding_window=None, dtype="bfloat16", bos_token_id=1, eos_token_ids=(2,), notes=(),
+    dtype="bfloat16", bos_token_id=1, eos_token_ids=(2,), notes=(),
 )  # fmt: skip
 
 SHAPES = {

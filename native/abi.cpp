@@ -94,6 +94,8 @@ uint8_t* mr_kept(mr_engine* engine, int32_t cache) {
   engine->executor.wait();
   return cache < 0 ? nullptr : engine->executor.kept(static_cast<size_t>(cache));
 }
+int32_t mr_embedding_width(const mr_engine* engine) { return engine->model ? engine->model->embedding_width() : 0; }
+int32_t mr_adapters(const mr_engine* engine) { return engine->model ? engine->model->adapters() : 1; }
 const char* mr_isa(const mr_engine* engine) { return engine->executor.isa().name; }
 int64_t mr_weights_checksum(const mr_engine* engine) {
   const auto& weights = engine->executor.weights();

@@ -84,7 +84,8 @@ void within(int64_t value, int64_t low, int64_t high, const char* what) {
 
 // Bounds what a caller may ask for, before anything is made of it: every size below stays far from overflow.
 const mr_create_args& checked(const mr_create_args& a) {
-  within(a.n_symbols, 1, kSymbols, "n_symbols");
+  within(a.n_symbols, 0, kSymbols, "n_symbols");
+  within(a.n_sizes, 0, kSizes, "n_sizes");
   for (int i = 0; i < a.n_symbols; ++i) within(a.symbols[i], 1, kMaxParam, "a symbol's bound");
   within(a.threads, 1, kMaxThreads, "threads");
   within(a.program_bytes, 0, kMaxBytes, "program_bytes");
@@ -94,6 +95,17 @@ const mr_create_args& checked(const mr_create_args& a) {
   within(a.n_caches, 0, kCaches, "n_caches");
   within(a.n_caches, 0, a.n_symbols > 1 ? kCaches : 0, "n_caches of a program without sequences");
   within(a.kv_pages, 0, kMaxParam, "kv_pages");
+  within(a.n_windows, 0, a.n_caches, "n_windows");
+  for (int i = 0; i < a.n_windows; ++i) {
+    within(a.windows[i].tokens, 1, kMaxParam, "a window's tokens");
+    within(a.windows[i].pages, 0, kMaxParam, "a window's pages");
+  }
+  within(a.n_states, 0, a.language ? kCaches : 0, "n_states");
+  within(a.state_slots, a.n_states > 0, kMaxParam, "state_slots");
+  for (int i = 0; i < a.n_states; ++i) {
+    within(a.states[i].layers, 1, 1 << 16, "a state's layers");
+    within(a.states[i].floats, 1, kMaxParam, "a state's floats");
+  }
   for (int i = 0; i < a.n_caches; ++i) {
     const mr_cache& c = a.caches[i];
     within(c.format, 0, kKvFormats - 1, "a cache's format");
@@ -102,28 +114,34 @@ const mr_create_args& checked(const mr_create_args& a) {
     within(c.key_dim, 1, kMaxHeadDim, "a cache's key_dim");
     within(c.value_dim, 1, kMaxHeadDim, "a cache's value_dim");
     within(c.place, -1, kMaxBytes, "a cache's place");
+    within(c.table, 0, c.place < 0 ? a.n_windows : 0, "a cache's table");
   }
   return a;
 }
 
+constexpr int32_t kTransient = -1;       // in place of a page table's number
 constexpr int64_t kSharedBytes = 4 << 20;  // a worker; only of address space: what is not needed is never touched
 
 }  // namespace
 
 Executor::Executor(const mr_create_args& a)
     : isa_(choose_isa(checked(a).isa)),
-      symbols_(a.symbols, a.symbols + a.n_symbols),
+      n_symbols_(a.n_symbols),
+      sizes_(a),
+      symbols_(sizes_.bounds()),
+      windows_(a.windows, a.windows + a.n_windows),
       lengths_offset_(a.lengths_offset),
       kept_pages_(a.kv_pages),
       weights_(a.weights_bytes, "the weights"),
       activations_(a.activation_bytes, "the activations"),
       bounds_{.weights = weights_.data(), .weights_bytes = weights_.bytes(), .activations = activations_.data(),
-              .activations_bytes = activations_.bytes(), .symbols = symbols_.data(), .n_symbols = a.n_symbols},
+              .activations_bytes = activations_.bytes(), .symbols = symbols_.data(), .n_symbols = a.n_symbols + a.n_sizes},
       pool_(a.threads),
       shared_(a.n_caches > 0 ? pool_.workers() * kSharedBytes : 64, "what workers share") {
   load_weights(a);
   program_ = decode_program(a, bounds_);
   make_caches(a);
+  make_states(a);
   check_caches();
   set_tactics(nullptr, 0);
   next_task_.resize(program_.size() + 1);
@@ -167,8 +185,8 @@ void Executor::make_caches(const mr_create_args& a) {
     const mr_cache& c = a.caches[i];
     const bool passing = c.place >= 0;
     KvLayout layout{.base = nullptr, .format = static_cast<KvFormat>(c.format), .layers = c.layers,
-                    .pages = passing ? own : kept_pages_, .heads = c.heads, .key_dim = c.key_dim,
-                    .value_dim = c.value_dim};
+                    .pages = passing ? own : c.table ? windows_[static_cast<size_t>(c.table) - 1].pages : kept_pages_,
+                    .heads = c.heads, .key_dim = c.key_dim, .value_dim = c.value_dim};
     within(layout.pages, 0, kMaxBytes / std::max(layout.heads * layout.block_bytes() * layout.layers, int64_t{1 << 24}),
            "a cache's pages");
     const int64_t bytes = layout.layer_bytes() * layout.layers;
@@ -180,13 +198,13 @@ void Executor::make_caches(const mr_create_args& a) {
       layout.base = kept_.back()->data();
     }
     caches_.push_back({layout, nullptr, nullptr});
-    passing_.push_back(passing);
+    tables_.push_back(passing ? kTransient : c.table);
   }
   if (lengths_offset_ >= 0) {
     within(a.n_symbols, 2, kSymbols, "n_symbols of a program with sequences");
     bounds_.resolve(2ull << 56 | static_cast<uint64_t>(lengths_offset_), int64_t{4} * symbols_[1], true, false, "lengths");
     starts_.resize(symbols_[1] + 1);
-    own_page_starts_.resize(symbols_[1] + 1);
+    own_offsets_.resize(symbols_[1]);
     positions_.resize(symbols_[0]);
     sequence_of_.resize(symbols_[0]);
     own_pages_.resize(static_cast<size_t>(own));
@@ -194,13 +212,28 @@ void Executor::make_caches(const mr_create_args& a) {
   }
 }
 
+void Executor::make_states(const mr_create_args& a) {
+  for (int i = 0; i < a.n_states; ++i) {
+    const mr_state& s = a.states[i];
+    const int64_t floats = up(s.floats, kLine / 4);  // of several workers none writes into another's line
+    within(a.state_slots, 0, kMaxBytes / 4 / (floats * s.layers), "state_slots");
+    state_arenas_.push_back(std::make_unique<Arena>(4 * floats * s.layers * a.state_slots, "the states"));
+    states_.push_back({reinterpret_cast<float*>(state_arenas_.back()->data()), a.state_slots, floats, nullptr, nullptr});
+    state_layers_.push_back(s.layers);
+  }
+}
+
 // The pages that a step touches are this executor's, of its caches' layers, heads and sizes.
 void Executor::check_caches() const {
-  const auto check = [&](int32_t rows, int32_t cache, int32_t layer, int32_t heads, int32_t key_dim, int32_t value_dim) {
+  const auto check = [&](int32_t rows, int32_t cache, int32_t layer, int32_t heads, int32_t key_dim, int32_t value_dim,
+                         int32_t window) {
     if (rows != 0) throw ProgramError("a call's keys and values are not of the program's tokens");
     if (cache >= static_cast<int32_t>(caches_.size())) throw ProgramError("a call's cache is not the program's");
-    if (passing_[static_cast<size_t>(cache)] && lengths_offset_ < 0)
+    const int32_t table = tables_[static_cast<size_t>(cache)];
+    if (table == kTransient && lengths_offset_ < 0)
       throw ProgramError("a call works on sequences, and no input says how long they are");
+    if (table > 0 && window > windows_[static_cast<size_t>(table) - 1].tokens)
+      throw ProgramError("a call attends to more than its cache's window");
     const KvLayout& kv = caches_[static_cast<size_t>(cache)].layout;
     if (heads != kv.heads || key_dim != kv.key_dim || value_dim != kv.value_dim || layer >= kv.layers)
       throw ProgramError("a call's keys and values do not fit the KV pages");
@@ -208,11 +241,19 @@ void Executor::check_caches() const {
   for (const Call& s : program_) {
     if (s.id == KernelId::attention)
       check(s.attention.rows, s.attention.cache, s.attention.layer, s.attention.kv_heads, s.attention.head_dim,
-            s.attention.value_dim);
+            s.attention.value_dim, s.attention.window ? s.attention.window : kMaxParam + 1);
+    if (s.id == KernelId::short_conv) {
+      const ShortConvArgs& conv = s.short_conv;
+      const auto kind = static_cast<size_t>(conv.state);
+      if (conv.rows != 0) throw ProgramError("a call's rows are not of the program's tokens");
+      if (kind >= states_.size() || conv.layer >= state_layers_[kind] ||
+          int64_t{conv.taps - 1} * conv.n > states_[kind].floats)
+        throw ProgramError("a call's state is not the program's");
+    }
     if (s.id != KernelId::rope) continue;
     if (s.rope.table && !s.rope.positions) throw ProgramError("rope.table without positions");
     if (s.rope.layer < 0) continue;
-    check(s.rope.rows, s.rope.cache, s.rope.layer, s.rope.kv_heads, s.rope.head_dim, s.rope.value_dim);
+    check(s.rope.rows, s.rope.cache, s.rope.layer, s.rope.kv_heads, s.rope.head_dim, s.rope.value_dim, 0);
     if (!s.rope.k || !s.rope.v) throw ProgramError("rope.layer without k and v");
   }
 }
@@ -248,12 +289,13 @@ void Executor::choose_tactics(const int32_t* sizes) {
 }
 
 void Executor::compute(const int32_t* sizes) {
-  for (size_t i = 0; i < symbols_.size(); ++i) within(sizes[i], 1, symbols_[i], "a symbol");
+  for (int i = 0; i < n_symbols_; ++i) within(sizes[i], 1, symbols_[static_cast<size_t>(i)], "a symbol");
   if (keeps()) throw ProgramError("this program keeps what it has seen: it runs in steps of a language model");
   if (lengths_offset_ >= 0) find_sequences(sizes);
   const Sequences sequences{.count = lengths_offset_ < 0 ? 0 : sizes[1], .positions = positions_.data(),
                             .sequence_of = sequence_of_.data(), .starts = starts_.data()};
-  launch({.sizes = sizes, .sequences = sequences, .pages = nullptr, .page_starts = nullptr}, {});
+  launch({.sizes = sizes, .sequences = sequences, .tables = nullptr, .states_from = nullptr,
+          .states_to = nullptr, .embeddings = {}}, {});
   wait();
 }
 
@@ -265,7 +307,7 @@ void Executor::find_sequences(const int32_t* sizes) {
     const int32_t length = __atomic_load_n(lengths + s, __ATOMIC_RELAXED);  // once: what was checked is what counts
     within(length, 1, sizes[0] - at, "a sequence's length");
     starts_[s] = static_cast<int32_t>(at);
-    own_page_starts_[s] = static_cast<int32_t>(page);
+    own_offsets_[s] = static_cast<int32_t>(page);
     for (int t = 0; t < length; ++t) {
       positions_[at + t] = t;
       sequence_of_[at + t] = s;
@@ -275,13 +317,14 @@ void Executor::find_sequences(const int32_t* sizes) {
   }
   within(at, sizes[0], sizes[0], "the sum of the lengths");
   starts_[sizes[1]] = static_cast<int32_t>(at);
-  own_page_starts_[sizes[1]] = static_cast<int32_t>(page);
 }
 
-void Executor::copy_page(int32_t from, int32_t to) {
+bool Executor::has_table(int32_t table) const { return std::find(tables_.begin(), tables_.end(), table) != tables_.end(); }
+
+void Executor::copy_page(int32_t table, int32_t from, int32_t to) {
   for (size_t i = 0; i < caches_.size(); ++i) {
     const KvLayout& kv = caches_[i].layout;
-    if (passing_[i]) continue;
+    if (tables_[i] != table) continue;
     const auto bytes = static_cast<size_t>(kv.heads * kv.block_bytes());  // the heads of a page lie side by side
     for (int layer = 0; layer < kv.layers; ++layer) std::memcpy(kv.keys(layer, to, 0), kv.keys(layer, from, 0), bytes);
   }
@@ -290,15 +333,21 @@ void Executor::copy_page(int32_t from, int32_t to) {
 void Executor::launch(const RunInputs& inputs, Last last) {
   if (running_) throw std::runtime_error("a run was launched, and nobody has waited for it");
   std::fill(next_task_.begin(), next_task_.end(), 0);
-  if (!tactics_.empty()) choose_tactics(inputs.sizes);
+  const int32_t* sizes = sizes_.find(inputs.sizes);
+  if (!tactics_.empty()) choose_tactics(sizes);
   for (size_t i = 0; i < caches_.size(); ++i) {
-    caches_[i].pages = passing_[i] ? own_pages_.data() : inputs.pages;
-    caches_[i].page_starts = passing_[i] ? own_page_starts_.data() : inputs.page_starts;
+    const PageTable own{own_pages_.data(), own_offsets_.data()}, table = tables_[i] == kTransient ? own : inputs.tables[tables_[i]];
+    caches_[i].pages = table.pages;
+    caches_[i].offsets = table.offsets;
   }
-  run_ = {.sizes = {}, .sequences = inputs.sequences, .caches = caches_.data(), .n_workers = pool_.workers(),
+  for (States& s : states_) {
+    s.from = inputs.states_from;
+    s.to = inputs.states_to;
+  }
+  run_ = {.sizes = sizes, .sequences = inputs.sequences, .caches = caches_.data(), .states = states_.data(),
+          .embeddings = inputs.embeddings, .n_workers = pool_.workers(),
           .next_task = nullptr, .scratch = nullptr, .scratch_floats = 0, .shared = shared_.data(),
           .shared_bytes = shared_.bytes(), .tactic = nullptr};
-  std::copy(inputs.sizes, inputs.sizes + symbols_.size(), run_.sizes);
   last_ = std::move(last);
   Pool::Job job{.work = [this](int worker, int phase) { work(worker, phase); },
                 .phases = static_cast<int>(program_.size()) + (last_ ? 1 : 0), .ended = {}};

@@ -8,6 +8,7 @@
 #include "isa.hpp"
 #include "millrace.h"
 #include "pool.hpp"
+#include "sizes.hpp"
 
 namespace millrace {
 
@@ -25,11 +26,18 @@ class Arena {
   int64_t bytes_;
 };
 
+// Of the sequences in a run; as Cache has it.
+struct PageTable {
+  const int32_t *pages, *offsets;
+};
+
 // What a run works on, beside the inputs that lie in the activations. What it points at stays as it is until the end.
 struct RunInputs {
   const int32_t* sizes;  // of the program's symbols
   Sequences sequences;
-  const int32_t *pages, *page_starts;  // of the caches that are kept
+  const PageTable* tables;  // of the caches that are kept, by their number
+  const int32_t *states_from, *states_to;  // (S)
+  EmbeddingRows embeddings;
 };
 
 class Executor {
@@ -49,10 +57,14 @@ class Executor {
   const Isa& isa() const { return isa_; }
   const Bounds& bounds() const { return bounds_; }
   int workers() const { return pool_.workers(); }
-  bool keeps() const { return !kept_.empty(); }  // anything between runs
+  bool keeps() const { return !kept_.empty() || !states_.empty(); }  // anything between runs
   bool keeps_all() const { return kept_.size() == caches_.size(); }
+  bool has_size_of(int32_t symbol) const { return sizes_.uses(symbol); }
+  bool has_table(int32_t table) const;  // whether a cache uses this page table
   int64_t kept_pages() const { return kept_pages_; }
-  void copy_page(int32_t from, int32_t to);  // in all caches that are kept
+  const std::vector<mr_window>& windows() const { return windows_; }
+  int64_t state_slots() const { return states_.empty() ? 0 : states_.front().slots; }
+  void copy_page(int32_t table, int32_t from, int32_t to);  // in all caches that go by it
   uint8_t* kept(size_t cache) const { return cache < kept_.size() ? kept_[cache]->data() : nullptr; }
   const std::vector<Call>& program() const { return program_; }
   const std::vector<Tactic>& chosen_tactics() const { return chosen_; }
@@ -61,25 +73,32 @@ class Executor {
  private:
   void load_weights(const mr_create_args& args);
   void make_caches(const mr_create_args& args);
+  void make_states(const mr_create_args& args);
   void check_caches() const;
   void choose_tactics(const int32_t* sizes);
   void find_sequences(const int32_t* sizes);
   void work(int worker, int phase);
 
   const Isa& isa_;
-  const std::vector<int32_t> symbols_;
+  const int32_t n_symbols_;
+  Sizes sizes_;
+  const std::vector<int32_t> symbols_;  // how large each may be, then each of the sizes that are made of them
+  const std::vector<mr_window> windows_;
   const int64_t lengths_offset_, kept_pages_;
   Arena weights_, activations_;
   const Bounds bounds_;
   std::vector<std::unique_ptr<Arena>> kept_;  // one a cache that is kept
   std::vector<Cache> caches_;
-  std::vector<bool> passing_;           // of each cache: whether it lives for one run
+  std::vector<std::unique_ptr<Arena>> state_arenas_;
+  std::vector<States> states_;
+  std::vector<int32_t> state_layers_;  // of each kind
+  std::vector<int32_t> tables_;         // of each cache: the number of its page table; kTransient: it lives for one run
   std::vector<Call> program_;
   std::vector<mr_tactic> tactics_;      // in order of call, then rows
   std::vector<size_t> tactics_of_;      // where each call's begin; one more
   std::vector<Tactic> chosen_;          // of each call, for the rows of this run
   std::vector<int32_t> next_task_;
-  std::vector<int32_t> starts_, positions_, sequence_of_, own_pages_, own_page_starts_;  // of compute()
+  std::vector<int32_t> starts_, positions_, sequence_of_, own_pages_, own_offsets_;  // of compute()
   std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker
   Pool pool_;
   Arena shared_;  // all workers'

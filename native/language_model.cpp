@@ -53,7 +53,10 @@ LanguageModel::LanguageModel(const mr_create_args& args, Executor& executor)
       max_rows_(static_cast<int32_t>(executor.bounds().symbol(kR))),
       max_context_(args.language->max_context),
       vocab_size_(args.language->vocab_size),
-      sequence_of_(static_cast<size_t>(max_tokens_)) {
+      sequence_of_(static_cast<size_t>(max_tokens_)),
+      offsets_(executor.windows().size(), std::vector<int32_t>(static_cast<size_t>(max_sequences_))),
+      tables_(executor.windows().size() + 1),
+      slot_seen_(static_cast<size_t>(executor.state_slots())) {
   const Bounds& bounds = executor.bounds();
   const mr_language_model& a = *args.language;
   const auto place = [&](int64_t offset, int64_t elements, const char* what) -> uint8_t* {
@@ -68,12 +71,21 @@ LanguageModel::LanguageModel(const mr_create_args& args, Executor& executor)
   places_.positions = reinterpret_cast<int32_t*>(place(a.positions_offset, max_tokens_, "positions"));
   places_.lengths = reinterpret_cast<int32_t*>(place(args.lengths_offset, max_sequences_, "lengths"));
   places_.rows = reinterpret_cast<int32_t*>(place(a.rows_offset, max_rows_, "rows"));
+  places_.adapters = reinterpret_cast<int32_t*>(place(a.adapters_offset, max_tokens_, "adapters"));
+  has_row_sizes_ = executor.has_size_of(kR);
+  int32_t adapters = kMaxParam;
   places_.logits = reinterpret_cast<float*>(place(a.logits_offset, int64_t{max_rows_} * vocab_size_, "the logits"));
   for (const Call& s : executor.program()) {
     if (s.id == KernelId::rope && s.rope.table && s.rope.context < max_context_)
       throw ProgramError("rope.table is shorter than the context");
-    if (s.id == KernelId::embed && s.embed.ids == places_.tokens && s.embed.vocab < vocab_size_)
-      throw ProgramError("embed.vocab is below the vocabulary");
+    if (s.id == KernelId::embed && s.embed.ids == places_.tokens) {
+      if (s.embed.vocab < vocab_size_) throw ProgramError("embed.vocab is below the vocabulary");
+      embedding_width_ = s.embed.n;
+    }
+    if (s.id == KernelId::embed && places_.adapters && s.embed.ids == places_.adapters) {
+      adapters = std::min(adapters, s.embed.vocab);
+      adapters_ = adapters;
+    }
   }
   for (int w = 0; w < executor.workers(); ++w)
     sampling_.push_back(std::make_unique<Arena>(sampling_bytes(vocab_size_), "sampling"));
@@ -105,18 +117,60 @@ void LanguageModel::check(const mr_step& s) const {
     require(s.page_starts[q] <= s.page_starts[q + 1], "page_starts do not ascend");
   }
   check_ids(s.pages, s.n_pages, executor_.kept_pages(), "a page that does not exist");
-  check_ids(s.tokens, s.n_tokens, vocab_size_, "a token beyond the vocabulary");
+  require(s.n_embeddings >= 0 && (s.n_embeddings == 0 || s.embeddings), "the embedding rows");
+  require(s.n_embeddings == 0 || (embedding_width_ && s.embedding_width == embedding_width_), "the width of embedding rows");
+  for (int t = 0; t < s.n_tokens; ++t)
+    require(s.tokens[t] >= -s.n_embeddings && s.tokens[t] < vocab_size_, "a token beyond the vocabulary");
+  const bool by_pages = executor_.has_table(0);
   for (int q = 0; q < s.n_sequences; ++q) {
     const int64_t room = int64_t{kPageTokens} * (s.page_starts[q + 1] - s.page_starts[q]);
     for (int t = s.starts[q]; t < s.starts[q + 1]; ++t) {
-      require(s.positions[t] >= 0 && s.positions[t] < max_context_ && (!executor_.keeps() || s.positions[t] < room),
+      require(s.positions[t] >= 0 && s.positions[t] < max_context_ && (!by_pages || s.positions[t] < room),
               "a position beyond the context or the pages");
       require(t == s.starts[q] || s.positions[t] == s.positions[t - 1] + 1, "positions are not consecutive");
     }
   }
+  if (s.adapters) check_ids(s.adapters, s.n_sequences, adapters_, "an adapter that does not exist");
+  if (s.rotary_positions) check_ids(s.rotary_positions, s.n_tokens, max_context_, "a rotary position beyond the context");
   check_ids(s.copies, 2 * int64_t{s.n_copies}, executor_.kept_pages(), "a copy of a page that does not exist");
   for (int i = 0; i < s.n_copies; ++i) require(s.copies[2 * i] != s.copies[2 * i + 1], "a page copied to itself");
+  require(executor_.windows().empty() || s.windows, "an array is missing");
+  for (size_t w = 0; w < executor_.windows().size(); ++w) check_window(s, executor_.windows()[w], s.windows[w]);
   check_rows(s);
+}
+
+// Every sequence has pages for the positions of this step, and for the window before the first of them.
+void LanguageModel::check_window(const mr_step& s, const mr_window& window, const mr_window_pages& w) const {
+  require(w.page_starts && w.first, "an array is missing");
+  require(w.page_starts[0] == 0 && w.page_starts[s.n_sequences] <= w.n_pages, "a window's page_starts do not fit its pages");
+  for (int q = 0; q < s.n_sequences; ++q)
+    require(w.page_starts[q] <= w.page_starts[q + 1], "a window's page_starts do not ascend");
+  check_ids(w.pages, w.n_pages, window.pages, "a window's page that does not exist");
+  for (int q = 0; q < s.n_sequences; ++q) {
+    const int64_t from = s.positions[s.starts[q]], to = s.positions[s.starts[q + 1] - 1];
+    const int64_t begin = from >= window.tokens ? from - window.tokens + 1 : 0, first = w.first[q];
+    require(first >= 0 && first * kPageTokens <= begin, "a window's first page lies after its begin");
+    require(to < kPageTokens * (first + w.page_starts[q + 1] - w.page_starts[q]), "a position beyond the window's pages");
+  }
+  check_ids(w.copies, 2 * int64_t{w.n_copies}, window.pages, "a copy of a window's page that does not exist");
+  for (int i = 0; i < w.n_copies; ++i) require(w.copies[2 * i] != w.copies[2 * i + 1], "a page copied to itself");
+}
+
+// What is written is its sequence's own: several workers read and write states at the same time.
+void LanguageModel::check_slots(const mr_step& s) {
+  if (slot_seen_.empty()) return;
+  require(s.states_from && s.states_to, "an array is missing");
+  check_ids(s.states_from, s.n_sequences, executor_.state_slots(), "a slot that does not exist");
+  check_ids(s.states_to, s.n_sequences, executor_.state_slots(), "a slot that does not exist");
+  ++n_steps_;
+  for (int q = 0; q < s.n_sequences; ++q) {
+    uint32_t& seen = slot_seen_[static_cast<size_t>(s.states_to[q])];
+    require(seen != n_steps_, "two sequences write one slot");
+    seen = n_steps_;
+  }
+  for (int q = 0; q < s.n_sequences; ++q)
+    require(slot_seen_[static_cast<size_t>(s.states_from[q])] != n_steps_ || s.states_from[q] == s.states_to[q],
+            "a sequence reads a slot that another one writes");
 }
 
 void LanguageModel::check_rows(const mr_step& s) const {
@@ -148,10 +202,12 @@ void LanguageModel::check_rows(const mr_step& s) const {
 void LanguageModel::write_inputs(const mr_step& s) {
   const size_t token_bytes = static_cast<size_t>(s.n_tokens) * 4;
   if (places_.tokens) std::memcpy(places_.tokens, s.tokens, token_bytes);
-  if (places_.positions) std::memcpy(places_.positions, s.positions, token_bytes);
+  if (places_.positions) std::memcpy(places_.positions, s.rotary_positions ? s.rotary_positions : s.positions, token_bytes);
   for (int q = 0; q < s.n_sequences; ++q) {
     std::fill(sequence_of_.begin() + s.starts[q], sequence_of_.begin() + s.starts[q + 1], q);
     if (places_.lengths) places_.lengths[q] = s.starts[q + 1] - s.starts[q];
+    if (places_.adapters)
+      std::fill(places_.adapters + s.starts[q], places_.adapters + s.starts[q + 1], s.adapters ? s.adapters[q] : 0);
   }
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   for (int r = 0; places_.rows && r < s.n_rows; ++r) places_.rows[r] = rows[r].token;
@@ -160,18 +216,34 @@ void LanguageModel::write_inputs(const mr_step& s) {
 void LanguageModel::launch(const mr_step& s) {
   require(!executor_.is_running(), "one was launched, and nobody has waited for it");
   check(s);
+  check_slots(s);
   step_ = s;
   write_inputs(s);
-  for (int i = 0; i < s.n_copies; ++i) executor_.copy_page(s.copies[2 * i], s.copies[2 * i + 1]);
+  for (int i = 0; i < s.n_copies; ++i) executor_.copy_page(0, s.copies[2 * i], s.copies[2 * i + 1]);
+  tables_[0] = {s.pages, s.page_starts};
+  for (size_t w = 0; w < offsets_.size(); ++w) {
+    const mr_window_pages& pages = s.windows[w];
+    for (int i = 0; i < pages.n_copies; ++i)
+      executor_.copy_page(static_cast<int32_t>(w) + 1, pages.copies[2 * i], pages.copies[2 * i + 1]);
+    for (int q = 0; q < s.n_sequences; ++q) offsets_[w][static_cast<size_t>(q)] = pages.page_starts[q] - pages.first[q];
+    tables_[w + 1] = {pages.pages, offsets_[w].data()};
+  }
   int32_t sizes[kSymbols] = {};
   sizes[kT] = s.n_tokens;
   sizes[kS] = s.n_sequences;
   sizes[kR] = s.n_rows;
+  if (s.n_rows == 0 && has_row_sizes_) {  // a row that nobody draws from: no size may be 0
+    sizes[kR] = 1;
+    if (places_.rows) places_.rows[0] = 0;
+  }
   const Sequences sequences{
       .count = s.n_sequences, .positions = s.positions, .sequence_of = sequence_of_.data(), .starts = s.starts};
   Executor::Last last;
   if (places_.logits) last = [this](StepContext& c, int worker) { sample_rows(c, worker); };
-  executor_.launch({.sizes = sizes, .sequences = sequences, .pages = s.pages, .page_starts = s.page_starts}, std::move(last));
+  executor_.launch({.sizes = sizes, .sequences = sequences, .tables = tables_.data(), .states_from = s.states_from,
+                    .states_to = s.states_to,
+                    .embeddings = {.rows = s.embeddings, .count = s.n_embeddings, .width = s.embedding_width}},
+                   std::move(last));
 }
 
 namespace {

@@ -12,6 +12,8 @@ constexpr int64_t kLine = 64;   // bytes of a cache line
 constexpr int64_t kSuperBlock = 256;  // inputs that share the upper one of two levels of scales
 
 MILLRACE_INLINE int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+// Of an element of a value: f32, i32, f16, i8, i64, bool.
+MILLRACE_INLINE int64_t type_bytes(int64_t type) { return type == 4 ? 8 : type < 2 ? 4 : type == 2 ? 2 : 1; }
 MILLRACE_INLINE int64_t n_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
 
 MILLRACE_INLINE int64_t padded_k(int64_t k, int64_t group) {

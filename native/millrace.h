@@ -14,13 +14,32 @@ typedef struct mr_engine mr_engine;
 typedef struct {
   int32_t format, layers, heads, key_dim, value_dim;
   int64_t place; /* of its pages in the activations, for one run; -1: kept between runs, in an arena of its own */
+  int32_t table; /* of its pages, if it is kept; 0: the step's own; n: of window n - 1 */
 } mr_cache;
+
+/* Layers of which each sequence has a state of so many floats, in slots that the step names. */
+typedef struct {
+  int32_t layers, floats;
+} mr_state;
+
+/* A sliding-window cache group: its window size in tokens, and its pages per cache. */
+typedef struct {
+  int32_t tokens;
+  int64_t pages;
+} mr_window;
+
+/* A derived size: kind 0: the constant `left`; 1: left * right; 2: left / right, exact; 3: (left + add) / right rounded
+ * down, `right` a constant. `left` and `right` are sizes before it, the symbols first. Its value is from 1 to `most`. */
+typedef struct {
+  int32_t kind, left, right, add, most;
+} mr_size;
 
 /* A language model's own: its third symbol is R (rows of logits), and what a step says is written into its inputs. */
 typedef struct {
   int32_t max_context, vocab_size;
   int64_t tokens_offset, positions_offset; /* of int32 (T) in the activations; -1: not read */
   int64_t rows_offset;                     /* of int32 (R) */
+  int64_t adapters_offset;                 /* of int32 (T): the adapter of each token's sequence */
   int64_t logits_offset;                   /* of float (R, V); -1: nothing is sampled */
 } mr_language_model;
 
@@ -35,13 +54,29 @@ typedef struct {
   int32_t n_symbols;
   const mr_cache* caches;
   int32_t n_caches;
-  int64_t kv_pages; /* of each cache that is kept */
+  int64_t kv_pages; /* of each cache of table 0 that is kept */
   int32_t threads; /* at least 1, with the caller's */
   const char* isa; /* null: the best that this CPU has */
+  const mr_window* windows;
+  int32_t n_windows;
+  const mr_state* states;
+  int32_t n_states;
+  int64_t state_slots;
   /* Of programs that work on sequences: their first two symbols are T (tokens) and S (sequences). */
   int64_t lengths_offset; /* of int32 (S) in the activations; -1: not read */
   const mr_language_model* language; /* null: any other network */
+  const mr_size* sizes; /* numbered behind the symbols */
+  int32_t n_sizes;
 } mr_create_args;
+
+/* The pages of one window: of sequence s pages[page_starts[s]] .. pages[page_starts[s + 1] - 1], of which the first holds
+ * its positions from 64 * first[s] on. */
+typedef struct {
+  const int32_t *pages, *page_starts, *first;
+  int64_t n_pages;
+  const int32_t* copies; /* (n_copies, 2) as a step's */
+  int32_t n_copies;
+} mr_window_pages;
 
 typedef struct {
   int32_t n_tokens, n_sequences, n_rows;
@@ -63,6 +98,15 @@ typedef struct {
   const int32_t* masks_ready; /* null: they are; else another thread fills them, and then makes this not 0 */
   const int32_t* copies; /* (n_copies, 2): KV pages, from and to, that are copied before anything is stored */
   int32_t n_copies;
+  const mr_window_pages* windows; /* as many as the engine has */
+  /* (n_sequences) slots: of each one's states before this step, of no meaning at its position 0, and behind it. Nobody
+   * else of the step reads or writes a slot that is written. */
+  const int32_t *states_from, *states_to;
+  /* (n_embeddings, embedding_width): the token -1 - e has row e instead of one of the table's. */
+  const float* embeddings;
+  int32_t n_embeddings, embedding_width;
+  const int32_t* rotary_positions; /* (n_tokens) by which queries and keys are rotated; null: their own positions */
+  const int32_t* adapters; /* (n_sequences); null: 0, the model as it is, for all */
 } mr_step;
 
 /* How a call of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the
@@ -94,8 +138,10 @@ void mr_destroy(mr_engine* engine);
 void mr_chosen_tactics(mr_engine* engine, int32_t* knobs, int32_t n_calls);
 uint8_t* mr_activations(mr_engine* engine);
 const char* mr_isa(const mr_engine* engine);
-/* The pages of cache number `cache` of those that are kept: (layers, kv_pages, bytes of a page in a layer). No run may
- * be on its way while they are read or written. */
+int32_t mr_embedding_width(const mr_engine* engine); /* of the rows that a step may bring; 0: it takes none */
+int32_t mr_adapters(const mr_engine* engine); /* how many a sequence may choose from, 0 among them */
+/* The pages of cache number `cache` of those that are kept: (layers, pages, bytes of a page in a layer). No run may be on
+ * its way while they are read or written. */
 uint8_t* mr_kept(mr_engine* engine, int32_t cache);
 int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the arena, see mr_checksum */
 /* Seconds that each call of the program took since the last call; then they start again from 0. */

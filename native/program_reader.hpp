@@ -43,11 +43,11 @@ struct Bounds {
   int64_t weights_bytes;
   uint8_t* activations;
   int64_t activations_bytes;
-  const int32_t* symbols;  // how large each of the program's symbols may be, at most kMaxParam
+  const int32_t* symbols;  // how large each of the program's symbols may be, at most kMaxParam; then its other sizes
   int64_t n_symbols;
 
   int64_t symbol(int64_t number) const {
-    require(number >= 0 && number < n_symbols, "a symbol that the program has");
+    require(number >= 0 && number < n_symbols, "a size that the program has");
     return symbols[number];
   }
 

@@ -60,11 +60,22 @@ struct KvLayout {
 struct Cache {
   KvLayout layout;
   const int32_t* pages;
-  const int32_t* page_starts;  // (S+1)
+  const int32_t* offsets;  // (S) pages[offsets[s] + p] is page p of sequence s, counted from its position 0
 
   MILLRACE_INLINE uint8_t* block(int layer, int sequence, int position, int head) const {
-    return layout.keys(layer, pages[page_starts[sequence] + position / kPageTokens], head);
+    return layout.keys(layer, pages[offsets[sequence] + position / kPageTokens], head);
   }
+};
+
+// States of layers of one kind: (layers, slots, floats), and in which slots each sequence's are before and behind this run.
+struct States {
+  float* base;
+  int64_t slots, floats;
+  const int32_t *from, *to;  // (S)
+
+  [[gnu::always_inline]] float* slot(int layer, int32_t number) const { return base + (layer * slots + number) * floats; }
+  [[gnu::always_inline]] const float* before(int layer, int sequence) const { return slot(layer, from[sequence]); }
+  [[gnu::always_inline]] float* behind(int layer, int sequence) const { return slot(layer, to[sequence]); }
 };
 
 // T tokens of S sequences, packed: what attention asks for, and nothing else.
@@ -75,10 +86,18 @@ struct Sequences {
   const int32_t* starts;       // (S+1)
 };
 
+// Rows (count, width) that stand in for those of the embedding table: of the tokens -1, -2 and so on.
+struct EmbeddingRows {
+  const float* rows;
+  int32_t count, width;
+};
+
 struct StepContext {
-  int32_t sizes[kSymbols];  // what the program's symbols are in this run
+  const int32_t* sizes;  // what the program's symbols are in this run, and the sizes that are made of them
   Sequences sequences;
   const Cache* caches;
+  const States* states;
+  EmbeddingRows embeddings;
   int32_t n_workers;
   int32_t* next_task;  // shared by the workers of this kernel
   float* scratch;      // this worker's own
@@ -89,6 +108,16 @@ struct StepContext {
 
   int take() { return __atomic_fetch_add(next_task, 1, __ATOMIC_RELAXED); }
 };
+
+// Whether the product of n sizes, each from 1 on, is `expected`: a program whose sizes contradict each other computes nothing.
+[[gnu::always_inline]] inline bool product_is(int64_t expected, const int32_t* sizes, int n) {
+  int64_t total = 1;
+  for (int i = 0; i < n; ++i) {
+    total *= sizes[i];
+    if (total > expected) return false;
+  }
+  return total == expected;
+}
 
 // `for (Chunk c(ctx, n, size); c.next();)` hands out [c.begin, c.end) until n is used up.
 struct Chunk {

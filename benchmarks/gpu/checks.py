@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu.failures import FAILURES, traced
-from benchmarks.gpu.model import LLAMA_8B, PRECISIONS, TINY, graph_of
+from benchmarks.gpu.model import LLAMA_8B, PRECISIONS, TINY, graph_of, lowered_graph
 from benchmarks.gpu.watched import Watched, apart
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
-from millrace.compile.pipeline import gpu, pipeline, run_passes
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.random_source import source_of
 from millrace.compile.source import Source
@@ -24,7 +25,6 @@ from millrace.engine.cuda import plain, triton_kernels
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import CPU
 from millrace.engine.cuda.network import CudaNetwork
-from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.cuda.rates import wait_for
 from millrace.engine.dummy import dummy_step
@@ -94,10 +94,9 @@ def _compared(
     by_kernel: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     config = replace(TINY if name == "tiny" else replace(LLAMA_8B, n_layers=2), max_context=256)
-    graph = graph_of(config, precision)
-    names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
-    executor = CudaExecutor(graph, limits_of(config.vocab_size), dtype="bf16", kv=kv, fp8_rows=names,
-                            buckets=(1, 4) if graphs else (), device=device, load=random_loaded)  # fmt: skip
+    lowered = lowered_graph(graph_of(config, precision), precision)
+    executor = CudaExecutor(lowered, limits_of(config.vocab_size), kv=kv, buckets=(1, 4) if graphs else (),
+                            device=device, load=random_loaded)  # fmt: skip
     n, buckets, kernels = len(lengths), executor._buckets, executor._kernels
     vocab = config.vocab_size
     steps = [
@@ -126,8 +125,8 @@ def encoders_agree(device: str, dry_run: bool) -> list[dict[str, Any]]:
     for precision in ("bf16", "w8a8"):
         told: dict[str, Any] = {"what": f"encoder, {precision}, {len(texts)} texts", "by_kernel": {}}
         try:
-            network = CudaNetwork(run_passes(graph, gpu(precision_map(precision))), ENCODED_MOST, dtype="bf16",
-                                  device=device)  # fmt: skip
+            lowered = lower_for_gpu(run_passes(graph, gpu(precision_map(precision))), "bf16")
+            network = CudaNetwork(lowered, ENCODED_MOST, device=device)
             worst = _vectors_apart(network, texts, told["by_kernel"])
         except FAILURES:
             wait_for(torch.device(device))
@@ -194,7 +193,9 @@ def agrees(path: Path, device: str) -> dict[str, Any]:
     vocab = exact.outputs[0].value.width
     limits = limits_of(vocab)
     reference = ReferenceExecutor(exact, limits, kv=KvFormat.F32, bf16_table=False)
-    executor = CudaExecutor(run_passes(traced, gpu(precision_map("bf16"))), limits, dtype="bf16", device=device)
+    executor = CudaExecutor(
+        lower_for_gpu(run_passes(traced, gpu(precision_map("bf16"))), "bf16"), limits, device=device
+    )
     rows = _all_rows(dummy_step([LENGTH] * TEXTS, 0, PAGES_EACH * TEXTS, vocab=vocab))
     want, got = _logp(np.asarray(reference.logits(rows))), _logp(executor.logits(rows).cpu().numpy())
     kl = float((np.exp(want) * (want - got)).sum(1).mean())

@@ -8,14 +8,17 @@ import numpy as np
 
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.config import ModelConfig, RopeConfig
-from millrace.compile.pipeline import gpu, run_passes
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.lower_gpu.memory import needs_of
+from millrace.compile.lower_gpu.placement import placement_of
+from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.random_source import source_of
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import CPU, Gpu, find_gpu
-from millrace.engine.cuda.memory import Needs, needs_of, plan_device
-from millrace.engine.cuda.placement import PRODUCTS, coded_products
+from millrace.engine.cuda.lowered import LoweredGraph
+from millrace.engine.cuda.memory import Needs, plan_device
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.cuda.rates import DeviceRates
 from millrace.engine.dummy import dummy_step
@@ -23,7 +26,7 @@ from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
 from millrace.kernels.catalogue import operators
-from millrace.kernels.matmul.op import matrices_of, precision_of
+from millrace.kernels.matmul.op import PRODUCTS, matrices_of, precision_of
 from millrace.model.module import trace_model
 
 LLAMA_8B = replace(
@@ -46,6 +49,11 @@ def graph_of(config: ModelConfig, precision: str) -> Graph:
     source = source_of(config)
     wanted = precision_map(_FLOATS[precision], head=None if precision == "w4a16" else "bf16")
     return run_passes(trace_model(source.module, source.weights, operators()), gpu(wanted))
+
+
+def lowered_graph(graph: Graph, precision: str) -> LoweredGraph:
+    names = {o for n in placement_of(graph).coded for o in n.origin} if precision == "fp8" else ()
+    return lower_for_gpu(graph, "bf16", names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +85,8 @@ class RandomExecutor(CudaExecutor):
         self, graph: Graph, limits: ExecutorLimits, precision: str, rates: DeviceRates, device: str,
         buckets: Sequence[int],
     ) -> None:  # fmt: skip
-        names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
-        super().__init__(
-            graph, limits, dtype="bf16", kv=KV[precision], fp8_rows=names, buckets=buckets, device=device,
-            load=random_loaded,
-        )  # fmt: skip
+        lowered = lowered_graph(graph, precision)
+        super().__init__(lowered, limits, kv=KV[precision], buckets=buckets, device=device, load=random_loaded)
         self.bound_s, self._rates, self._weight = 0.0, rates, weight_of(graph)
         self._rate = rates.products["fp8" if precision == "fp8" else "bf16"]
         pages = next(iter(self._pages.values()))
@@ -131,7 +136,9 @@ def gpu_of(device: str) -> Gpu:
 def planned(
     graph: Graph, limits: ExecutorLimits, kv: KvFormat | None, buckets: Sequence[int], device: str
 ) -> Needs:  # fmt: skip
-    return needs_of(graph, limits, dtype="bf16", kv=kv, buckets=buckets, multiprocessors=gpu_of(device).multiprocessors)
+    return needs_of(
+        lower_for_gpu(graph, "bf16"), limits, kv=kv, buckets=buckets, multiprocessors=gpu_of(device).multiprocessors
+    )
 
 
 def random_executor(

@@ -11,16 +11,23 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.peers.weights import NamedWeights
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config import LATER_GEMMAS, ModelConfig
 from millrace.graph.types import Array
 
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}  # fmt: skip
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_OF_LATER_GEMMAS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 _F32, _BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 _TYPES = {_F32: gguf.GGMLQuantizationType.F32, _BF16: gguf.GGMLQuantizationType.BF16}
@@ -35,14 +42,15 @@ def write_gguf(path: Path, weights: NamedWeights, dtype: str) -> None:
     """
     config = weights.config
     unfinished = path.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(unfinished, _ARCHITECTURES[config.family])
+    writer = gguf.GGUFWriter(unfinished, ARCHITECTURES[config.family])
     assert config.rope.kind == "default", "no scaling of rotary positions is written here"
     describe(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model(_NO_TOKENIZER)
     for name, shape in weights.shapes.items():
         kind = _stored_as(shape, dtype)
-        writer.add_tensor_info(gguf_name(name), shape, kind, math.prod(shape) * kind.itemsize, raw_dtype=_TYPES[kind])
+        stored = gguf_name(name, config.family)
+        writer.add_tensor_info(stored, shape, kind, math.prod(shape) * kind.itemsize, raw_dtype=_TYPES[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -53,13 +61,14 @@ def write_gguf(path: Path, weights: NamedWeights, dtype: str) -> None:
     unfinished.rename(path)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, family: str = "llama") -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
     module, end = name.rsplit(".", 1)
     if module in _OUTER:
         return f"{_OUTER[module]}.{end}"
     _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{_INNER[rest]}.{end}"
+    own = _OF_LATER_GEMMAS if family in LATER_GEMMAS else {}
+    return f"blk.{layer}.{own.get(rest) or _INNER[rest]}.{end}"
 
 
 def quantise(source: Path, path: Path, ftype: str) -> None:
@@ -114,6 +123,14 @@ def describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_rope_freq_base(c.rope.theta)
     writer.add_rope_dimension_count(c.head_dim)
+    if window := max(c.windows, default=0):
+        writer.add_sliding_window(window)
+    if c.attention_softcap:
+        writer.add_attn_logit_softcapping(c.attention_softcap)
+    if c.logits_softcap:
+        writer.add_final_logit_softcapping(c.logits_softcap)
+    if c.local_rope is not None:
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", c.local_rope.theta)
 
 
 def neighbours(x: Array, heads: int) -> Array:

@@ -20,7 +20,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.compile.tune import Tuning
+from millrace.compile.tune.tuner import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs

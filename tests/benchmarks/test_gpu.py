@@ -21,6 +21,7 @@ from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of, weight_of
 from benchmarks.gpu.profile import Kernel, table
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import commit
+from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda import executor as executor_
 from millrace.engine.cuda import plain, walk
 from millrace.engine.cuda.found import Gpu
@@ -324,8 +325,8 @@ def test_the_bound_counts_what_a_step_must_read_and_multiply() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "w4a16", "w8a8"])
 def test_random_weights_are_as_real_ones_lie(precision: str) -> None:
     """The same types, sizes and scales as those that are read and rounded, and no zeros."""
-    graph, device = graph_of(TINY, precision), torch.device("cpu")
-    drawn, real = random_loaded(graph, torch.bfloat16, device), load(graph, torch.bfloat16, device)
+    lowered, device = lower_for_gpu(graph_of(TINY, precision), "bf16"), torch.device("cpu")
+    drawn, real = random_loaded(lowered, torch.bfloat16, device), load(lowered, torch.bfloat16, device)
     assert drawn.tensors.keys() == real.tensors.keys() and drawn.coded.keys() == real.coded.keys()
     assert drawn.joined.keys() == real.joined.keys() and len(real.joined) == (precision == "bf16") * TINY.n_layers
     for value, x in real.tensors.items():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.checkpoint.config import ModelConfig, read_config
+from millrace.checkpoint.decoder_sizes import read_sizes
 from tests.support.checkpoints import FAMILIES
 from tests.support.published_configs import GEMMA, LLAMA_2, LLAMA_31, MISTRAL_1, PUBLISHED, QWEN_25
 
@@ -29,29 +30,39 @@ def transformers_view(raw: Mapping[str, object]) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_config(type(config)(**{**values, **small}))
     names = {name for name, _ in model.named_parameters()}
     eos = config.eos_token_id
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    activation = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
     return {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        # Of LFM2, two thirds of what is said, rounded up to 256.
+        "intermediate_size": 8192 if raw["model_type"] == "lfm2" else config.intermediate_size,
         "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "vocab_size": config.vocab_size,
-        "norm_eps": config.rms_norm_eps,
-        "theta": config.rope_parameters["rope_theta"],
-        "kind": config.rope_parameters["rope_type"],
-        "factor": config.rope_parameters.get("factor", 1.0),
-        "original_max_positions": config.rope_parameters.get("original_max_position_embeddings"),
+        "norm_eps": config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
+        "theta": rope["rope_theta"],
+        "kind": rope["rope_type"],
+        "factor": rope.get("factor", 1.0),
+        "original_max_positions": rope.get("original_max_position_embeddings"),
         "tie_embeddings": config.tie_word_embeddings,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
         "attention_output_bias": "model.layers.0.self_attn.o_proj.bias" in names,
         "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
-        "activation": {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[config.hidden_act],
-        "sliding_window": getattr(config, "sliding_window", None),
+        "activation": {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[activation],
+        "windows": _windows(config),
         "dtype": str(config.dtype).removeprefix("torch."),
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     }
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    """As its model applies them."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types) if window else ()
 
 
 def our_view(config: ModelConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +73,17 @@ def our_view(config: ModelConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
 def test_published_configurations_mean_what_transformers_reads(name: str) -> None:
     expected = transformers_view(PUBLISHED[name])
     assert our_view(read_config(PUBLISHED[name]), expected) == expected
+
+
+@pytest.mark.parametrize("raw", [*PUBLISHED.values(), *({"model_type": f} for f in FAMILIES if f != "lfm2")], ids=str)
+def test_sizing_reads_what_models_read(raw: dict[str, object]) -> None:
+    """With a family's defaults for missing keys."""
+    config, sizes = read_config(raw), read_sizes(raw, "m")
+    assert (sizes.tied, sizes.head_dim, sizes.n_kv_heads) == (
+        config.tie_embeddings, config.head_dim, config.n_kv_heads,
+    )  # fmt: skip
+    assert (sizes.hidden, sizes.n_layers, sizes.ffn) == (config.hidden_size, config.n_layers, config.intermediate_size)
+    assert sizes.vocab == config.vocab_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,18 +123,20 @@ def test_rope_types() -> None:
     assert read_config({**LLAMA_31, "rope_scaling": inferred}).rope.original_max_positions == 131072
 
 
-def test_windows_cap_the_context_and_say_so() -> None:
+def test_windows_of_layers() -> None:
     mistral = read_config(MISTRAL_1)
-    assert (mistral.max_context, mistral.sliding_window) == (4096, 4096)
-    assert "4096" in mistral.notes[0] and "32768" in mistral.notes[0]
-    assert read_config({**MISTRAL_1, "sliding_window": None}).max_context == 32768
+    assert (mistral.max_context, mistral.windows, mistral.notes) == (32768, (4096,) * 32, ())
+    assert read_config({**MISTRAL_1, "sliding_window": None}).windows == ()
     wide = read_config({**MISTRAL_1, "sliding_window": 65536})
-    assert (wide.max_context, wide.notes) == (32768, ())
+    assert wide.windows == (65536,) * 32 and wide.window_of(3) == 0, "every sequence has room in it"
     on = {**QWEN_25, "use_sliding_window": True, "sliding_window": 1024}
-    assert read_config(on).max_context == 1024  # layers 21 .. 23 have the window
-    assert read_config({**on, "max_window_layers": 24}).sliding_window is None
-    assert read_config({**on, "layer_types": ["full_attention"] * 24}).sliding_window is None
-    assert read_config({**QWEN_25, "layer_types": ["full_attention"] * 24}).max_context == 32768
+    some = read_config(on)
+    assert some.windows == (0,) * 21 + (1024,) * 3 and (some.window_of(20), some.window_of(21)) == (0, 1024)
+    assert not any(read_config({**on, "max_window_layers": 24}).windows)
+    assert not any(read_config({**on, "layer_types": ["full_attention"] * 24}).windows)
+    mixed = ["sliding_attention", "full_attention"] * 12
+    assert read_config({**on, "layer_types": mixed}).windows == (1024, 0) * 12
+    assert read_config({**QWEN_25, "layer_types": ["full_attention"] * 24}).windows == ()
 
 
 def test_values_that_are_told() -> None:

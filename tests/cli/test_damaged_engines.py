@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from millrace.compile.builder import build_engine
-from millrace.compile.cache import EngineCache
+from millrace.compile.cache.engines import EngineCache
 from millrace.compile.find import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import FORMAT, Manifest, file_checksum, sealed
@@ -75,7 +75,7 @@ def symbol(name: str, high: int = 8) -> dict[str, object]:
         ({"cpu": {"n_calls": "many"}}, "not readable"),
         ({"surprise": 1}, "surprise"),
         ({"max_context": -5}, "expected"),
-        ({"symbols": []}, "not readable"),
+        ({"symbols": []}, "without T, S and R"),
         ({"symbols": [symbol("T"), symbol("S", 0), symbol("R")]}, "not readable"),
         ({"symbols": [symbol("T"), symbol("S")]}, "without T, S and R"),
         ({"symbols": [symbol(str(i)) for i in range(9)]}, "not readable"),

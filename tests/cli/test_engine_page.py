@@ -14,8 +14,8 @@ from millrace.cli.tables import Tables
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED
+from millrace.compile.lower_cpu.report import program_table
 from millrace.compile.precision import precision_map
-from millrace.compile.report import program_table
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine

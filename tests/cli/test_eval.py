@@ -3,6 +3,7 @@
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,34 @@ def test_each_choice_is_the_likeliest_answer(millrace: Millrace, data: Path, tmp
     executor.close()
     assert (told["questions"], told["right"], told["share"]) == (8, n_right, n_right / 8)
     assert told["subjects"]["sums"]["questions"] == 5 and results.about.task == "mmlu, lm-eval, 5 shots"
+
+
+@pytest.mark.parametrize(("family", "more"), [("mistral", {"sliding_window": 64}), ("lfm2", {})])
+def test_models_with_windows_and_states(
+    millrace: Millrace, data: Path, text: Path, tmp_path: Path, family: str, more: dict[str, Any]
+) -> None:
+    """Whose caches the plan gives fewer pages than full attention would take."""
+    path, out = random_checkpoint(tmp_path / family, family, seed=1, **more), tmp_path / "results.jsonl"
+    usual = ("--precision", "fp32", "--no-evaluate", *SHORT)
+    done = millrace("eval", path, "--data", data, "--out", out, "--shots", "1", "--json", *usual)
+    assert done.code == 0, done.err
+    _, engine = find_engine(str(path), BuildSettings(max_context=512, tune=0, precision="fp32"), read_env())
+    with closing(engine.executor(n_pages=8, threads=1)) as executor:
+        for group in Mmlu(read_subjects(data), shots=1).groups(Checkpoint.open(path).tokenizer, 512):
+            for posed in group.posed():
+                one, got = posed.question, read(out, Chosen).records[group.name, posed.number]
+                for ending, logprob in zip(one.endings, got.logprobs, strict=True):
+                    rows = log_probabilities(
+                        executor, np.array([*one.context, *ending], np.int32), len(one.context) - 1
+                    )
+                    assert logprob == pytest.approx(float(rows[range(len(ending)), ending].sum()), abs=1e-3)
+        cut = windows(Checkpoint.open(path).tokenizer, text.read_text(), 400)
+        rows = np.concatenate([log_probabilities(executor, ids, 200)[range(199), ids[201:]] for ids in cut.ids])
+    asked = ("--task", "wikitext", "--data", text, "--definition", "llama-perplexity", "--window", "400")
+    done = millrace("eval", path, *asked, "--json", *usual)
+    assert done.code == 0, done.err
+    expected = np.exp(-rows.astype(np.float64).mean())
+    assert json.loads(done.out)["perplexity"]["value"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_fewer_examples_than_the_task_says_are_refused(millrace: Millrace, data: Path) -> None:

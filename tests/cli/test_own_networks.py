@@ -7,13 +7,14 @@ from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from millrace.compile.builder import build_engine
-from millrace.compile.program import Bounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.settings import BuildSettings
-from millrace.compile.tune import Tuning, tune
+from millrace.compile.tune.tuner import Tuning, tune
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import SlotEntry
 from millrace.engine.tables import Node
@@ -25,6 +26,8 @@ from millrace.model.layers import Linear
 from millrace.model.module import ENCODER, Module, Signature
 from millrace.model.tensor import Tensor
 from tests.cli.conftest import Millrace
+from tests.compile.test_cnn import SmallNetwork
+from tests.compile.test_cnn import engine_of as convolutional
 from tests.support.checkpoints import random_encoder
 from tests.support.networks import SMALL, Digits, network
 
@@ -98,6 +101,19 @@ def test_limits_go_by_the_symbols_of_the_network(millrace: Millrace, built: dict
     tiny = json.loads(millrace("inspect", built["tiny"], "--json").out)
     assert tiny["max_step_tokens"] == tiny["symbols"]["T"]["high"] == 512
     assert tiny["max_sequences"] == tiny["symbols"]["S"]["high"] == 16 and list(tiny["symbols"]) == ["T", "S", "R"]
+
+
+def test_a_convolutional_network(millrace: Millrace, tmp_path: Path) -> None:
+    weights = {
+        n: np.ones([d for d in p.shape if isinstance(d, int)], np.float32) for n, p in SmallNetwork().parameters()
+    }
+    convolutional(SmallNetwork(), weights, tmp_path / "e").close()
+    for arguments in ([], ["--html", str(tmp_path / "page.html")], *([part] for part in PARTS)):
+        shown = millrace("inspect", tmp_path / "e", *arguments)
+        assert shown.code == 0 and not OF_TEXTS.search(shown.out), shown
+    calls = millrace("inspect", tmp_path / "e", "--calls").out
+    assert calls.count("convolution") >= 3 and calls.count("pooling") >= 2 and "channel_affine" in calls
+    assert "stem" in calls and "images from 1 to 9, usually 4" in millrace("inspect", tmp_path / "e").out
 
 
 def test_a_symbol_that_is_called_as_a_language_model_s_is_none(millrace: Millrace, tmp_path: Path) -> None:

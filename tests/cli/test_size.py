@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.cli import size, size_asked, sizing
-from millrace.compile.rooflines import keep_roofline
+from millrace.compile.cache.rooflines import keep_roofline
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores

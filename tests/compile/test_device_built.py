@@ -14,9 +14,9 @@ from torch import Tensor
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.builder import Builder, build_engine
-from millrace.compile.device import device_engine
-from millrace.compile.device_built import built_engine
 from millrace.compile.find import BUNDLED
+from millrace.compile.lower_gpu.built import built_engine
+from millrace.compile.lower_gpu.device import device_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.loaded import Loaded, load
@@ -51,8 +51,8 @@ def pair(
 
 def tensors(engine: GpuEngine) -> Iterator[Tensor]:
     """All constants in the order in which nodes read them, codes as bytes."""
-    loaded: Loaded = load(engine.model.graph, FLOATS[engine.model.dtype], CPU)
-    for node in engine.model.graph.nodes:
+    loaded: Loaded = load(engine.model.lowered, FLOATS[engine.model.lowered.dtype], CPU)
+    for node in engine.model.lowered.graph.nodes:
         yield from (loaded.tensors[value] for value in node.inputs if value in loaded.tensors)
         for matrix in loaded.coded.get(node, ()):
             yield from (matrix.codes.view(torch.uint8), matrix.scales, torch.tensor([matrix.group, matrix.zero]))
@@ -61,7 +61,9 @@ def tensors(engine: GpuEngine) -> Iterator[Tensor]:
 
 def assert_same(one: GpuEngine, other: GpuEngine) -> None:
     a, b = one.model, other.model
-    assert listing(a.graph) == listing(b.graph) and replace(a, graph=b.graph) == b
+    assert listing(a.lowered.graph) == listing(b.lowered.graph) and replace(a, lowered=b.lowered) == b
+    assert a.lowered.dtype == b.lowered.dtype
+    assert sorted(n.origin for n in a.lowered.e4m3) == sorted(n.origin for n in b.lowered.e4m3)
     assert one.needs == other.needs and one.page_bytes == other.page_bytes
     kept = ("precision", "group", "symbols", "max_context", "vocab_size", "eos_token_ids", "bos_token_id", "cpu")
     assert all(getattr(one.manifest, name) == getattr(other.manifest, name) for name in kept)
@@ -101,7 +103,7 @@ def test_the_checkpoints_own_weights(
 ) -> None:
     one, other = pair(checkpoints[name], tmp_path / "e", asked)
     assert_same(one, other)
-    assert bool(other.model.fp8_rows) == (asked.get("precision", name) == "fp8")
+    assert bool(other.model.lowered.e4m3) == (asked.get("precision", name) == "fp8")
     one.close()
     assert other.folder == tmp_path / "e" and in_use(tmp_path / "e")
     other.close()
@@ -144,7 +146,7 @@ def test_keys_in_bfloat16_of_a_model_in_float16(checkpoints: dict[str, Path], tm
     Builder.of("m", Checkpoint.open(checkpoints["half"]), built, None).write(tmp_path / "e")
     with pytest.raises(EngineError, match="keys and values in bf16 of a model in fp16"):
         opened(tmp_path / "e")
-    assert opened(tmp_path / "e", kv_cache_dtype="int8").model.dtype == "fp16"
+    assert opened(tmp_path / "e", kv_cache_dtype="int8").model.lowered.dtype == "fp16"
 
 
 @pytest.mark.parametrize("more", [{}, {"pooling": "cls", "normalised": False}], ids=["mean", "cls"])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.compile.timings import TimingCache
+from millrace.compile.cache.timings import TimingCache
+from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu
 from millrace.errors import MachineError
@@ -27,7 +28,7 @@ from millrace.kernels.matmul.gpu_tiles import (
 from tests.engine.test_cuda import both
 from tests.support.checkpoints import random_checkpoint
 
-device_tune = pytest.importorskip("millrace.compile.device_tune", reason="triton is not installed")
+device_tune = pytest.importorskip("millrace.compile.tune.gpu_tiles", reason="triton is not installed")
 from triton.runtime.errors import OutOfResources  # noqa: E402 (Triton's)
 
 H200 = Gpu("cpu", "NVIDIA H200", (9, 0), 1 << 30, 132)
@@ -196,7 +197,7 @@ def test_tiles_of_one_row_are_timed_where_they_take_the_codes(tmp_path: Path) ->
     """Beside those of tensor cores, and of the rest only these; the clearly fastest is remembered by its place."""
     folder = random_checkpoint(tmp_path / "checkpoint", "llama")
     fp8 = both(folder, "fp8a16")[0]
-    fp8._fp8_rows = frozenset(o for node in fp8._loaded.coded for o in node.origin)
+    fp8._lowered = lower_for_gpu(fp8._graph, "bf16", {o for node in fp8._loaded.coded for o in node.origin})
     one = ONE_OF_E4M3[1]
     device = Device(lambda tile: 5.0 if tile == one else 9.0)
     found = tuner(device, tmp_path / "timings.json")(fp8)

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.checkpoint import files
 from millrace.checkpoint.files import FileState, file_digest
-from millrace.compile import digests
-from millrace.compile.digests import FileDigests
+from millrace.compile.cache import digests
+from millrace.compile.cache.digests import FileDigests
 from millrace.errors import CheckpointError
 
 BLOCK = 16 << 20

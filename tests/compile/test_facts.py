@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from millrace.compile.pipeline import pipeline, run_passes
+from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.graph.rules import same_shape
 from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from millrace.compile.memory import ALIGN, Buffer, plan_memory
+from millrace.compile.lower_cpu.memory import ALIGN, Buffer, plan_memory
 
 
 def alive_together(a: Buffer, b: Buffer) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from millrace import LLM
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine
-from millrace.compile.pipeline import run_passes, unfused
+from millrace.compile.passes.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.interpreter import Interpreter

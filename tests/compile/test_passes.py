@@ -8,19 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.compile.lower import lower
-from millrace.compile.passes import (
-    fold_constants,
-    fuse_convert,
-    fuse_elementwise,
-    fuse_residual,
-    gather_early,
-    merge_gated,
-    merge_linears,
-)
-from millrace.compile.pipeline import Pass, pipeline, run_passes
+from millrace.compile.lower_cpu.lower import lower
+from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.passes.expressions import fold_constants, fuse_elementwise, gather_early
+from millrace.compile.passes.fusions import fuse_convert, fuse_residual
+from millrace.compile.passes.pipeline import Pass, pipeline, run_passes
+from millrace.compile.passes.products import merge_gated, merge_linears
 from millrace.compile.precision import check_x_group, precision_map
-from millrace.compile.program import Bounds
 from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing

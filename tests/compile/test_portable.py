@@ -7,10 +7,10 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower import lower
-from millrace.compile.pipeline import pipeline, run_passes
+from millrace.compile.lower_cpu.lower import lower
+from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
-from millrace.compile.program import Bounds
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.compile import rooflines
-from millrace.compile.rooflines import keep_roofline, kept_roofline
+from millrace.compile.cache import rooflines
+from millrace.compile.cache.rooflines import keep_roofline, kept_roofline
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
 
 RATE = Rate(3.0, 4.0, 2.0)

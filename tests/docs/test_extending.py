@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 
 from millrace import LLM, SamplingParams
-from millrace.compile.lower import lower
-from millrace.compile.pipeline import run_passes, unfused
+from millrace.compile.lower_cpu.lower import lower
+from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.passes.pipeline import gpu, run_passes, unfused
 from millrace.compile.precision import precision_map
-from millrace.compile.program import Bounds
 from millrace.engine.engine import Engine
 from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import KvFormat
@@ -44,7 +45,7 @@ from tests.support.tolerance import assert_no_worse
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "extending"
 BLOCK = re.compile(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SOFTMAX = "src/millrace/kernels/softmax/"
+SOFTMIN = "src/millrace/kernels/softmin/"
 
 
 def write(page: str, folder: Path) -> list[str]:
@@ -211,7 +212,7 @@ def test_a_backends_files_as_they_are_printed(tmp_path: Path) -> None:
     assert classes[0] != classes[1]  # a sum of weights is largest here, smallest there
 
 
-class Softmax(Module):
+class Softmin(Module):
     signature = Signature({"x": ("B", 9)}, ("y",))
 
     def __init__(self, heads: int = 1) -> None:
@@ -219,17 +220,18 @@ class Softmax(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         cut = x if self._heads == 1 else x.reshape(x.shape[0], self._heads, 9 // self._heads)
-        return cut.trace.add("softmax", (cut,))
+        return cut.trace.add("softmin", (cut,))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_a_kernel_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its declaration, its C++ as the compiler sees it, its shape rule and its reference; the whole is nightly."""
     paths = write("kernel", tmp_path)
-    assert paths == [SOFTMAX + "declare.py", SOFTMAX + "native.hpp", SOFTMAX + "op.py", "use.py"]
-    folder = tmp_path / SOFTMAX
+    files = ("declare.py", "native.hpp", "op.py", "torch_ref.py")
+    assert paths == [*(SOFTMIN + file for file in files), "use.py"]
+    folder = tmp_path / SOFTMIN
     with loaded(folder / "declare.py") as declare, loaded(folder / "op.py") as op:
-        declared, known = (*kernels(), declare.KERNEL), {**operators(), "softmax": op.SOFTMAX}
+        declared, known = (*kernels(), declare.KERNEL), {**operators(), "softmin": op.SOFTMIN}
     monkeypatch.setattr(codegen, "kernels", lambda: declared)
     codegen.write(tmp_path, ROOT / "native" / "millrace.h")
     included = [tmp_path, folder.parent, ROOT / "native", ROOT / "src" / "millrace" / "kernels"]
@@ -238,6 +240,7 @@ def test_a_kernel_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     done = subprocess.run([*command, str(ROOT / "native" / "isa_unit.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_operator(known)
+    check_on_gpu(known, folder / "torch_ref.py", monkeypatch)
     check_lowering(known, {param.split()[-1].partition("[")[0] for param in declare.KERNEL.params})
     compile((tmp_path / "use.py").read_text(), "use.py", "exec")
 
@@ -245,19 +248,35 @@ def test_a_kernel_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def check_operator(known: Operators) -> None:
     none = Weights({}, lambda name: np.zeros(0))
     x = np.random.default_rng(1).standard_normal((5, 9)).astype(np.float32)
-    e = np.exp(x.astype(np.float64))
-    y = reference(trace_model(Softmax(), none, known), {"x": x})["y"]
+    e = np.exp(-x.astype(np.float64))
+    y = reference(trace_model(Softmin(), none, known), {"x": x})["y"]
     np.testing.assert_allclose(y, e / e.sum(axis=1, keepdims=True), rtol=1e-6)
-    with pytest.raises(GraphError, match=r"softmax: x \[B, 3, 3\]"):
-        trace_model(Softmax(3), none, known)
+    with pytest.raises(GraphError, match=r"softmin: x \[B, 3, 3\]"):
+        trace_model(Softmin(3), none, known)
+
+
+def check_on_gpu(known: Operators, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors of a CPU."""
+    torch = pytest.importorskip("torch", reason="GPU operators are PyTorch's")
+    from millrace.engine.cuda import walk
+    from millrace.kernels.torch_operators import torch_operators
+
+    with loaded(path) as page:
+        every = {**torch_operators(), **page.OPERATORS}
+    monkeypatch.setattr(walk, "torch_operators", lambda: every)
+    traced = trace_model(Softmin(), Weights({}, lambda name: np.zeros(0)), known)
+    on_gpu = walk.Walk(lower_for_gpu(run_passes(traced, gpu(precision_map("fp32"))), "fp32"), device="cpu")
+    x = np.random.default_rng(1).standard_normal((5, 9)).astype(np.float32)
+    y = on_gpu._computed({"x": torch.from_numpy(x)})["y"].numpy()
+    np.testing.assert_allclose(y, reference(traced, {"x": x})["y"], rtol=1e-5)
 
 
 def check_lowering(known: Operators, params: set[str]) -> None:
     """One call of the kernel, with the parameters that it declares."""
-    traced = trace_model(Softmax(), Weights({}, lambda name: np.zeros(0)), known)
+    traced = trace_model(Softmin(), Weights({}, lambda name: np.zeros(0)), known)
     graph = run_passes(traced, unfused(precision_map("fp32")))
     (call,) = lower(graph, {Symbol("B"): Bounds(1, 4, 8)}, KvFormat.F32, "f32").calls
-    assert call.kernel == "softmax" and set(call.params) == params and set(call.operands) == {"x", "y"}
+    assert call.kernel == "softmin" and set(call.params) == params and set(call.operands) == {"x", "y"}
 
 
 @pytest.mark.nightly
@@ -269,7 +288,7 @@ def test_a_kernel(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(ROOT / "CMakeLists.txt", tree)
     write("kernel", tree)
-    (tree / SOFTMAX / "__init__.py").touch()
+    (tree / SOFTMIN / "__init__.py").touch()
     tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for command in (["cmake", "-G", "Ninja", "-S", ".", "-B", "build"], ["cmake", "--build", "build"]):
         run(command, tree, tools)

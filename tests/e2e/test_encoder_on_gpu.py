@@ -106,7 +106,7 @@ def test_what_a_run_takes_is_bounded(folder: Path) -> None:
     most = 0
     for texts in ([longest] * (limits.max_step_tokens // limits.max_context)), [longest[:3]] * limits.max_sequences:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            network.run(text_inputs(texts, [port.name for port in engine.model.graph.inputs]))
+            network.run(text_inputs(texts, [port.name for port in engine.model.lowered.graph.inputs]))
         now = 0
         for event in seen.profiler.kineto_results.events():
             now += event.nbytes() if event.name() == "[memory]" else 0
@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 
 def test_inputs_that_do_not_fit(folder: Path) -> None:
     engine = engine_of(folder)
-    network, names = engine.network_on_gpu(), [port.name for port in engine.model.graph.inputs]
+    network, names = engine.network_on_gpu(), [port.name for port in engine.model.lowered.graph.inputs]
     given = text_inputs([np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)], names)
     wrong = {
         "lengths of texts": {"lengths": np.array([5, 2], np.int32)},

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.compile.cache import EngineCache
+from millrace.compile.cache.engines import EngineCache
 from millrace.compile.find import BUNDLED
 from millrace.env import read_env
 from millrace.runtime.llm import LLM

@@ -206,7 +206,7 @@ def test_an_engine_answers_as_its_checkpoint(here: None, fp8_engine: str) -> Non
     with LLM(fp8_engine, device="cuda", max_batch=4) as llm:
         assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
         assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS[:2], few)] == want
-        assert llm._opened.engine.manifest.precision["default"] == "fp8" and llm._opened.executor._fp8_rows
+        assert llm._opened.engine.manifest.precision["default"] == "fp8" and llm._opened.executor._lowered.e4m3
     assert Path(fp8_engine, "manifest.json").is_file()
 
 

@@ -54,7 +54,7 @@ def test_what_a_float16_checkpoint_runs_in(
 ) -> None:  # fmt: skip
     """Its own floats unless others are asked for; what they cost is said of others alone."""
     engine, told = engine_of(halves, precision=asked)
-    assert engine.model.dtype == dtype and engine.manifest.precision["default"] == said
+    assert engine.model.lowered.dtype == dtype and engine.manifest.precision["default"] == said
     assert any(note in line for line in told) if note else not any("costs in answers" in line for line in told)
 
 
@@ -86,7 +86,7 @@ def test_fp8_is_e4m3_on_both_sides(halves: Path) -> None:
         assert llm.generate([[5, 17, 300]], LIKELIEST)[0].finished
     engine, _ = engine_of(halves, precision="fp8")
     assert engine.manifest.precision == {"default": "fp8", "lm_head": "w8a16"}
-    assert not engine_of(halves, precision="fp8a16")[0].model.fp8_rows
+    assert not engine_of(halves, precision="fp8a16")[0].model.lowered.e4m3
 
 
 @pytest.mark.parametrize("activations", [FP8_PER_TOKEN, None], ids=["of fp8", "of floats"])

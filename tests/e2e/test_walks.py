@@ -84,7 +84,7 @@ def test_the_way_of_a_weight(tmp_path: Path) -> None:
         write_engine(source, plan, tmp_path / "engine", name="tiny")
         engine = Engine.open(tmp_path / "engine")
         engine.executor(n_pages=16, threads=1).close()
-    before = {"model/module.py", "compile/placement.py"}
+    before = {"model/module.py", "compile/lower_cpu/placement.py"}
     after = {"compile/build.py", "engine/engine.py", "engine/native.py"}
     assert before <= deciding and after <= handing
     assert packing == set(listed) - before - after and len(listed) == len(set(listed)) <= MOST["weight"]

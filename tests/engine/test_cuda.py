@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.compile.pipeline import gpu, pipeline, run_passes
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda import transfer
@@ -26,11 +27,20 @@ from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, _alike, _placed
 from millrace.engine.cuda.sampling import likeliest
 from millrace.engine.cuda.walk import DTYPES
-from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
+from millrace.engine.executor import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    SAMPLING,
+    ExecutorLimits,
+    StepInputs,
+    WindowLimits,
+    plain_rows,
+)
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError
 from millrace.graph.types import Node
+from millrace.kernels.attention.op import window_of
 from millrace.kernels.catalogue import operators
 from millrace.kernels.matmul.coded import CodedRows, Matrix
 from millrace.kernels.matmul.op import matrices_of
@@ -67,12 +77,15 @@ def both(
     traced = trace_model(source.module, source.weights, operators())
     own = dtype or ("fp32" if precision == "fp32" else "bf16")
     whole = own == "fp32"
+    windows = sorted({window_of(n) for n in traced.nodes if n.op == "attention"} - {0})
+    n_slots = 2 * limits.max_sequences if any(n.op == "short_conv" for n in traced.nodes) else 0
+    limits = replace(limits, windows=tuple(WindowLimits(w, limits.n_pages) for w in windows), n_slots=n_slots)
     exact = ReferenceExecutor(
         run_passes(traced, pipeline(wanted)), limits, kv=kv or (KvFormat.F32 if whole else KvFormat.BF16),
         bf16_table=not whole, fp8_rows=fp8_rows,
     )  # fmt: skip
     graph = run_passes(traced, gpu(wanted))
-    return CudaExecutor(graph, limits, dtype=own, kv=kv, fp8_rows=fp8_rows, device="cpu"), exact
+    return CudaExecutor(lower_for_gpu(graph, own, fp8_rows), limits, kv=kv, device="cpu"), exact
 
 
 def apart(pair: tuple[CudaExecutor, ReferenceExecutor]) -> float:
@@ -155,7 +168,7 @@ def test_a_gpu_without_the_precision_is_refused(
 ) -> None:
     ours = both(biased, precision)[0]
     fake_gpu(*gpu, monkeypatch)
-    needed = precisions_used(ours._graph, dtype, ())
+    needed = precisions_used(ours._lowered)
     if not lacks:
         check_gpu(torch.device("cuda"), needed)
         return
@@ -168,16 +181,16 @@ def test_no_gpu_is_one_clear_error(biased: Path) -> None:
     """Before a weight is read: where none is at hand, as here."""
     graph = both(biased, "bf16")[0]._graph
     with pytest.raises(MachineError, match="no GPU to run on"):
-        CudaExecutor(graph, LIMITS, dtype="bf16", device="cuda:7")
+        CudaExecutor(lower_for_gpu(graph, "bf16"), LIMITS, device="cuda:7")
 
 
 def test_what_is_used_is_asked_for(biased: Path) -> None:
     def used(precision: str, dtype: str, fp8_rows: Collection[str] = ()) -> tuple[str, ...]:
-        return precisions_used(both(biased, precision, dtype=dtype)[0]._graph, dtype, fp8_rows)
+        return precisions_used(lower_for_gpu(both(biased, precision, dtype=dtype)[0]._graph, dtype, fp8_rows))
 
     assert used("fp32", "fp32") == () and used("bf16", "fp16") == ("fp16",) and used("w8a16", "fp32") == ("bf16",)
     assert used("w4a16", "bf16", ["model.layers.1.mlp.down_proj"]) == ("bf16", "fp8")
-    assert precisions_used(both(biased, "bf16")[0]._graph, "bf16", kv=KvFormat.FP8) == ("bf16", "fp8")
+    assert precisions_used(both(biased, "bf16")[0]._lowered, KvFormat.FP8) == ("bf16", "fp8")
 
 
 def step_of(chunks: list[tuple[list[int], int, list[int]]], rows: NDArray[np.void], **more: object) -> StepInputs:

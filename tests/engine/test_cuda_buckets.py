@@ -16,11 +16,13 @@ import torch
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.compile.pipeline import gpu, pipeline, run_passes
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.engine.cuda.buckets import Bucket, Graphs, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way, way_of
+from millrace.engine.cuda.work import Kind
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
@@ -84,8 +86,8 @@ def test_what_a_capture_draws(field: str, value: float, way: Way | None) -> None
 
 def test_what_fills_a_bucket_is_nobodys() -> None:
     """Padding rows write to the page that no sequence has; the host's tables of the step before are gone."""
-    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1, ((2, 1),))
-    places = bucket.tables(2, 1)
+    bucket = Bucket(4, 9, 3, 64, torch.device("cpu"), 1, (Kind(2, 1),))
+    places = bucket.tables(Kind(2, 1))
     wide = decode([130, 70, 0, 63], [[1, 2, 3], [4, 5], [6], [7]], [3, 2, 1, 0])
     bucket.fill(wide)
     assert places.tables[:7].tolist() == [1, 2, 3, 4, 5, 6, 7] and places.table_starts.tolist() == [0, 3, 5, 6, 7]
@@ -107,7 +109,7 @@ def test_bucketed_steps_are_the_others(kv: KvFormat | None, tmp_path: Path) -> N
     """Prompts, then decode steps of all sizes and rows: alike with and without buckets, from one capture of each."""
     folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=6)
     plainly = both(folder, "fp32", kv=kv)[0]
-    bucketed = CudaExecutor(plainly._graph, LIMITS, dtype="fp32", kv=kv, buckets=(1, 4), device="cpu")
+    bucketed = CudaExecutor(plainly._lowered, LIMITS, kv=kv, buckets=(1, 4), device="cpu")
     words = np.random.default_rng(3).integers(0, LIMITS.vocab_size, 70).tolist()
     steps = [step_of([(words[:62], 0, [3]), (words[:5], 0, [9]), (words[60:], 0, [4])], plain_rows(1))]
     owned = [[3, 5], [9], [4]]
@@ -126,7 +128,7 @@ def test_several_kinds_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     source, wanted = mixed(), precision_map("fp32")
     traced = trace_model(source.module, source.weights, operators())
     limits = replace(LIMITS, vocab_size=MIXED_VOCAB)
-    ours = CudaExecutor(run_passes(traced, gpu(wanted)), limits, dtype="fp32", buckets=(4,), device="cpu")
+    ours = CudaExecutor(lower_for_gpu(run_passes(traced, gpu(wanted)), "fp32"), limits, buckets=(4,), device="cpu")
     exact = ReferenceExecutor(run_passes(traced, pipeline(wanted)), limits, kv=KvFormat.F32, bf16_table=False)
     pages = [[3, 5], [9]]
     prompts = step_of([([i % 7 for i in range(70)], 0, pages[0]), ([7], 0, pages[1])], plain_rows(1))
@@ -141,7 +143,7 @@ def test_a_warm_executor_has_captured_all(tmp_path: Path) -> None:
     """Each bucket in both ways, but those for which there are no pages; what warming wrote nobody reads."""
     plainly = both(random_checkpoint(tmp_path / "checkpoint", "llama", seed=6), "fp32")[0]
     limits = replace(LIMITS, n_pages=5)
-    warm = CudaExecutor(plainly._graph, limits, dtype="fp32", buckets=(1, 4, 8), device="cpu")
+    warm = CudaExecutor(plainly._lowered, limits, buckets=(1, 4, 8), device="cpu")
     warm.warm()
     assert set(warm._replays) == {(n, way) for n in (1, 4) for way in Way}
     steps = [step_of([([5, 6, 7], 0, [3]), ([8], 0, [1])], plain_rows(2)), decode([3, 1], [[3], [1]], [0, 1])]
@@ -155,7 +157,7 @@ def test_a_loop_in_buckets_tells_the_same_stories(tmp_path: Path) -> None:
     folder = shared("models/stories260K")
     limits = replace(LIMITS, n_pages=24, vocab_size=512)
     plainly = both(folder, "fp32", limits)[0]
-    bucketed = CudaExecutor(plainly._graph, limits, dtype="fp32", buckets=usual_buckets(8), device="cpu")
+    bucketed = CudaExecutor(plainly._lowered, limits, buckets=usual_buckets(8), device="cpu")
     params = [SamplingParams(temperature=t, seed=i, max_tokens=9 * i + 4) for i, t in enumerate((0.0, 0.8, 1.0, 0.0))]
     found = []
     for executor in (plainly, bucketed):

@@ -13,10 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu.model import TINY, graph_of
+from benchmarks.gpu.model import TINY, graph_of, lowered_graph
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
 from millrace.engine.kv import KvFormat
@@ -62,10 +61,9 @@ class Launches(TorchDispatchMode):  # type: ignore[misc]
 
 def executor(precision: str, layers: int) -> CudaExecutor:
     graph = graph_of(replace(TINY, n_layers=layers, max_context=256), precision)
-    names = {o for n in coded_products(graph) for o in n.origin} if precision == "fp8" else ()
     limits = replace(LIMITS, vocab_size=graph.outputs[0].value.width)
     kv = KvFormat.FP8 if precision == "fp8" else None
-    return CudaExecutor(graph, limits, dtype="bf16", kv=kv, fp8_rows=names, buckets=(4,), device="cpu")
+    return CudaExecutor(lowered_graph(graph, precision), limits, kv=kv, buckets=(4,), device="cpu")
 
 
 def launched(precision: str, layers: int, step: Callable[[CudaExecutor], Callable[[], object]]) -> list[str]:

@@ -16,12 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.model import LLAMA_8B, TINY, graph_of
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.pipeline import gpu, run_passes
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.lower_gpu.memory import needs_of, page_bytes
+from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.source import Source
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.memory import SHARE, Needs, needs_of, page_bytes, plan_device
+from millrace.engine.cuda.memory import SHARE, Needs, plan_device
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
@@ -47,14 +49,15 @@ def check_exactly(executor: CudaExecutor, dtype: str, kv: KvFormat | None) -> No
     """Buckets are there once they were used."""
     for n in BUCKETS:
         executor.run(dummy_step([1] * n, 0, n, vocab=executor.limits.vocab_size))
-    planned = needs_of(executor._graph, executor.limits, dtype=dtype, kv=kv, buckets=BUCKETS)
+    planned = needs_of(executor._lowered, executor.limits, kv=kv, buckets=BUCKETS)
     coded = [m for matrices in executor._loaded.coded.values() for m in matrices]
     assert planned.weights_bytes == nbytes(*executor._loaded.tensors.values(), *coded)
     pages = [x for p in executor._pages.values() for x in (p.keys, p.values, p.key_scales, p.value_scales)]
-    assert planned.page_bytes * (LIMITS.n_pages + 1) == nbytes(*pages)
-    held = [(b._held, b._starts, b._lines) for b in executor._inputs.values()]
+    pages_of_all = planned.page_bytes + sum(w.page_bytes for w in planned.windows)
+    assert pages_of_all * (LIMITS.n_pages + 1) == nbytes(*pages)
+    held = [(b._held, b._starts, b._zeros, b._lines) for b in executor._inputs.values()]
     inputs = sum(nbytes(*tensors) for tensors in held)
-    without = needs_of(executor._graph, executor.limits, dtype=dtype, kv=kv)
+    without = needs_of(executor._lowered, executor.limits, kv=kv)
     assert len(held) == 2 and inputs < planned.graphs_bytes and without.graphs_bytes == 0
     assert planned.graphs_bytes - inputs >= 4 * sum(BUCKETS) * executor.limits.vocab_size  # and what they compute
 
@@ -62,11 +65,12 @@ def check_exactly(executor: CudaExecutor, dtype: str, kv: KvFormat | None) -> No
 @pytest.mark.parametrize(("family", "precision", "kv"), [
     ("llama", "fp32", None), ("qwen2", "bf16", KvFormat.INT8), ("qwen2", "w4a16", None), ("gemma", "w8a16", None),
     ("qwen2", "w8a8", KvFormat.FP8), ("llama", "w4a8", None), ("qwen2", "fp8a16", KvFormat.INT8),
+    ("gemma3_text", "bf16", KvFormat.INT8),
 ])  # fmt: skip
 def test_what_lies_there_is_counted(family: str, precision: str, kv: KvFormat | None, tmp_path: Path) -> None:
-    graph = both(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision)[0]._graph
-    dtype = "fp32" if precision == "fp32" else "bf16"
-    check_exactly(CudaExecutor(graph, LIMITS, dtype=dtype, kv=kv, buckets=BUCKETS, device="cpu"), dtype, kv)
+    like = both(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision)[0]
+    graph, limits, dtype = like._graph, like.limits, "fp32" if precision == "fp32" else "bf16"
+    check_exactly(CudaExecutor(lower_for_gpu(graph, dtype), limits, kv=kv, buckets=BUCKETS, device="cpu"), dtype, kv)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q4_1, Kind.Q8_0])
@@ -76,7 +80,7 @@ def test_codes_of_a_file_are_counted(kind: Kind, tmp_path: Path) -> None:
     source = Source.from_checkpoint(Checkpoint.open(write_gguf(tmp_path / "model.gguf", folder, kind)))
     graph = run_passes(trace_model(source.module, source.weights, operators()), gpu(source.own_precision))
     limits = replace(LIMITS, vocab_size=graph.outputs[0].value.width)
-    executor = CudaExecutor(graph, limits, dtype="bf16", buckets=BUCKETS, device="cpu")
+    executor = CudaExecutor(lower_for_gpu(graph, "bf16"), limits, buckets=BUCKETS, device="cpu")
     assert executor._loaded.coded
     check_exactly(executor, "bf16", None)
 
@@ -122,8 +126,8 @@ def test_what_a_step_computes_is_bounded(
     config = replace(TINY, hidden_size=width, n_layers=6, max_context=256, vocab_size=vocab)
     limits = replace(LIMITS, max_rows=24, vocab_size=config.vocab_size)
     graph = graph_of(config, precision)
-    executor = CudaExecutor(graph, limits, dtype="bf16", device="cpu")
-    planned = needs_of(graph, limits, dtype="bf16").step_bytes
+    executor = CudaExecutor(lower_for_gpu(graph, "bf16"), limits, device="cpu")
+    planned = needs_of(lower_for_gpu(graph, "bf16"), limits).step_bytes
     taken = most_allocated(executor, largest(limits))
     assert taken <= planned <= 2 * taken
 
@@ -133,8 +137,8 @@ def test_what_a_captured_step_computes_is_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plain, "draw", lambda p, *_: p.argmax(1))
     graph, vocab = graph_of(replace(TINY, vocab_size=9001, max_context=256), "bf16"), 9001
     limits = replace(LIMITS, vocab_size=vocab)
-    buckets = CudaExecutor(graph, limits, dtype="bf16", buckets=(8,), device="cpu")
-    planned = needs_of(graph, limits, dtype="bf16", buckets=(8,)).graphs_bytes
+    buckets = CudaExecutor(lower_for_gpu(graph, "bf16"), limits, buckets=(8,), device="cpu")
+    planned = needs_of(lower_for_gpu(graph, "bf16"), limits, buckets=(8,)).graphs_bytes
     decode = dummy_step([1] * 8, 0, 8, vocab=vocab)
     decode.sampling["temperature"] = 1
     taken = most_allocated(buckets, [decode, decode])
@@ -149,7 +153,7 @@ LIMITS_8B = ExecutorLimits(
 
 def needs_8b(precision: str, kv: KvFormat | None = None, **limits: Any) -> Needs:
     graph = GRAPHS(replace(LLAMA_8B, max_context=8192), precision)
-    return needs_of(graph, replace(LIMITS_8B, **limits), dtype="bf16", kv=kv, buckets=usual_buckets(64))
+    return needs_of(lower_for_gpu(graph, "bf16"), replace(LIMITS_8B, **limits), kv=kv, buckets=usual_buckets(64))
 
 
 def test_known_devices() -> None:
@@ -236,10 +240,10 @@ def test_shapes(group: int, kv_heads: int, head: int, layers: int, batch: int, k
                      hidden_size=group * kv_heads * head)  # fmt: skip
     graph = graph_of(config, "bf16")
     limits = replace(LIMITS, max_sequences=batch, max_rows=batch + 32, vocab_size=config.vocab_size)
-    needs = needs_of(graph, limits, dtype="bf16", kv=kv, buckets=usual_buckets(batch))
+    needs = needs_of(lower_for_gpu(graph, "bf16"), limits, kv=kv, buckets=usual_buckets(batch))
     element, scale = (2, 0) if kv is None else (1, 4)
     assert page_bytes(graph, 64, 2, kv) == needs.page_bytes == layers * kv_heads * 64 * 2 * (head * element + scale)
     larger = replace(limits, max_step_tokens=2 * limits.max_step_tokens, max_sequences=batch + 1, max_rows=batch + 40)
-    wider = needs_of(graph, larger, dtype="bf16", kv=kv, buckets=usual_buckets(batch + 1))
+    wider = needs_of(lower_for_gpu(graph, "bf16"), larger, kv=kv, buckets=usual_buckets(batch + 1))
     assert wider.step_bytes >= needs.step_bytes and wider.graphs_bytes > needs.graphs_bytes
     assert wider.weights_bytes == needs.weights_bytes and needs.least_pages == 4

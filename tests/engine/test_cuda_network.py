@@ -7,7 +7,8 @@ import pytest
 from torch import Tensor
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.pipeline import gpu, run_passes
+from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda.network import CudaNetwork
@@ -32,7 +33,7 @@ def test_a_run_waits_for_its_vectors_alone(
     source = Source.from_checkpoint(Checkpoint.open(random_encoder(tmp_path, pooling=pooling)))
     graph = run_passes(trace_model(source.module, source.weights, operators()), gpu(precision_map(precision)))
     dtype = "fp32" if precision == "fp32" else "bf16"
-    like = CudaNetwork(graph, MOST, dtype=dtype, device="cpu")._loaded
+    like = CudaNetwork(lower_for_gpu(graph, dtype), MOST, device="cpu")._loaded
     texts = text_inputs([np.arange(n, dtype=np.int32) for n in (3, 17, 64, 1)], [p.name for p in graph.inputs])
     shapes: list[tuple[int, ...]] = []
 
@@ -42,7 +43,7 @@ def test_a_run_waits_for_its_vectors_alone(
 
     monkeypatch.setattr(OnItsWay, "arrived", arrived)
     with on_fake_cuda(monkeypatch) as device:
-        network = CudaNetwork(graph, MOST, dtype=dtype, device=str(DEVICE), load=lambda *_: loaded_there(like))
+        network = CudaNetwork(lower_for_gpu(graph, dtype), MOST, device=str(DEVICE), load=lambda *_: loaded_there(like))
         device.warming = True
         network.warm(100)
         device.warming = False

@@ -11,6 +11,7 @@ import torch
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda import executor as executor_
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
@@ -41,7 +42,7 @@ PARAMS = [
 @pytest.fixture(scope="module")
 def plainly() -> CudaExecutor:
     graph = both(FOLDER, "fp32", replace(LIMITS, vocab_size=512))[0]._graph
-    return CudaExecutor(graph, OF, dtype="fp32", device="cpu")
+    return CudaExecutor(lower_for_gpu(graph, "fp32"), OF, device="cpu")
 
 
 def answers(executor: Executor, depth: int) -> tuple[list[list[CompletionOutput]], EngineLoop, int]:
@@ -67,7 +68,7 @@ def answers(executor: Executor, depth: int) -> tuple[list[list[CompletionOutput]
 def test_two_steps_under_way_give_the_same_answers(plainly: CudaExecutor) -> None:
     """Beside stop strings, a penalty, log probabilities, choices, pages that run short and one that is cancelled;
     mixed steps, and those of buckets."""
-    bucketed = CudaExecutor(plainly._graph, OF, dtype="fp32", buckets=usual_buckets(8), device="cpu")
+    bucketed = CudaExecutor(plainly._lowered, OF, buckets=usual_buckets(8), device="cpu")
     want, alone, most = answers(plainly, 1)
     assert not most and alone.stats().preemptions_total > 0
     got, loop, most = answers(bucketed, 2)
@@ -81,7 +82,7 @@ def test_two_steps_under_way_give_the_same_answers(plainly: CudaExecutor) -> Non
 @pytest.mark.parametrize("buckets", [(), (1, 2)])
 def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...], plainly: CudaExecutor) -> None:
     """Rows in any order; a row that drew nothing hands on any token, and spoils nobody else's."""
-    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", buckets=buckets, device="cpu")
+    executor = CudaExecutor(plainly._lowered, OF, buckets=buckets, device="cpu")
     first = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
     first.sampling["token"] = [4, 1]
     tokens = executor.run(first).tokens.tolist()
@@ -103,7 +104,7 @@ def test_a_launched_step_takes_what_the_one_before_draws(buckets: tuple[int, ...
 
 def test_a_penalty_counts_what_the_step_before_draws(plainly: CudaExecutor) -> None:
     """Each row's own: where presence is a reward, it draws just that."""
-    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", device="cpu")
+    executor = CudaExecutor(plainly._lowered, OF, device="cpu")
     first = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
     first.sampling["token"] = [1, 4]
     a, b = executor.run(first).tokens.tolist()
@@ -137,7 +138,7 @@ def test_a_replay_may_write_over_what_the_one_before_gave(
         return replay
 
     monkeypatch.setattr(executor_, "captured", sharing)
-    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", buckets=(2,), device="cpu")
+    executor = CudaExecutor(plainly._lowered, OF, buckets=(2,), device="cpu")
     first = step_of([([1], 0, [0]), ([403], 0, [1])], plain_rows(2))
     first.sampling["token"] = [0, 1]
     a, b = executor.run(first).tokens.tolist()
@@ -156,7 +157,7 @@ def test_a_step_that_runs_out_of_memory_is_alone(plainly: CudaExecutor, monkeypa
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    executor = CudaExecutor(plainly._graph, OF, dtype="fp32", device="cpu")
+    executor = CudaExecutor(plainly._lowered, OF, device="cpu")
     step = step_of([([1, 403], 0, [0]), ([1, 7, 9], 0, [1])], plain_rows(2))
     step.sampling["token"] = [1, 4]
     want = executor.run(step).tokens.tolist()

@@ -8,16 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
 from millrace.engine.dummy import dummy_step
-from millrace.engine.executor import StepInputs
+from millrace.engine.executor import StepInputs, WindowPages
 from millrace.engine.kv import KvFormat
 from millrace.kernels.attention.paged import LayerPages
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
@@ -38,7 +40,7 @@ def plainly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = random_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", seed=5)
     found = both(folder, "fp8a16" if precision == "fp8" else precision, kv=kv)[0]
     if precision == "fp8":
-        found._fp8_rows = frozenset(o for node in found._loaded.coded for o in node.origin)
+        found._lowered = lower_for_gpu(found._graph, "bf16", {o for node in found._loaded.coded for o in node.origin})
     return found
 
 
@@ -65,11 +67,40 @@ def test_steps_wait_for_nothing(plainly: CudaExecutor, device: FakeCuda) -> None
             bias_values=np.ones(8, np.float32), masks=packed(*(rng.random((2, VOCAB)) < 0.2)), copies=i32([[7, 8]]),
         )  # fmt: skip
         assert (wanted["n_top"] >= 0).any() and wanted["bias_count"].any() and (wanted["temperature"] > 0).any()
-        for of in (step, drawn, replace(step, drawn=i32([[2, 0]]))):
+        tokens, width = step.tokens.copy(), there.limits.embedding_width
+        tokens[1] = -1
+        rows = replace(step, tokens=tokens, embeddings=np.ones((1, width), np.float32))
+        rows = replace(rows, rotary_positions=i32([7] * sum(lengths)))
+        for of in (step, drawn, replace(step, drawn=i32([[2, 0]])), rows):
             launched(there, of)
     seen = Counter(device.launched)
-    assert seen["rotate_and_keep"] == 6 * 2 and seen["attend"] >= 6 * 2 and seen["draw_rows"] == 2
-    assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._fp8_rows)
+    assert seen["rotate_and_keep"] == 8 * 2 and seen["attend"] >= 8 * 2 and seen["draw_rows"] == 2
+    assert any(name.startswith("_scaled_mm") for name in device.called) == bool(plainly._lowered.e4m3)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> CudaExecutor:
+    """With soft caps, too."""
+    return both(random_checkpoint(tmp_path_factory.mktemp("checkpoint") / "gemma2", "gemma2", seed=5), "bf16")[0]
+
+
+def test_windows_wait_for_nothing(windowed: CudaExecutor, device: FakeCuda) -> None:
+    """Prompts beside decode rows, and a bucket whose replay is one launch; pages of a window are copied there, too."""
+    there = executor_like(windowed, windowed.limits, (1, 4))
+    device.warming = True
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(there, "run", partial(launched, there))
+        there.warm()
+    device.warming = False
+    step = dummy_step([3, 70], 0, 4, vocab=VOCAB)
+    window = WindowPages(step.pages, step.page_starts, i32([0, 0]), i32([[1, 3]]))
+    device.launched.clear()
+    launched(there, replace(step, windows=(window,)))
+    assert device.launched.count("attend") == 4 and device.launched.count("rotate_and_keep") == 2
+    device.launched.clear()
+    one = dummy_step([1, 1], 130, 6, vocab=VOCAB)
+    launched(there, replace(one, windows=(WindowPages(i32([4, 5, 6]), i32([0, 2, 3]), i32([1, 2])),)))
+    assert device.launched == ["replay"]
 
 
 def test_a_prompts_first_part_draws_nothing(plainly: CudaExecutor, device: FakeCuda) -> None:
@@ -127,7 +158,7 @@ def test_what_waits_is_seen(device: FakeCuda) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("precision", ["bf16", "w4a16", "fp8a16"])
+@pytest.mark.parametrize("precision", ["bf16", "w4a16", "fp8a16", "gemma2", "lfm2"])
 def test_no_step_has_a_kernel_compiled_anew(precision: str) -> None:
     """Beside its constants: by how long a step is, or where its tables lie. A compilation stops everybody's tokens."""
     command = [sys.executable, "-m", "tests.support.compilations", "anew", precision]

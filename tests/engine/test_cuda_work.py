@@ -13,6 +13,7 @@ from millrace.engine.cuda.work import (
     MOST_PARTS,
     SOME_ROWS,
     Cut,
+    Kind,
     Processors,
     Sequences,
     aligned,
@@ -34,10 +35,13 @@ def sequences(at: IntArray, lengths: IntArray) -> Sequences:
     return Sequences(i32(starts[0]), i32(lengths), i32(at), i32(starts[1]))
 
 
-def check(found: Cut, of: Sequences, rows: int, group: int, most: int) -> None:
+def check(found: Cut, of: Sequences, rows: int, group: int, most: int, window: int = 0) -> None:
     """Against a walk over all rows, one by one."""
     wanted = {
-        (s, first): (int(of.at[s]) + min((first + rows - 1) // group, int(of.lengths[s]) - 1)) // PAGE + 1
+        (s, first): (
+            max(0, int(of.at[s]) + first // group - window + 1) // PAGE if window else 0,
+            (int(of.at[s]) + min((first + rows - 1) // group, int(of.lengths[s]) - 1)) // PAGE + 1,
+        )
         for s in range(len(of.lengths))
         for first in range(0, int(of.lengths[s]) * group, rows)
     }
@@ -50,10 +54,11 @@ def check(found: Cut, of: Sequences, rows: int, group: int, most: int) -> None:
     assert parts.keys() == wanted.keys()
     merges = {(by_begin[begin], first): (part, n) for part, n, begin, _, first in found.merges.tolist()}
     taken = []
-    longest = max(1, -(-sum(wanted.values()) // most), -(-max(wanted.values()) // MOST_PARTS))
-    for block, pages in wanted.items():
+    counts = [end - begin for begin, end in wanted.values()]
+    longest = max(1, -(-sum(counts) // most), -(-max(counts) // MOST_PARTS))
+    for block, (gone, pages) in wanted.items():
         own = sorted(parts[block])
-        assert [here for here, _, _ in own] + [pages] == [0] + [end for _, end, _ in own], "each page once"
+        assert [here for here, _, _ in own] + [pages] == [gone] + [end for _, end, _ in own], "each page once"
         assert max(end - here for here, end, _ in own) <= longest and len(own) <= MOST_PARTS
         if len(own) == 1:
             assert own[0][2] == -1 and block not in merges
@@ -71,14 +76,16 @@ def check(found: Cut, of: Sequences, rows: int, group: int, most: int) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 200)), min_size=1, max_size=9),
     st.sampled_from([FEW_ROWS, SOME_ROWS, MANY_ROWS]), st.integers(1, 40), st.integers(1, 600),
+    st.sampled_from([0, 0, 1, 33, 64, 65, 700]),
 )  # fmt: skip
-@example([(0, 1)], FEW_ROWS, 1, 1)
-@example([(64 * 900, 1)], FEW_ROWS, 4, 600)
+@example([(0, 1)], FEW_ROWS, 1, 1, 0)
+@example([(64 * 900, 1)], FEW_ROWS, 4, 600, 0)
+@example([(64 * 900, 1)], FEW_ROWS, 4, 600, 4096)
 def test_each_page_of_each_row_is_attended_to_once(
-    drawn: list[tuple[int, int]], rows: int, group: int, most: int
+    drawn: list[tuple[int, int]], rows: int, group: int, most: int, window: int
 ) -> None:
     of = sequences(*(i32(x) for x in zip(*drawn, strict=True)))
-    check(cut(of, rows, group, PAGE, most), of, rows, group, most)
+    check(cut(of, rows, group, PAGE, most, window), of, rows, group, most, window)
 
 
 H200, GROUP, KV_HEADS = Processors.of(132, (9, 0), 2 * 128), 4, 8
@@ -102,7 +109,7 @@ def test_many_contexts_are_whole() -> None:
     most = room(FEW_ROWS, KV_HEADS, H200.number)
     found = cut(sequences(at, np.ones_like(at)), FEW_ROWS, GROUP, PAGE, most)
     assert len(found.items) == 512 and not len(found.merges)
-    captured = bucket_parts(512, 65, [(GROUP, KV_HEADS)], H200.number)[5] // ITEM
+    captured = bucket_parts(512, 65, [Kind(GROUP, KV_HEADS)], H200.number, PAGE)[9] // ITEM
     assert captured == 512 + most and most <= 66
 
 

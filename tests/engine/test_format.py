@@ -10,7 +10,7 @@ from millrace.engine.manifest import FORMAT, Manifest
 from millrace.engine.tables import GraphTable, ProgramTable
 from millrace.engine.tactics import TacticTable
 
-WRITTEN = {12: "8bbe7c9d2d33352e"}
+WRITTEN = {13: "c892ce2c95b61fc2"}
 
 
 def test_other_files_are_another_format() -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.compile import cache, timings
-from millrace.compile.cache import EngineCache
-from millrace.compile.timings import TimingCache
+from millrace.compile.cache import engines as cache
+from millrace.compile.cache import timings
+from millrace.compile.cache.engines import EngineCache
+from millrace.compile.cache.timings import TimingCache
 from millrace.engine import hold as hold_module
 from millrace.engine.hold import building, hold, lock, sweep
 from millrace.engine.manifest import MANIFEST

@@ -18,8 +18,10 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import ExecutionError, StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
 from millrace.engine.native import LoadedProgram, NativeExecutor, NativeProgram
+from millrace.engine.slots import Size
 from millrace.engine.tables import read_graph_table, read_program_table
 from millrace.errors import ConfigError, EngineError, MachineError
+from millrace.graph.dims import parse_dim
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.identity import kernels_digest
@@ -221,6 +223,22 @@ def test_limits_are_bounded(engine: Engine, name: str, value: object) -> None:
         loaded(bad, engine)
     with pytest.raises(EngineError, match="cannot run"):
         LoadedProgram(bad, n_pages=4)
+
+
+@pytest.mark.parametrize("text", ["4294967297", "(T + 4294967296)//4294967297", "T - 99999999999999999999"])
+def test_numbers_in_sizes_are_bounded(engine: Engine, text: str) -> None:
+    with pytest.raises(EngineError, match="a number beyond 32 bits"):
+        loaded(replace(program(engine), sizes=(Size(parse_dim(text), 256),)), engine)
+
+
+def test_sizes_of_steps_without_rows(engine: Engine) -> None:
+    """Nothing is divided by the number of rows, which may be 0."""
+    executor = loaded(replace(program(engine), sizes=(Size(parse_dim("T/R"), 256),)), engine)
+    step = prompts_as_step([[1, 2]])
+    assert len(executor.run(step).tokens) == 1 and not len(
+        executor.run(replace(step, sampling=step.sampling[:0])).tokens
+    )
+    executor.close()
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ import pytest
 
 from millrace.engine import native
 from millrace.engine.engine import Engine
-from millrace.engine.executor import ExecutionError, StepInputs
+from millrace.engine.executor import ExecutionError, ExecutorLimits, StepInputs
 from millrace.engine.manifest import MANIFEST, Manifest, sealed
 from millrace.engine.native import NativeNetwork
+from millrace.engine.native_step import step_args
 from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, prompts_as_step
@@ -364,14 +365,14 @@ def test_a_launch_that_comes_between_leaves_the_arrays_of_the_one_under_way(
     engine = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32")
     first, second = prompts_as_step([[5, 6, 7]]), prompts_as_step([[9, 8]])
     with closing(engine.executor(n_pages=4)) as executor:
-        expected, prepared = executor.run(first).tokens.tolist(), native._step_args
+        expected, prepared = executor.run(first).tokens.tolist(), step_args
 
-        def meanwhile(step: StepInputs, vocab_size: int) -> object:
+        def meanwhile(step: StepInputs, limits: ExecutorLimits) -> object:
             if step is second:
                 executor.launch(first)
-            return prepared(step, vocab_size)
+            return prepared(step, limits)
 
-        monkeypatch.setattr(native, "_step_args", meanwhile)
+        monkeypatch.setattr(native, "step_args", meanwhile)
         with pytest.raises(ExecutionError, match="nobody has waited"):
             executor.launch(second)
         assert executor._core is not None and executor._core.works_on[0] is first

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
-from millrace.compile.pipeline import pipeline, run_passes, unfused
+from millrace.compile.passes.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
+from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, WindowLimits
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.kernels.catalogue import operators
@@ -37,7 +38,13 @@ def reference(
     passes = pipeline(options.precision) if fused else unfused(options.precision)
     graph = run_passes(trace_model(source.module, source.weights, operators()), passes)
     own = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
-    return ReferenceExecutor(graph, LIMITS, kv=own if kv is None else kv, bf16_table=precision != "fp32")
+    windows = sorted({tokens for node in graph.nodes if isinstance(tokens := node.attrs.get("window"), int)})
+    has_states = any(node.op == "short_conv" for node in graph.nodes)
+    limits = replace(
+        LIMITS, windows=tuple(WindowLimits(tokens, LIMITS.n_pages) for tokens in windows),
+        n_slots=LIMITS.max_sequences if has_states else 0,
+    )  # fmt: skip
+    return ReferenceExecutor(graph, limits, kv=own if kv is None else kv, bf16_table=precision != "fp32")
 
 
 def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
@@ -125,6 +132,23 @@ def assert_agree(
     ]
     tolerance = 3 * max(*flips, np.abs(plain - exact).max()) + 4e-6 * np.abs(exact).max()
     assert np.abs(got - exact).max() <= tolerance
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "lfm2"])
+def test_rows_and_rotary_positions_agree(family: str, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "checkpoint", family, seed=5)
+    executor = build(folder, tmp_path / "engine", "fp32").executor(n_pages=16)
+    step, rng = prompts_as_step([[5, 6, 7, 8], [9] * 70]), np.random.default_rng(1)
+    tokens = step.tokens.copy()
+    tokens[[1, 40]] = -2, -1
+    rows = rng.standard_normal((2, 320)).astype(np.float32)
+    rotary = rng.integers(0, 200, len(tokens)).astype(np.int32)
+    step = replace(step, tokens=tokens, embeddings=rows, rotary_positions=rotary)
+    executor.run(step)
+    got: Any = executor.output("logits").copy()
+    executor.close()
+    expected: Any = reference(folder, "fp32", True).logits(step)
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_steps_sample_alike(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from millrace.engine.native import NativeExecutor
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, log_probabilities
 from millrace.evaluate.likelihood import Question, likelihoods
+from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build
 
 
@@ -50,6 +52,26 @@ def test_equal_those_of_each_alone(executor: NativeExecutor, shared: int) -> Non
         for ending, got in zip(one.endings, found[i], strict=True):
             logprob, greedy = alone(executor, list(one.context), list(ending), known)
             assert got.logprob == pytest.approx(logprob, abs=1e-4) and got.greedy == greedy
+
+
+@pytest.mark.parametrize("family", ["gemma2", "lfm2"])
+def test_windows_and_states(family: str, tmp_path: Path) -> None:
+    """Contexts that begin alike, sequences that go on in the next step, more of them than a step has."""
+    draw = np.random.default_rng(7)
+    path = random_checkpoint(tmp_path / "c", family, seed=2)
+    engine = build(path, tmp_path / "e", "fp32", max_step_tokens=64)
+    with closing(engine.executor(n_pages=24, threads=1)) as executor:
+        begin = draw.integers(3, 1003, 140).tolist()
+        asked = [
+            Question(begin + draw.integers(3, 1003, 20).tolist(), draw.integers(3, 1003, (4, 3)).tolist())
+            for _ in range(4)
+        ]
+        found = dict(likelihoods(executor, asked))
+        known: Known = {}
+        for i, one in enumerate(asked):
+            for ending, got in zip(one.endings, found[i], strict=True):
+                logprob, _ = alone(executor, list(one.context), list(ending), known)
+                assert got.logprob == pytest.approx(logprob, abs=1e-4)
 
 
 def test_the_likeliest_ending_is_greedy(executor: NativeExecutor) -> None:

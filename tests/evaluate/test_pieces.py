@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, plan_pieces, write_engine
 from millrace.compile.find import BUNDLED
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import precision_map
-from millrace.compile.program import Bounds, Program
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
@@ -87,10 +87,10 @@ def test_the_bits_are_those_of_the_engine(
     assert len(whole) == len(parts) == 2 and all((a == b).all() for a, b in zip(whole, parts, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "mistral", "gemma2", "gemma3_text", "lfm2"])
 @pytest.mark.parametrize("precision", ["w4a8", "bf16"])
 def test_of_every_kind_of_family(family: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that fit nothing evenly, biases, norms of heads, a scaled embedding, a tied head."""
+    """Sizes that fit nothing evenly, biases, norms of heads, a scaled embedding, a tied head, windows, states."""
     source = Source.from_checkpoint(Checkpoint.open(random_checkpoint(tmp_path / "c", family, seed=2)))
     options, found = BuildOptions(precision=precision_map(precision)), text(source.vocab_size, 1)
     whole = of_the_engine(source, options, found, tmp_path / "e")

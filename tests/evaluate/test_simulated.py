@@ -10,7 +10,7 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compile.build import BuildOptions, plan_pieces
-from millrace.compile.program import Bounds
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.source import Source
 from millrace.evaluate.pieces import read
 from millrace.evaluate.simulated import fp8_rows, read_with_fp8

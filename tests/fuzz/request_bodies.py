@@ -11,6 +11,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.params import resolve
+from millrace.serve.encoder_requests import EmbeddingRequest
 from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
 from millrace.serve.openai.completions import _prompts
 from millrace.serve.openai.tokens import detokenize, tokenize
@@ -19,7 +20,6 @@ from millrace.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
     TokenizeRequest,
 )
 from millrace.serve.serving import Serving

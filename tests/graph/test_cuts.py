@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.passes import fold_constants, fuse_elementwise
+from millrace.compile.passes.expressions import fold_constants, fuse_elementwise
 from millrace.compile.source import Source
 from millrace.graph.cuts import CARRIED, cut
 from millrace.graph.rewrite import prune

@@ -67,6 +67,7 @@ class Pages:
     machine: Machine
     max_tokens: int = LONG
     value_size: int | None = None  # None: as large as a key
+    window: int = 0
 
     def __post_init__(self) -> None:
         tokens, value = self.max_tokens, self.value_size or self.size
@@ -87,6 +88,7 @@ class Pages:
             "heads": self.heads,
             "q_stride": widths[0],
             "causal": 1,
+            "window": self.window,
             "scale": self.size**-0.5,
             "y_stride": widths[3],
             "tiles": int(self.format == BF16_BY_TILES),
@@ -94,7 +96,10 @@ class Pages:
         calls = encode("rope", {"k": refs[1], "v": refs[2]}, rope) + encode(
             "attention", {"q": refs[0], "y": refs[3]}, attend
         )
-        cache = CacheSpec(layers=1, heads=self.kv_heads, key_size=self.size, value_size=value, format=kept(self.format))
+        cache = CacheSpec(
+            layers=1, heads=self.kv_heads, key_size=self.size, value_size=value, format=kept(self.format),
+            window=self.window,
+        )  # fmt: skip
         program = NativeProgram(
             calls=calls, n_calls=2, weights=np.zeros(64, np.uint8), weights_bytes=64,
             activation_bytes=int(self._at[-1]), symbols={Symbol("T"): tokens, Symbol("S"): 4, Symbol("R"): 4},
@@ -169,13 +174,14 @@ def test_attention(format: Format, shape: tuple[int, int, int], T: int, machine:
     assert_as_good_as_the_format(format, got, q, k, v)
 
 
-def assert_as_good_as_the_format(format: Format, got: F32, q: F32, k: F32, v: F32) -> None:
+def assert_as_good_as_the_format(format: Format, got: F32, q: F32, k: F32, v: F32, window: int = 0) -> None:
     """Against float64 on what the pages hold."""
     size = q.shape[2]
     q, k, v = (code(x) for code, x in zip(ROUNDINGS[kept(format).name.lower()], (q, k, v), strict=True))
-    exact = attention(q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), 0, size**-0.5)
+    whole = [x.astype(np.float64) for x in (q, k, v)]
+    exact = attention(whole[0], whole[1], whole[2], 0, size**-0.5, window=window)
     if format == KvFormat.F32:
-        assert_no_worse(got, attention(q, k, v, 0, size**-0.5), exact, factor=2, ulps=8)
+        assert_no_worse(got, attention(q, k, v, 0, size**-0.5, window=window), exact, factor=2, ulps=8)
     elif format in CODES:  # p has 16 bits relative to the largest, and meets codes of one sign where there is a least
         most = np.ptp(v) if format == KvFormat.INT4 else np.abs(v).max()
         assert np.abs(got - exact).max() <= 2**-12 * most

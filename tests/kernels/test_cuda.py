@@ -16,7 +16,7 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.rates import _PRODUCTS
 from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.work import Processors
+from millrace.engine.cuda.work import Kind, Processors
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
@@ -47,7 +47,7 @@ def tables(processors: Processors, group: int, rng: np.random.Generator) -> tupl
         i32([0, *np.cumsum([n for _, n in STEPS])]), i32(rng.permutation(sum(counts) + 3)[: sum(counts)]),
         i32([0, *np.cumsum(counts)]), plain_rows(1), i32([]), i32([]), np.zeros(0, np.float32),
     )  # fmt: skip
-    return step, step_tables(step, PAGE, torch.device("cpu"), (group, 1), processors)
+    return step, step_tables(step, PAGE, torch.device("cpu"), Kind(group, 1), processors)
 
 
 @pytest.mark.parametrize(
@@ -313,8 +313,9 @@ def test_they_compile_for_a_gpu(arch: int, spilled: int, most: int) -> None:
     found = json.loads(out.stdout)
     without_fp8 = {"one_row"} if arch < 89 else set()  # an A100 has no E4M3
     assert {row["kernel"] for row in found} | without_fp8 == {
-        "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "draw_rows",
-        "few_rows_of_words", "gated", "merge", "normalise", "one_row", "put_tokens", "rotate_and_keep",
+        "add_normalise", "attend", "attend_texts", "best_rows", "code_rows", "coded_product", "convolve",
+        "draw_rows", "few_rows_of_words", "gated", "keep_rows", "merge", "normalise", "one_row",
+        "put_tokens", "rotate_and_keep",
     }  # fmt: skip
     early = {node.name for _, node in jitted() if overlaps(node)}
     asking = {node.name for _, node in jitted() if "asks_for" in calls(node)}

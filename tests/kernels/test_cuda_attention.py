@@ -10,7 +10,7 @@ from torch import Tensor
 from millrace.engine.cuda import plain
 from millrace.engine.cuda.buckets import Bucket
 from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.work import Processors
+from millrace.engine.cuda.work import Kind, Processors
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import attention
@@ -77,7 +77,7 @@ class Drawn:
 
     def tables(self, processors: Processors) -> StepTables:
         K = self.pages.keys.shape[1]
-        return step_tables(self.step, PAGE, CPU, (self.q.shape[1] // K, K), processors)
+        return step_tables(self.step, PAGE, CPU, Kind(self.q.shape[1] // K, K), processors)
 
     def check(self, y: Tensor, scale: float, dtype: torch.dtype) -> None:
         """As near the reference, in float64 over what is kept, as roundings to `dtype` allow."""
@@ -128,8 +128,8 @@ def test_parts_are_seen_to_be_merged() -> None:
 def test_a_buckets_work(group: int, multiprocessors: int) -> None:
     """Filled twice, the second time by fewer and shorter sequences: what is left of the first is nobody's."""
     shape = 2 * group, 2, 16, 24
-    bucket = Bucket(4, 999, 6, PAGE, CPU, multiprocessors, ((group, 2),))
-    tables = bucket.tables(group, 2)
+    bucket = Bucket(4, 999, 6, PAGE, CPU, multiprocessors, (Kind(group, 2),))
+    tables = bucket.tables(Kind(group, 2))
     for counts in ([(300, 1), (64, 1), (63, 1)], [(5, 1), (130, 1)]):
         drawn = Drawn.of(len(counts), counts, shape, "int8", torch.float32)
         bucket.scratch = len(drawn.pages.keys) - 1
@@ -145,12 +145,13 @@ def test_a_buckets_work(group: int, multiprocessors: int) -> None:
 
 def test_a_bucket_of_several_kinds() -> None:
     """Each finds its own work: of 80 query heads a KV head two blocks for each sequence, of one one."""
-    kinds = (1, 3), (80, 1)
+    kinds = Kind(1, 3), Kind(80, 1)
     bucket = Bucket(2, 999, 6, PAGE, CPU, 9, kinds)
-    for group, K in kinds:
+    for kind in kinds:
+        group, K, _ = kind
         drawn = Drawn.of(5, [(300, 1), (63, 1)], (group * K, K, 16, 24), "f16", torch.float16)
         bucket.fill(drawn.step)
-        y = triton_kernels.attention(drawn.q, bucket.tables(group, K), drawn.pages, 0.2)
+        y = triton_kernels.attention(drawn.q, bucket.tables(kind), drawn.pages, 0.2)
         drawn.check(y, 0.2, torch.float16)
 
 

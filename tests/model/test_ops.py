@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
-from millrace.compile.program import Bounds
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.model import ops

@@ -30,6 +30,7 @@ int main(int argc, char** argv) {
   args.symbols = symbols, args.n_symbols = 3;
   language.tokens_offset = std::atoll(argv[11]), language.positions_offset = std::atoll(argv[12]);
   language.rows_offset = std::atoll(argv[13]), language.logits_offset = std::atoll(argv[14]);
+  language.adapters_offset = -1;
   args.lengths_offset = -1;
   const mr_cache cache{number(15), number(16), number(17), number(18), number(19), -1};
   args.caches = &cache, args.n_caches = 1;

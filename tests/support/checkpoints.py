@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_word_pieces
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "lfm2")
 ODD_SIZES: Mapping[str, object] = {
     "hidden_size": 320,
     "intermediate_size": 364,  # not a multiple of 128, nor of 8
@@ -34,6 +34,23 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen3": {"head_dim": 72, "rms_norm_eps": 1e-5},  # 5 * 72 is not hidden_size
     "gemma": {"head_dim": 72, "bos_token_id": 1, "eos_token_id": 2},  # as the tiny tokenizer has them
+    "gemma2": {
+        **{"head_dim": 72, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 33, "query_pre_attn_scalar": 50},
+        **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},  # so low that they matter
+    },
+    "gemma3_text": {
+        **{"head_dim": 72, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 33, "query_pre_attn_scalar": 50},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "lfm2": {
+        **{"layer_types": ["conv", "full_attention"], "norm_eps": 1e-5, "conv_bias": True, "conv_L_cache": 4},
+        **{"block_auto_adjust_ff_dim": False, "bos_token_id": 1, "eos_token_id": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
     "olmo2": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},  # docs/extending/family.md
 }
 
@@ -60,12 +77,12 @@ def random_checkpoint(
     sizes = {**ODD_SIZES, **_OWN[family], **overrides}
     config = transformers.AutoConfig.for_model(family, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _randomise(model, seed, zero_centred_norms=family == "gemma")
+    _randomise(model, seed, zero_centred_norms=family.startswith("gemma"))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     if family.startswith("qwen"):
         save_byte_level(folder)
     else:
-        save_byte_fallback(folder, decoder="keep" if family == "gemma" else "strip")
+        save_byte_fallback(folder, decoder="keep" if family.startswith("gemma") else "strip")
     if old_spelling:
         _rewrite(folder / "config.json")
     return folder

@@ -1,6 +1,6 @@
 """What steps on a GPU that computes nothing have compiled, as JSON; in a process of its own that interprets no kernel.
 
-python -m tests.support.compilations anew fp8a16   what drawn steps would have compiled after the warm-up
+python -m tests.support.compilations anew fp8a16   what drawn steps would have compiled after the warm-up (or: gemma2)
 python -m tests.support.compilations all fp8       compiles whatever two layers of Llama-3.1-8B's shape launch
 """
 
@@ -16,24 +16,25 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.model import LLAMA_8B, graph_of
+from benchmarks.gpu.model import LLAMA_8B, graph_of, lowered_graph
 from millrace.engine.cuda import loaded
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.placement import coded_products
 from millrace.engine.cuda.random_weights import random_loaded
 from millrace.engine.dummy import dummy_step
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
 from tests.engine.test_cuda import LIMITS, VOCAB, both
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.fake_cuda import DEVICE, executor_like, loaded_there, on_fake_cuda
 from tests.support.one_step import i32
 
 
 def executor(precision: str) -> CudaExecutor:
-    kv = {"bf16": None, "w4a16": KvFormat.INT8, "fp8a16": KvFormat.FP8}[precision]
+    """precision: of a Llama; or another family, in bfloat16"""
+    kv = {"w4a16": KvFormat.INT8, "fp8a16": KvFormat.FP8}.get(precision)
+    family, precision = ("llama", precision) if precision not in FAMILIES else (precision, "bf16")
     with tempfile.TemporaryDirectory() as folder:
-        return both(random_checkpoint(Path(folder) / "llama", "llama", seed=5), precision, kv=kv)[0]
+        return both(random_checkpoint(Path(folder) / family, family, seed=5), precision, kv=kv)[0]
 
 
 def drawn_steps(seed: int, n: int) -> Iterator[StepInputs]:
@@ -57,12 +58,13 @@ def anew(precision: str) -> list[tuple[str, str]]:
     """Kernels, and what is known of their arguments."""
     plainly = executor(precision)
     with pytest.MonkeyPatch.context() as patched, on_fake_cuda(patched) as device:
-        there = executor_like(plainly, replace(LIMITS, n_pages=32), (1, 4))
+        windows = tuple(replace(w, n_pages=32) for w in plainly.limits.windows)
+        there = executor_like(plainly, replace(plainly.limits, n_pages=32, windows=windows), (1, 4))
         device.warming = True
         patched.setattr(there, "run", partial(launched, there))
         there.warm()
         known = set(device.specialised)
-        assert {name for name, _ in known} >= {"attend", "rotate_and_keep", "normalise", "gated"}
+        assert {name for name, _ in known} >= {"attend", "rotate_and_keep", "normalise"}
         for step in drawn_steps(1, 30):
             launched(there, step)
         return sorted(device.specialised - known)
@@ -70,18 +72,16 @@ def anew(precision: str) -> list[tuple[str, str]]:
 
 def compiled(precision: str) -> list[str]:
     """The names of kernels, as often as they were compiled: of a start, mixed steps, and each tile there is."""
-    from millrace.compile.device_tune import works_of  # Triton's
+    from millrace.compile.tune.gpu_tiles import works_of  # Triton's
 
-    graph = graph_of(replace(LLAMA_8B, n_layers=2, max_context=4160), precision)
+    lowered = lowered_graph(graph_of(replace(LLAMA_8B, n_layers=2, max_context=4160), precision), precision)
     limits = replace(LIMITS, max_step_tokens=8192, max_sequences=512, max_rows=520, max_context=4160, n_pages=20000)
-    fp8 = precision == "fp8"
-    names = {o for node in coded_products(graph) for o in node.origin} if fp8 else ()
+    kv = KvFormat.FP8 if precision == "fp8" else None
     with pytest.MonkeyPatch.context() as patched, on_fake_cuda(patched) as device:
         device.warming = device.compiles = True
         patched.setattr(loaded, "_check_finite", lambda tensors: None)  # nobody knows what is in them
-        like = random_loaded(graph, torch.bfloat16, torch.device("cpu"))
-        there = CudaExecutor(graph, limits, dtype="bf16", kv=KvFormat.FP8 if fp8 else None, fp8_rows=names,
-                             buckets=(1, 24, 64, 512), device=str(DEVICE),
+        like = random_loaded(lowered, torch.bfloat16, torch.device("cpu"))
+        there = CudaExecutor(lowered, limits, kv=kv, buckets=(1, 24, 64, 512), device=str(DEVICE),
                              load=lambda *_: loaded_there(like))  # fmt: skip
         patched.setattr(there, "run", partial(launched, there))
         there.warm()

@@ -244,8 +244,4 @@ def executor_like(
         loaded()
         return loaded_there(other._loaded)
 
-    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[other.dtype]
-    return CudaExecutor(
-        other._graph, limits, dtype=dtype, kv=other._kept, fp8_rows=other._fp8_rows, buckets=buckets,
-        device=str(DEVICE), load=load,
-    )  # fmt: skip
+    return CudaExecutor(other._lowered, limits, kv=other._kept, buckets=buckets, device=str(DEVICE), load=load)

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import TokenType
 
-from benchmarks.peers.gguf_file import describe, gguf_name, neighbours
+from benchmarks.peers.gguf_file import ARCHITECTURES, describe, gguf_name, neighbours
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.graph.types import Array
@@ -19,6 +19,12 @@ from millrace.graph.types import Array
 BLOCKY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "vocab_size": 768,
+}  # fmt: skip
+# Families that GGUF files have, with what their metadata can say: no other scale of scores, no other order of windows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 72, "num_hidden_layers": 3},
+    "gemma3_text": {"query_pre_attn_scalar": 72, "num_hidden_layers": 7, "layer_types": None},
 }  # fmt: skip
 _NO_QUANTISER = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # of which the gguf package can only dequantise
 
@@ -41,14 +47,14 @@ def write_gguf(
     """
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.decoder
-    writer = gguf.GGUFWriter(path, "llama" if config.family == "mistral" else config.family)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.family])
     describe(writer, config)
     if config.rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.factor)
     (tokenizer or (lambda w: add_tokenizer(w, folder, n_tokens=config.vocab_size)))(writer)
     for name in checkpoint.tensors:
-        stored = gguf_name(name)
+        stored = gguf_name(name, config.family)
         if stored in leave_out:
             continue
         array = _arranged(config, stored, checkpoint.tensors.load(name))
@@ -93,7 +99,7 @@ def _arranged(c: ModelConfig, name: str, array: Array) -> Array:
     if c.family in ("llama", "mistral") and part in ("attn_q", "attn_k"):
         heads = c.n_heads if part == "attn_q" else c.n_kv_heads
         return neighbours(array, heads)
-    if c.family == "gemma" and name.endswith("norm.weight"):
+    if c.family.startswith("gemma") and name.endswith("norm.weight"):
         return array.astype(np.float32) + np.float32(1)
     return array
 

@@ -5,7 +5,7 @@ Defaults of missing keys are those of the family's configuration class in transf
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from millrace.checkpoint.config_keys import ACTIVATIONS
 from millrace.checkpoint.config_reader import (
@@ -24,6 +24,8 @@ from millrace.checkpoint.config_reader import (
 )
 
 ROPE_KINDS = ("default", "linear", "llama3")
+LATER_GEMMAS = ("gemma2", "gemma3_text")
+MOST_TAPS = 8  # of a short convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class ModelConfig:
     """What the architecture needs to know of a checkpoint, under one set of names for all families."""
 
     architecture: str  # "LlamaForCausalLM"
-    family: str  # "llama" | "mistral" | "qwen2" | "qwen3" | "gemma"
+    family: str  # a name of config_keys.FAMILIES
     hidden_size: int
     intermediate_size: int
     n_layers: int
@@ -56,7 +58,7 @@ class ModelConfig:
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_context: int  # tokens; already capped at the sliding window
+    max_context: int  # tokens
     norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
@@ -64,11 +66,25 @@ class ModelConfig:
     attention_output_bias: bool  # on o_proj
     mlp_bias: bool
     activation: str  # "silu" | "gelu_tanh"
-    sliding_window: int | None  # tokens; None: every layer attends to everything before it
     dtype: str  # "float32" | "float16" | "bfloat16"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...]  # to be said aloud to the user
+    # per layer: window size in tokens, including the token itself; 0: full attention. (): full attention in all layers
+    windows: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as of the others
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # at which scores saturate; 0: nowhere
+    logits_softcap: float = 0.0  # likewise of logits
+    # Of each layer, whether it convolves the last `conv_taps` tokens in place of attention. (): none does.
+    convolves: tuple[bool, ...] = ()
+    conv_taps: int = 0
+    conv_bias: bool = False
+
+    def window_of(self, layer: int) -> int:
+        """Its window; 0: it has none, or one in which every sequence has room."""
+        window = self.windows[layer] if self.windows else 0
+        return window if window < self.max_context else 0
 
 
 def read_config(raw: Raw) -> ModelConfig:
@@ -85,39 +101,52 @@ def read_config(raw: Raw) -> ModelConfig:
     if n_heads % n_kv_heads:
         raise wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
     max_positions = read.positive_int("max_position_embeddings")
-    window, window_notes = _window(read, n_layers, max_positions)
     attention_bias, output_bias = _attention_bias(read)
+    head_dim = _head_dim(read, hidden_size, n_heads)
     bos, eos, token_notes = _tokens(read, vocab_size)
-    rope, rope_notes = _rope(read, max_positions)
+    (rope, local_rope), rope_notes = _ropes(read, max_positions)
     return ModelConfig(
         architecture=family.architecture,
         family=family.name,
         hidden_size=hidden_size,
-        intermediate_size=read.positive_int("intermediate_size"),
+        intermediate_size=_lfm2_inner(read) if family.name == "lfm2" else read.positive_int("intermediate_size"),
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        head_dim=_head_dim(read, hidden_size, n_heads),
+        head_dim=head_dim,
         vocab_size=vocab_size,
-        max_context=max_positions if window is None else min(window, max_positions),
-        norm_eps=read.positive_float("rms_norm_eps"),
+        max_context=max_positions,
+        norm_eps=read.positive_float("norm_eps" if family.name == "lfm2" else "rms_norm_eps"),
         rope=rope,
-        tie_embeddings=read.boolean("tie_word_embeddings"),
+        tie_embeddings=_tied(read),
         attention_bias=attention_bias,
         attention_output_bias=output_bias,
         mlp_bias=family.name == "llama" and read.boolean("mlp_bias"),
         activation=_activation(read),
-        sliding_window=window,
+        windows=_windows(read, n_layers),
+        local_rope=local_rope,
+        attention_scale=_attention_scale(read, head_dim),
+        attention_softcap=_softcap(read, "attn_logit_softcapping"),
+        logits_softcap=_softcap(read, "final_logit_softcapping"),
+        **(_lfm2_convolutions(read, n_layers) if family.name == "lfm2" else {}),
         dtype=read_dtype(raw),
         bos_token_id=bos,
         eos_token_ids=eos,
-        notes=(*notes, *rope_notes, *window_notes, *token_notes),
+        notes=(*notes, *rope_notes, *token_notes),
     )
 
 
+def _attention_scale(read: ConfigReader, head_dim: int) -> float | None:
+    if read.family.name not in LATER_GEMMAS:
+        return None
+    size = read.positive_float("query_pre_attn_scalar")
+    return None if size == head_dim else size**-0.5
+
+
 def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
-    value = read.raw.get("head_dim", read.family.defaults["head_dim"])
-    if value is None and read.family.defaults["head_dim"] is None:
+    usual = read.family.defaults.get("head_dim")
+    value = read.raw.get("head_dim", usual)
+    if value is None and usual is None:
         if hidden_size % n_heads:
             raise wrong(
                 "hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}, or an explicit head_dim"
@@ -132,13 +161,64 @@ def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
 
 def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
     """On q/k/v and on o. Qwen2 has the first by architecture; Mistral has none; the rest say it in config.json."""
-    if read.family.name in ("qwen2", "mistral"):
+    if read.family.name in ("qwen2", "mistral", "lfm2"):
         return read.family.name == "qwen2", False
     has = read.boolean("attention_bias")
     return has, has
 
 
+def _lfm2_inner(read: ConfigReader) -> int:
+    """As transformers' Lfm2MLP derives it."""
+    inner = read.positive_int("intermediate_size" if read.get("block_ff_dim") is None else "block_ff_dim")
+    if not read.boolean("block_auto_adjust_ff_dim"):
+        return inner
+    inner = int(2 * inner / 3)
+    if read.get("block_ffn_dim_multiplier") is None:
+        return inner
+    inner, multiple = (
+        int(read.positive_float("block_ffn_dim_multiplier") * inner),
+        read.positive_int("block_multiple_of"),
+    )
+    return -(-inner // multiple) * multiple
+
+
+def _lfm2_convolutions(read: ConfigReader, n_layers: int) -> dict[str, Any]:
+    types, attending = read.get("layer_types"), read.get("full_attn_idxs")
+    if types is None:
+        idxs = list(range(n_layers)) if attending is None else attending
+        if not isinstance(idxs, list) or not all(type(i) is int and 0 <= i < n_layers for i in idxs):
+            raise wrong("full_attn_idxs", idxs, f"a list of layers, from 0 to {n_layers - 1}")
+        types = ["full_attention" if layer in idxs else "conv" for layer in range(n_layers)]
+    if not isinstance(types, list) or len(types) != n_layers or not set(map(str, types)) <= {"conv", "full_attention"}:
+        raise wrong("layer_types", types, f"a list of {n_layers} names, conv or full_attention")
+    taps = read.positive_int("conv_L_cache")
+    if not 2 <= taps <= MOST_TAPS:
+        raise wrong("conv_L_cache", taps, f"2 to {MOST_TAPS}: no kernel takes others")
+    return {
+        "convolves": tuple(kind == "conv" for kind in types),
+        "conv_taps": taps,
+        "conv_bias": read.boolean("conv_bias"),
+    }
+
+
+def _tied(read: ConfigReader) -> bool:
+    """LFM2's files have another name for it, which wins as in transformers."""
+    other = read.family.name == "lfm2" and read.get("tie_embedding") is not None
+    return read.boolean("tie_embedding" if other else "tie_word_embeddings")
+
+
+def _softcap(read: ConfigReader, key: str) -> float:
+    """0 for a family whose model has none."""
+    return 0.0 if key not in read.family.defaults or read.get(key) is None else read.positive_float(key)
+
+
 def _activation(read: ConfigReader) -> str:
+    if read.family.name == "lfm2":
+        return "silu"
+    if read.family.name in LATER_GEMMAS:
+        if (said := read.get("hidden_activation")) != "gelu_pytorch_tanh":
+            raise wrong("hidden_activation", said, "gelu_pytorch_tanh, the activation of every Gemma")
+        return "gelu_tanh"
     name = read.get("hidden_act")
     gemma = read.family.name == "gemma"
     if gemma and name == "gelu":
@@ -154,41 +234,76 @@ def _activation(read: ConfigReader) -> str:
     return ACTIVATIONS[name]
 
 
-def _window(read: ConfigReader, n_layers: int, max_positions: int) -> tuple[int | None, tuple[str, ...]]:
-    """The narrowest window that any layer has (tokens), and a note where it caps the context."""
+def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
+    """Of each layer, as transformers' configuration classes have them; 0: none."""
+    if read.family.name == "lfm2":
+        return ()
     types = read.get("layer_types")
     named = isinstance(types, list) and len(types) == n_layers and all(isinstance(kind, str) for kind in types)
     if types is not None and not named:
         raise wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
-    name = read.family.name
-    window: int | None = None
-    if name == "mistral" or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False)):
-        window = None if read.get("sliding_window") is None else read.positive_int("sliding_window")
-    if name in ("qwen2", "qwen3") and window is not None and types is None:
-        first = read.get("max_window_layers")
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise wrong("max_window_layers", first, "a number of layers")
-        window = window if first < n_layers else None
+    name, first, window = read.family.name, 0, 0
+    if (
+        name in LATER_GEMMAS
+        or name == "mistral"
+        or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False))
+    ):
+        window = 0 if read.get("sliding_window") is None else read.positive_int("sliding_window")
     if types is not None:
-        kinds = set(cast(list[str], types))
-        allowed = {"full_attention", "sliding_attention"} if window is not None else {"full_attention"}
-        if name == "mistral" and window is not None:
+        kinds = cast(list[str], types)
+        allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+        if name == "mistral" and window:
             allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
-        if not kinds <= allowed:
-            raise wrong("layer_types", sorted(kinds), "only " + " and ".join(sorted(allowed)))
-        window = window if "sliding_attention" in kinds else None
-    if window is None or window >= max_positions:
-        return window, ()
-    note = f"context capped at the model's sliding window of {window} tokens (config.json promises {max_positions})"
-    return window, (note,)
+        if not set(kinds) <= allowed:
+            raise wrong("layer_types", sorted(set(kinds)), "only " + " and ".join(sorted(allowed)))
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
+    if name in ("qwen2", "qwen3") and window:
+        found = read.get("max_window_layers")
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise wrong("max_window_layers", found, "a number of layers")
+        first = found
+    if name in LATER_GEMMAS:
+        every = 2 if name == "gemma2" else read.positive_int("sliding_window_pattern", missing=6)
+        return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
+    return tuple(window if layer >= first else 0 for layer in range(n_layers)) if window else ()
 
 
-def _rope(read: ConfigReader, max_positions: int) -> tuple[RopeConfig, tuple[str, ...]]:
+def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, RopeConfig | None], tuple[str, ...]]:
+    """Return the rotary embedding and that of layers with a window, if they have one of their own; with notes."""
+    if read.family.name != "gemma3_text":
+        rope, unread = _rope(read.raw, max_positions, 1e6 if read.family.name == "lfm2" else 10_000.0)
+        return (rope, None), unread
+    said = read.raw.get("rope_parameters")
+    if said is not None and not isinstance(said, dict):
+        raise wrong("rope_parameters", said, "an object or null")
+    of_kinds = cast(dict[str, object], said or {})
+    if unknown := sorted(of_kinds.keys() - {"full_attention", "sliding_attention"}):
+        raise wrong("rope_parameters", said, f"full_attention and sliding_attention alone, not {unknown[0]}")
+    found, notes = list[RopeConfig](), list[str]()
+    for kind, scaling, key, usual in (
+        ("full_attention", read.raw.get("rope_scaling"), "rope_theta", 1e6),
+        ("sliding_attention", None, "rope_local_base_freq", 10_000.0),
+    ):
+        own = of_kinds.get(kind)
+        if own is not None and not isinstance(own, dict):
+            raise wrong(f"rope_parameters.{kind}", own, "an object or null")
+        flat = read.raw.get(key)
+        has_own = bool(own) and "rope_theta" in cast(dict[str, object], own)
+        beside = {} if flat is None and has_own else {"rope_theta": usual if flat is None else flat}
+        if flat is not None:
+            positive_number(key, flat)  # under the name that it has here
+        rope, more = _rope({"rope_parameters": own, "rope_scaling": scaling, **beside}, max_positions)
+        found.append(rope)
+        notes += more
+    return (found[0], found[1]), tuple(notes)
+
+
+def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
     """Return the rotary embedding, with a note on the keys that transformers does not read for its type.
 
     Two spellings of one value must agree.
     """
-    old, new = read.raw.get("rope_scaling"), read.raw.get("rope_parameters")
+    old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
             raise wrong(key, value, "an object or null")
@@ -211,8 +326,8 @@ def _rope(read: ConfigReader, max_positions: int) -> tuple[RopeConfig, tuple[str
         raise wrong(
             f"{key}.rope_type", kind, "one of " + ", ".join(ROPE_KINDS), "choose a checkpoint without this scaling"
         )
-    beside = read.raw.get("rope_theta")
-    theta = rope.get("rope_theta", 10_000.0 if beside is None else beside)
+    beside = raw.get("rope_theta")
+    theta = rope.get("rope_theta", usual if beside is None else beside)
     if beside is not None and beside != theta:
         raise wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}

@@ -66,6 +66,21 @@ _GEMMA: dict[str, object] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
+# Since Gemma 2: windows in some layers, a norm behind each part of a layer too, a scale of attention of its own.
+_LATER_GEMMA: dict[str, object] = {
+    **{key: value for key, value in _GEMMA.items() if key not in ("hidden_act", "hidden_activation")},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_ACTIVATION = "the activation of every Gemma, which hidden_activation says"
+_LFM2 = "transformers' model does not read it"
+_BIDIRECTIONAL: Neutral = ((None, False), "only causal attention is supported")
 _BERT: dict[str, object] = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -119,9 +134,56 @@ FAMILIES: Mapping[str, Family] = {
             "gemma",
             "GemmaForCausalLM",
             {**_COMMON, **_GEMMA},
+            {"use_bidirectional_attention": _BIDIRECTIONAL},
+        ),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            {**_COMMON, **_LATER_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+            {"use_bidirectional_attention": _BIDIRECTIONAL, "hidden_act": (("gelu_pytorch_tanh", None), _ACTIVATION)},
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
             {
-                "use_bidirectional_attention": ((None, False), "only causal attention is supported"),
+                **_COMMON,
+                **_LATER_GEMMA,
+                "vocab_size": 262208,
+                "max_position_embeddings": 131072,
+                "final_logit_softcapping": None,
+                "sliding_window_pattern": 6,
+                "_sliding_window_pattern": None,  # transformers writes it beside layer_types, and does not read it
+                "rope_local_base_freq": None,
             },
+            {
+                "use_bidirectional_attention": _BIDIRECTIONAL,
+                "attn_logit_softcapping": ((None,), "transformers does not apply it"),
+                "hidden_act": (("gelu_pytorch_tanh", None), _ACTIVATION),
+            },
+        ),
+        Family(
+            "lfm2",
+            "Lfm2ForCausalLM",
+            {
+                **{key: value for key, value in _COMMON.items() if key not in ("rms_norm_eps", "hidden_act")},
+                "vocab_size": 65536,
+                "hidden_size": 2560,
+                "intermediate_size": 12288,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 128000,
+                "norm_eps": 1e-5,
+                "tie_word_embeddings": True,
+                "tie_embedding": None,
+                "block_ff_dim": None,
+                "conv_bias": False,
+                "conv_L_cache": 3,
+                "block_multiple_of": 256,
+                "block_ffn_dim_multiplier": 1.0,
+                "block_auto_adjust_ff_dim": True,
+                "full_attn_idxs": None,
+            },
+            # Of the published files, and of no use to transformers.
+            {"block_use_swiglu": ((True,), _LFM2), "block_norm_eps": ((1e-5, None), _LFM2)},
         ),
         Family(
             "bert",

@@ -1,7 +1,7 @@
 """What reading a `config.json` needs, of whatever family: typed access, and a check of every key."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.checkpoint.config_keys import (
     FAMILIES,
@@ -14,44 +14,90 @@ from millrace.checkpoint.config_keys import (
 from millrace.checkpoint.declared_keys import DECLARED
 from millrace.errors import CheckpointError, alike, plain
 
+CONFIG = "config.json"
 MAX_LAYERS = 4096  # far beyond any model, and soon enough said
 MAX_KEYS = 40  # that a note lists
 DTYPES = ("float32", "float16", "bfloat16")
 Raw = Mapping[str, object]
 
 
-def wrong(key: str, value: object, expected: str, mend: str = "") -> CheckpointError:
-    mend = mend or "check that config.json belongs to this model and is complete"
-    return CheckpointError(f"config.json: {key} is {value!r}", expected, mend)
+def wrong(key: str, value: object, expected: str, mend: str = "", source: str = CONFIG) -> CheckpointError:
+    mend = mend or f"check that {source} belongs to this model and is complete"
+    return CheckpointError(f"{source}: {key} is {value!r:.200}", expected, mend)
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigReader:
-    """Typed access to one config.json with its family's defaults; every method raises CheckpointError."""
+class Keys:
+    """Typed access to a config.json. Every method raises CheckpointError that names the key that it read.
+
+    source: what errors call the file
+    """
 
     raw: Raw
-    family: Family
+    source: str = field(default=CONFIG, kw_only=True)
 
     def get(self, key: str) -> object:
-        return self.raw.get(key, self.family.defaults.get(key))
+        return self.raw.get(key)
 
     def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
         """`missing` is what null stands for; where there is none, null is an error."""
         value = self.get(key)
         if value is None and missing is not None:
             return missing
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise wrong(key, value, f"an integer from 1 to {most}")
-        return value
+        return self._integer(key, value, 1, most)
+
+    def first_int(self, *keys: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1) -> int:
+        """The integer under the first of several names, as families spell one size in several ways."""
+        for key in keys:
+            if (value := self.get(key)) is not None:
+                return self._integer(key, value, low, most)
+        if default is None:
+            raise CheckpointError(f"{self.source} has no {keys[0]}", "the sizes of a decoder", "complete it")
+        return default
 
     def positive_float(self, key: str) -> float:
         return positive_number(key, self.get(key))
 
-    def boolean(self, key: str) -> bool:
+    def boolean(self, key: str, missing: bool | None = None) -> bool:
+        """`missing` as of positive_int."""
         value = self.get(key)
+        if value is None and missing is not None:
+            return missing
         if not isinstance(value, bool):
-            raise wrong(key, value, "true or false")
+            raise self._wrong(key, value, "true or false")
         return value
+
+    def name(self, key: str) -> str:
+        """Empty where there is none."""
+        value = self.get(key)
+        if not isinstance(value, str | None):
+            raise self._wrong(key, value, "a name")
+        return value or ""
+
+    def names(self, key: str) -> list[str]:
+        """Empty where there is no list."""
+        value = self.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise self._wrong(key, value, "a list of names")
+        return value or []
+
+    def _integer(self, key: str, value: object, low: int, most: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+            raise self._wrong(key, value, f"an integer from {low} to {most}")
+        return value
+
+    def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+        return wrong(key, value, expected, source=self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader(Keys):
+    """Typed access with a family's defaults."""
+
+    family: Family
+
+    def get(self, key: str) -> object:
+        return self.raw.get(key, self.family.defaults.get(key))
 
 
 def positive_number(key: str, value: object) -> float:

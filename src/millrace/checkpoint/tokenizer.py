@@ -161,12 +161,15 @@ class Detokenizer:
     to the text of the prompt. A character is given out only when its last byte has come.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] | None = ()
+    ) -> None:
+        """prompt: the tokens that the text continues; None: it continues a prompt without tokens"""
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._first = not any(True for _ in self._visible(prompt))
+        self._first = prompt is not None and not any(True for _ in self._visible(prompt))
         self._unfinished = b""  # the first bytes of a character
-        self._decode(self._tail(prompt))
+        self._decode(self._tail(prompt or ()))
 
     def push(self, ids: Sequence[int]) -> str:
         """The characters that `ids` complete."""

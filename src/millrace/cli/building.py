@@ -19,7 +19,7 @@ from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
 from millrace.compile.builder import Builder
 from millrace.compile.find import model_folder
-from millrace.compile.for_gpu import check_gpu_has
+from millrace.compile.lower_gpu.check import check_gpu_has
 from millrace.compile.room import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import CPU

@@ -134,8 +134,8 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
     build, run = BuildSettings(tune=TUNE_S), RunSettings()
     needed = -(-TOKENS // Source.from_checkpoint(Checkpoint.open(out)).max_context)  # KV pages of so many full contexts
     with (
-        opened(model, build, run, env, sequences=needed, quiet=quiet) as source,
-        opened(str(out), build, run, env, sequences=needed, quiet=quiet) as made,
+        opened(model, build, run, env, sequences=needed, quiet=quiet, one_table=True) as source,
+        opened(str(out), build, run, env, sequences=needed, quiet=quiet, one_table=True) as made,
         progress(quiet) as report,
     ):
         return Speeds(

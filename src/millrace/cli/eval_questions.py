@@ -129,7 +129,7 @@ def _evaluate(asked: Asked, task: _Task[J]) -> None:
 def _results(asked: Asked, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
     """All questions, those that were answered before among them."""
     quiet = asked.as_json
-    with opened(model, build, asked.run, asked.env, quiet=quiet) as found, progress(quiet) as report:
+    with opened(model, build, asked.run, asked.env, quiet=quiet, one_table=True) as found, progress(quiet) as report:
         mine = about(found, task.name, task.digest)
         with closing(Kept(asked.kept_at(mine, out), mine, task.kind)) as kept:
             task.answer(found, kept, report)

@@ -29,7 +29,9 @@ _ERRORS = {True: "over documents", False: "over tokens, as if they were independ
 
 def perplexity_of(asked: Asked) -> None:
     text = _text(asked)
-    with opened(asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=asked.as_json) as found:
+    with opened(
+        asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=asked.as_json, one_table=True
+    ) as found:
         context = found.executor.limits.context_tokens
         read = cut(asked.definition, text, found.tokenizer, asked.window, context)
         mine = about(found, read.name, digest(text))
@@ -69,8 +71,8 @@ def agreement_with(asked: Asked) -> None:
     build = asked.build_of_other(model, None if asked.against else _own_float(asked))
     quiet = asked.as_json
     with (
-        opened(model, build, asked.run, asked.env, sequences=1, quiet=quiet) as reference,
-        opened(asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=quiet) as found,
+        opened(model, build, asked.run, asked.env, sequences=1, quiet=quiet, one_table=True) as reference,
+        opened(asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=quiet, one_table=True) as found,
     ):
         mine, read = _beside(asked, text, found, reference)
         with closing(Kept(asked.kept_at(mine, asked.out), mine, Told)) as kept, progress(quiet) as report:

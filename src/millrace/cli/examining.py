@@ -6,7 +6,7 @@ import click
 
 from millrace.cli.doctor_gpu import examined
 from millrace.cli.screen import heading, note, pairs, print_json, size, table
-from millrace.compile.rooflines import keep_roofline
+from millrace.compile.cache.rooflines import keep_roofline
 from millrace.engine.cuda.found import CPU
 from millrace.engine.probe import roofline_here
 from millrace.env import Env

@@ -11,8 +11,8 @@ from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.page_file import write_page
 from millrace.cli.screen import heading, note, pairs, print_json, progress, size, table
 from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
+from millrace.compile.cache.rooflines import kept_roofline
 from millrace.compile.find import find_built
-from millrace.compile.rooflines import kept_roofline
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import ConfigError

@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 
 from millrace.cli.screen import note, progress
 from millrace.cli.signals import ended_in_order
-from millrace.compile.cache import EngineCache
+from millrace.compile.cache.engines import EngineCache
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import ON_CPU, Place
@@ -29,15 +29,17 @@ def engine_of(
 
 @contextmanager
 def opened(
-    model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False
-) -> Iterator[Opened]:
+    model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False,
+    one_table: bool = False,
+) -> Iterator[Opened]:  # fmt: skip
     """A language model, ready to run; closed at the end.
 
-    sequences: how many there will be at a time, where that is known. raises EngineError where MODEL is none
+    sequences: how many there will be at a time, where that is known; one_table: as of `open_engine`
+    raises EngineError where MODEL is none
     """
     with _cache_mended(env):
         name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
-        model_opened = open_engine(name, engine, run, sequences)
+        model_opened = open_engine(name, engine, run, sequences, one_table=one_table)
     with closing(model_opened):
         yield model_opened
 

@@ -16,7 +16,7 @@ from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.serve_flags import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
 from millrace.cli.serve_repository import repository_model
 from millrace.cli.tables import precision_told
-from millrace.compile.rooflines import kept_roofline
+from millrace.compile.cache.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
 from millrace.engine.bound import DecodeWork
 from millrace.engine.cuda.engine import GpuEngine
@@ -212,7 +212,7 @@ def _known(model: Opened | OpenedEncoder, names: tuple[str, ...]) -> dict[str, A
 def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     m, memory, full = model.engine.manifest, _memory(model), ""
     if isinstance(model, Opened):
-        n_full = model.plan.n_pages // max(model.engine.pages_per_sequence, 1)
+        n_full = model.plan.full_sequences(model.engine)
         full = f"KV cache {size(memory['kv_bytes'])} ({n_full} full sequences), "
     heading(f"{served.name}", err=True)
     pairs(

@@ -12,7 +12,7 @@ from millrace.cli.page_file import check_page, write_page
 from millrace.cli.screen import note, print_json, progress, size
 from millrace.cli.size_asked import ask
 from millrace.cli.size_told import show, show_shared
-from millrace.compile.rooflines import kept_roofline
+from millrace.compile.cache.rooflines import kept_roofline
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas

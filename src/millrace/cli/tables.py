@@ -91,7 +91,8 @@ class Tables:
         m = self.engine.manifest
         if self.of_texts:
             return f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"
-        return "; ".join(f"{plain(s.name)} from {s.low:,} to {s.high:,}, usually {s.usual:,}" for s in m.symbols)
+        bounds = [f"{plain(s.name)} from {s.low:,} to {s.high:,}, usually {s.usual:,}" for s in m.symbols]
+        return "; ".join(bounds) or "all shapes are fixed"
 
     def kernels(self) -> Counter[str]:
         return Counter(call.kernel for call in self.calls)
@@ -106,7 +107,7 @@ class Tables:
     def memory(self) -> dict[str, int]:
         """Bytes by purpose; of texts also KV for one sequence of full context, and for the whole batch of them."""
         m = self.engine.manifest
-        kv = self.engine.pages_per_sequence * self.engine.page_bytes
+        kv, states = self.engine.sequence_bytes(), self.engine.states_bytes
         kept = {
             "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
             "kv_bytes_per_sequence": kv,
@@ -117,7 +118,8 @@ class Tables:
             "activation_bytes": m.cpu.activation_bytes,
             "activation_lower_bound": m.cpu.activation_lower_bound,
             **(kept if self.of_texts else {}),
-            "peak_bytes": m.cpu.weights_bytes + m.cpu.activation_bytes + kv * m.max_sequences,
+            **({"states_bytes": states} if states else {}),
+            "peak_bytes": m.cpu.weights_bytes + m.cpu.activation_bytes + states + kv * m.max_sequences,
         }
 
     def tuning(self) -> dict[str, Any]:

@@ -11,16 +11,17 @@ import numpy as np
 
 import millrace
 from millrace.compile.bounds import check_openable, check_sequences, unbounded
-from millrace.compile.lower import lower
-from millrace.compile.passes import fold_constants, fuse_elementwise
-from millrace.compile.pipeline import pipeline, run_passes, unfused
+from millrace.compile.lower_cpu.lower import lower
+from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.report import program_table
+from millrace.compile.lower_cpu.sizes import check_dims
+from millrace.compile.passes.expressions import fold_constants, fuse_elementwise
+from millrace.compile.passes.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
-from millrace.compile.program import Bounds, Program
-from millrace.compile.report import program_table
 from millrace.compile.room import cannot_write, check_new
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
-from millrace.compile.tune import Tuning, tune_folder
+from millrace.compile.tune.tuner import Tuning, tune_folder
 from millrace.engine.evaluation import Evaluation
 from millrace.engine.hold import building
 from millrace.engine.kv import KvFormat
@@ -37,7 +38,9 @@ from millrace.engine.manifest import (
     FileEntry,
     GpuSection,
     Manifest,
+    SizeEntry,
     SlotEntry,
+    StateEntry,
     SymbolEntry,
     file_checksum,
     sealed,
@@ -199,7 +202,7 @@ def _check_context(graph: Graph, max_context: int) -> None:
     if find(graph.outputs, LOGITS) and max_context < 1:
         raise ConfigError(
             f"a model that gives {LOGITS}, for sequences of {max_context} tokens", "at least 1",
-            "say how long they may be: Source.from_module(model, weights, max_context=512)",
+            "for a language model give Source.from_module(..., max_context=512); else call the output another name",
         )  # fmt: skip
 
 
@@ -222,7 +225,9 @@ def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
             )  # fmt: skip
     if find(graph.outputs, LOGITS) and {"T", "S", "R"} <= set(names):
         check_sequences(known["T"].high, known["S"].high, known["R"].high)
-    return {s: known[s.name] for s in graph.symbols}
+    bounds = {s: known[s.name] for s in graph.symbols}
+    check_dims(graph, bounds)
+    return bounds
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
@@ -348,13 +353,15 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     width = logits.shape[1] if logits else 0
     assert isinstance(width, int)
     caches = [
-        CacheEntry(c.layers, c.heads, c.key_size, c.value_size, c.format.name.lower(), c.place)  # type: ignore[arg-type]
+        CacheEntry(c.layers, c.heads, c.key_size, c.value_size, c.format.name.lower(), c.place, c.window)  # type: ignore[arg-type]
         for c in program.caches
     ]
     cpu = CpuSection(
         n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.memory.total_bytes,
         activation_lower_bound=program.memory.lower_bound, inputs=list(map(slot_entry, program.inputs)),
         outputs=list(map(slot_entry, program.outputs)), caches=caches,
+        states=[StateEntry(state.layers, state.floats) for state in program.states],
+        sizes=[SizeEntry(str(size.dim), size.most) for size in program.sizes],
         bf16_sums="tiles" if any(call.params.get("tiles") for call in program.calls) else "pairs",
     )  # fmt: skip
     return Manifest(
@@ -370,5 +377,5 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
 
 
 def slot_entry(found: Slot) -> SlotEntry:
-    shape = [d.name if isinstance(d, Symbol) else d for d in found.shape]
+    shape = [d if isinstance(d, int) else repr(d) for d in found.shape]
     return SlotEntry(found.name, shape, found.dtype, found.offset)

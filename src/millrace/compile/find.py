@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.tokenizer_files import no_tokenizer
-from millrace.compile.cache import CacheEntry, EngineCache
-from millrace.compile.digests import checkpoint_identity
+from millrace.compile.cache.digests import checkpoint_identity
+from millrace.compile.cache.engines import CacheEntry, EngineCache
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.engine.cuda.found import CPU, ON_CPU, Gpu, Place, find_gpu
 from millrace.engine.engine import Engine
@@ -78,7 +78,7 @@ def find_engine(
     if gpu is not None:
         if (folder / MANIFEST).is_file():
             return _built_on_gpu(folder, build, gpu, env, say, place)
-        from millrace.compile.device import device_engine
+        from millrace.compile.lower_gpu.device import device_engine
 
         checkpoint = Checkpoint.without_weights(folder) if place.random_weights else Checkpoint.open(folder)
         return name, device_engine(name, checkpoint, build, gpu, env.cache, precisions, progress, say)
@@ -107,7 +107,7 @@ def find_engine(
 def _built_on_gpu(
     folder: Path, build: BuildSettings, gpu: Gpu, env: Env, say: Say | None, place: Place
 ) -> tuple[str, Engine]:  # fmt: skip
-    from millrace.compile.device_built import AT_A_START, built_engine
+    from millrace.compile.lower_gpu.built import AT_A_START, built_engine
 
     _refuse_build_settings(build, folder, AT_A_START)
     if place.random_weights:

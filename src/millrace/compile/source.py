@@ -15,7 +15,7 @@ from millrace.checkpoint.tokenizer import Files
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError
-from millrace.graph.types import Array
+from millrace.graph.types import Array, DType
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD, build_model, parameter_of
 from millrace.model.module import Module, Weights
@@ -73,8 +73,10 @@ class Source:
 
         max_context: tokens of its longest sequence; 0 for a network that knows no sequences. raises ConfigError
         """
+        bools = {name for name, p in module.parameters() if p.value.dtype == DType.BOOL}
         for name, array in arrays.items():
-            if not isinstance(array, np.ndarray) or array.dtype.kind in "bcmMOSU":
+            refused = "cmMOSU" if name in bools else "bcmMOSU"
+            if not isinstance(array, np.ndarray) or array.dtype.kind in refused:
                 found = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__qualname__}"
                 raise ConfigError(f'the weight "{name}" is {found}', "NumPy arrays of numbers", _AS_ARRAY)
         weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name], given=True)

@@ -146,7 +146,7 @@ def by_statistics(statistics: Statistics) -> Way:
                 )  # fmt: skip
         tensors, config = job.checkpoint.tensors, job.checkpoint.decoder
         shapes = {name: info.shape for name, info in tensors.items()}
-        offset = 1.0 if config.family == "gemma" else 0.0  # its norms multiply with 1 + weight
+        offset = 1.0 if config.family.startswith("gemma") else 0.0  # its norms multiply with 1 + weight
         layers = rounded_layers(tensors.load, shapes, statistics, methods.get, config.head_dim, offset)
         left = dict.fromkeys(job.layers)
         for piece in by_layers(layers)(job):

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.build import BuildOptions, plan_pieces
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap
-from millrace.compile.program import Bounds, Program
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.compress.presets import SAMPLES

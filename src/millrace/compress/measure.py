@@ -7,8 +7,8 @@ from functools import partial
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_pieces
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap
-from millrace.compile.program import Bounds, Program
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
 from millrace.engine.kv import KvFormat

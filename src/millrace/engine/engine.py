@@ -1,10 +1,21 @@
 """A built engine: opened from its folder, checked, and turned into an executor on this machine."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.engine.hold import Hold, hold
-from millrace.engine.kv import PAGE_TOKENS, CacheSpec, page_bytes
+from millrace.engine.kv import (
+    PAGE_TOKENS,
+    SLOTS_PER_SEQUENCE,
+    CacheSpec,
+    StateSpec,
+    max_window_pages,
+    page_bytes,
+    slot_bytes,
+    windows_of,
+)
 from millrace.engine.manifest import (
     MANIFEST,
     PROGRAM,
@@ -14,6 +25,7 @@ from millrace.engine.manifest import (
     check_files,
     checksum_text,
     damaged,
+    dims_of,
     not_an_engine,
     read_manifest,
 )
@@ -28,8 +40,7 @@ CALL_BYTES = 4  # of a program, at least: the kernel's number
 
 
 def _slot(entry: SlotEntry) -> Slot:
-    shape = tuple(Symbol(d) if isinstance(d, str) else d for d in entry.shape)
-    return Slot(entry.name, shape, entry.dtype, entry.offset)
+    return Slot(entry.name, dims_of(entry), entry.dtype, entry.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +74,66 @@ class Engine:
         return tuple(entry.spec() for entry in self.manifest.cpu.caches)
 
     @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return tuple(entry.spec() for entry in self.manifest.cpu.states)
+
+    @property
+    def states_bytes(self) -> int:
+        """Of the state slots of a whole batch; 0: the model has no states."""
+        return SLOTS_PER_SEQUENCE * self.manifest.max_sequences * slot_bytes(self.states)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of the caches that are kept, each once."""
+        return windows_of(self.caches)
+
+    def window_page_bytes(self, window: int) -> int:
+        """Of one KV page in the caches of this window; 0: of those that have none."""
+        return page_bytes(self.caches, window)
+
+    @property
     def page_bytes(self) -> int:
         """Of one KV page, over all layers."""
         return page_bytes(self.caches)
+
+    def sequence_pages(self, window: int, n_tokens: int | None = None) -> int:
+        """KV pages that one sequence has at most in the caches of this window; 0: that have none.
+
+        n_tokens: of the sequence; None: the full context
+        """
+        m = self.manifest
+        length = m.max_context if n_tokens is None else n_tokens
+        return max_window_pages(window, length, m.max_step_tokens) if window else -(-length // PAGE_TOKENS)
+
+    def sequence_bytes(self, n_tokens: int | None = None) -> int:
+        """Of the KV pages of one sequence. n_tokens: as of `sequence_pages`"""
+        return sum(self.window_page_bytes(w) * self.sequence_pages(w, n_tokens) for w in (0, *self.windows))
+
+    def longest_sequence(self, kv_bytes: int) -> int:
+        """Tokens of the longest sequence whose KV pages fit into so many bytes, whole pages; at most the context."""
+        most = -(-self.manifest.max_context // PAGE_TOKENS)
+        n = bisect_right(range(1, most + 1), kv_bytes, key=lambda pages: self.sequence_bytes(pages * PAGE_TOKENS))
+        return min(n * PAGE_TOKENS, self.manifest.max_context)
 
     def pages_for(self, kv_bytes: int) -> int:
         """How many KV pages fit into so many bytes."""
         return kv_bytes // max(self.page_bytes, 1)
 
     def executor(
-        self, *, n_pages: int, threads: int | None = None, isa: str | None = None, tuned: bool = True
-    ) -> NativeExecutor:
+        self, *, n_pages: int, threads: int | None = None, isa: str | None = None, tuned: bool = True,
+        window_pages: Sequence[int] | None = None, n_slots: int | None = None,
+    ) -> NativeExecutor:  # fmt: skip
         """Loads the weights, and takes the engine's tactics where they were made for this machine and as many threads.
 
+        window_pages: of the caches of each window; None: as many as of the others
+        n_slots: for states; None: as many as all sequences of a step can use
         raises MachineError for an instruction set that this CPU lacks
         """
         self.check_language_model()
         executor = NativeExecutor(
             self._program(), n_pages=n_pages, max_context=self.manifest.max_context,
-            vocab_size=self.manifest.vocab_size, threads=threads, isa=isa,
+            vocab_size=self.manifest.vocab_size, threads=threads, isa=isa, window_pages=window_pages,
+            n_slots=n_slots,
         )  # fmt: skip
         self._check_weights(executor)
         self._tune(executor, tuned)
@@ -127,6 +179,7 @@ class Engine:
             calls=calls, n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
             weights_bytes=m.cpu.weights_bytes, activation_bytes=m.cpu.activation_bytes, symbols=symbols,
             inputs=tuple(map(_slot, m.cpu.inputs)), outputs=tuple(map(_slot, m.cpu.outputs)), caches=self.caches,
+            states=self.states, sizes=tuple(entry.size() for entry in m.cpu.sizes),
         )  # fmt: skip
 
     def _check_weights(self, loaded: LoadedProgram) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
 NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token
+_SLOTS = np.arange(1 << 12, dtype=np.int32)  # more sequences than a step of an engine has
+_NO_PAGES_FREED = np.zeros(1 << 12, np.int32)  # of module lifetime: the native core gets its address
 
 # One row of StepInputs.sampling. `history_*` index into StepInputs.history; all penalties at their neutral
 # values, top_k 0, top_p 1 and min_p 0 cost nothing.
@@ -50,6 +52,24 @@ def plain_rows(n: int) -> NDArray[np.void]:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPages:
+    """The pages of a step's sequences in the caches of one window: those before it may be gone."""
+
+    pages: IntArray  # (sum of page counts,) ids among the window's own, each sequence's in order
+    page_starts: IntArray  # (S+1,) as StepInputs'
+    first: IntArray  # (S,) which page of its sequence each sequence's first is, counted from position 0
+    copies: IntArray | None = None  # (C, 2) as StepInputs'
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots of the states of a step's sequences. A slot that a sequence writes is not read or written by another."""
+
+    read: IntArray  # (S,) ignored if the sequence starts in this step
+    write: IntArray  # (S,)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """T tokens of S sequences, packed: sequence s owns tokens[starts[s] : starts[s+1]]."""
 
@@ -73,6 +93,32 @@ class StepInputs:
     drawn: IntArray | None = None
     # (E, 2): a place in `history`, and the row of that step that draws what stands there
     drawn_history: IntArray | None = None
+    # (E, width): token -1 - e uses row e instead of a row of the embedding table; None: all tokens are ids
+    embeddings: NDArray[np.float32] | None = None
+    rotary_positions: IntArray | None = None  # (T,) by which queries and keys are rotated; None: `positions`
+    adapters: IntArray | None = None  # (S,) 0: the model as it is, else one of the executor's n_adapters; None: all 0
+    states: "StateSlots | None" = None  # of an executor that keeps states; None: sequence s has slot s
+    windows: tuple[WindowPages, ...] = ()  # one per ExecutorLimits.windows; (): all use `pages`, none was freed
+
+    def windows_of(self, limits: "ExecutorLimits") -> "tuple[WindowPages, ...]":
+        """Return `windows` or, if it is empty, the step's own pages for each window of the executor."""
+        if self.windows or not limits.windows:
+            return self.windows
+        first = _NO_PAGES_FREED[: len(self.starts) - 1]
+        return (WindowPages(self.pages, self.page_starts, first, self.copies),) * len(limits.windows)
+
+    def adapters_of_tokens(self) -> IntArray:
+        """(T,): the adapter of each token's sequence."""
+        lengths = np.diff(self.starts)
+        own = np.zeros(len(lengths), np.int32) if self.adapters is None else self.adapters
+        return np.repeat(own, lengths)
+
+    def states_of(self, limits: "ExecutorLimits") -> "StateSlots | None":
+        """Return `states`, or slot s for sequence s if unset; None if the executor keeps no states."""
+        if self.states is None and limits.n_slots:
+            own = _SLOTS[: len(self.starts) - 1]
+            return StateSlots(own, own)
+        return self.states
 
     def filled_masks(self) -> NDArray[np.uint32]:
         """`masks`, of a step that has some, as soon as they are filled."""
@@ -95,6 +141,14 @@ class StepOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowLimits:
+    """The caches of layers that attend to the last `tokens` alone, and how many pages of their own these have."""
+
+    tokens: int
+    n_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorLimits:
     """What the engine was planned for; the scheduler keeps inside it."""
 
@@ -106,6 +160,10 @@ class ExecutorLimits:
     n_pages: int  # KV pages in all, ids 0 .. n_pages-1
     vocab_size: int
     on_all_cores: bool = False  # it computes on every core that this process may use
+    windows: tuple[WindowLimits, ...] = ()
+    n_slots: int = 0  # of states, that layers keep of each sequence; 0: there are none
+    embedding_width: int = 0  # of the embedding rows that a step may bring; 0: it takes none
+    n_adapters: int = 0  # that a sequence may choose from, by the numbers from 1 on
     context_tokens: int = field(init=False)  # of one sequence: max_context, or all KV pages where those hold less
 
     def __post_init__(self) -> None:

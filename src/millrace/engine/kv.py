@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 PAGE_TOKENS = 64
+# Slots for states: two that a sequence computes with, and two that are kept for others to find.
+SLOTS_PER_SEQUENCE = 4
 
 
 class KvFormat(IntEnum):
@@ -48,6 +50,7 @@ class CacheSpec:
     """Attention layers of one kind: of each token keys (heads, key_size) and values (heads, value_size) in each layer.
 
     place: where its pages lie in the activations, for one run; None: it is kept between the steps of a language model
+    window: tokens that its layers attend to at most: pages with earlier ones are not needed; 0: all
     """
 
     layers: int
@@ -56,12 +59,63 @@ class CacheSpec:
     value_size: int
     format: KvFormat
     place: int | None = None
+    window: int = 0
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers and KV heads."""
         return self.layers * self.heads * KEPT[self.format].page_bytes(self.key_size, self.value_size)
 
 
-def page_bytes(caches: tuple[CacheSpec, ...]) -> int:
-    """Of one page in all caches that are kept."""
-    return sum(cache.page_bytes() for cache in caches if cache.place is None)
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Layers of which each sequence has a state of so many floats; fixed, however long the sequence is."""
+
+    layers: int
+    floats: int
+
+
+def slot_bytes(states: tuple[StateSpec, ...]) -> int:
+    """Of the states of one sequence."""
+    return sum(4 * state.layers * state.floats for state in states)
+
+
+def page_bytes(caches: tuple[CacheSpec, ...], window: int | None = None) -> int:
+    """Of one page in all caches that are kept, or of those in the caches of one window; 0: that have none."""
+    kept = (cache for cache in caches if cache.place is None)
+    return sum(cache.page_bytes() for cache in kept if window is None or cache.window == window)
+
+
+def max_window_pages(window: int, n_tokens: int, chunk_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+    """Return the most pages of a window that a sequence of n_tokens holds at a time if it is computed in chunks of
+    chunk_tokens, with one more as the source of a copy.
+
+    The window before a chunk's first token may begin anywhere in a page.
+    """
+    return min((window + chunk_tokens - 2) // page_tokens + 2, -(-n_tokens // page_tokens)) + 1
+
+
+def windows_of(caches: tuple[CacheSpec, ...]) -> tuple[int, ...]:
+    """The windows of the caches that are kept, each once. Those of one share their page tables."""
+    return tuple(dict.fromkeys(cache.window for cache in caches if cache.place is None and cache.window))
+
+
+def split_budget(
+    budget: int, page: Mapping[int, int], need: Mapping[int, int], extra: int, *, use_all: bool
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the number of full-attention pages, then of each window; all 0 if one full-context sequence does not fit.
+
+    page, need: bytes of a page, and pages of a full-context sequence, by window, 0 (full attention) first
+    extra: sequences that may run beside the first. use_all: spend the whole budget, not only what a full batch needs
+    After the first sequence, windows get at most half of the rest, so that neither long nor short sequences starve.
+    """
+    windows = [w for w in page if w]
+    left = budget - sum(need[w] * page[w] for w in page)
+    if left < 0:
+        return (0,) * len(page)
+    n_more = left / (2 if page[0] else 1) / max(1, sum(need[w] * page[w] for w in windows))
+    if page[0] or not use_all:
+        n_more = min(n_more, extra)
+    of_windows = [need[w] + int(n_more * need[w]) for w in windows]
+    left -= sum((n - need[w]) * page[w] for n, w in zip(of_windows, windows, strict=True))
+    full = left // page[0] if page[0] else extra * need[0]  # if all layers have windows, these pages take no memory
+    return (need[0] + (full if use_all else min(full, extra * need[0])), *of_windows)

@@ -23,16 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.evaluation import Evaluation
-from millrace.engine.kv import CacheSpec, KvFormat
-from millrace.errors import EngineError, plain
+from millrace.engine.kv import CacheSpec, KvFormat, StateSpec
+from millrace.engine.slots import Size
+from millrace.errors import EngineError, GraphError, plain
+from millrace.graph.dims import Symbol, parse_dim, range_of, symbols_of
 from millrace.graph.rewrite import LOGITS
-from millrace.graph.types import DType
-from millrace.kernels.declare import MAX_SYMBOLS
+from millrace.graph.types import DType, Shape
+from millrace.kernels.declare import MAX_PARAM, MAX_SIZES, MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
 from millrace.kernels.library import library
 from millrace.model.module import ENCODER
 
-FORMAT = 12
+FORMAT = 13
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 UNREADABLE = (
@@ -45,13 +47,13 @@ _LONGEST_NAME, _MOST_DIMS = 60, 32  # NumPy has 32 dimensions, or 64
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """blake2b (16 bytes, hex) of a file; for weights.bin the native core's own checksum, which is faster to verify."""
 
-    bytes: Size
+    bytes: NonNegative
     checksum: str
 
 
@@ -64,13 +66,24 @@ class SymbolEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high: Count
 
 
+class SizeEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A dimension that is made of symbols or numbers: an expression such as "N*H/2", and how large it may be."""
+
+    dim: str
+    most: Count
+
+    def size(self) -> Size:
+        """raises GraphError for what is no dimension"""
+        return Size(parse_dim(self.dim), self.most)
+
+
 class SlotEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named input or output; symbols in its shape are words."""
+    """A named input or output; symbols in its shape are words, or expressions of them."""
 
     name: str
     shape: Annotated[list[Count | str], msgspec.Meta(max_length=_MOST_DIMS)]
     dtype: DType
-    offset: Size | None  # bytes into the activations; None: no kernel reads it
+    offset: NonNegative | None  # bytes into the activations; None: no kernel reads it
 
 
 class CacheEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,25 +92,36 @@ class CacheEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_size: Count
     value_size: Count
     format: Literal["f32", "bf16", "int8", "fp8", "int4"]  # a KvFormat
-    place: Size | None  # in the activations, for one run; None: kept between steps
+    place: NonNegative | None  # in the activations, for one run; None: kept between steps
+    window: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARAM)] = 0  # tokens; 0: all
 
     def spec(self) -> CacheSpec:
         return CacheSpec(
             layers=self.layers, heads=self.heads, key_size=self.key_size, value_size=self.value_size,
-            format=KvFormat[self.format.upper()], place=self.place,
+            format=KvFormat[self.format.upper()], place=self.place, window=self.window,
         )  # fmt: skip
+
+
+class StateEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    layers: Count
+    floats: Count
+
+    def spec(self) -> StateSpec:
+        return StateSpec(self.layers, self.floats)
 
 
 class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What program.bin and weights.bin hold, and what running them takes."""
 
-    n_calls: Size
-    weights_bytes: Size
-    activation_bytes: Size
-    activation_lower_bound: Size
+    n_calls: NonNegative
+    weights_bytes: NonNegative
+    activation_bytes: NonNegative
+    activation_lower_bound: NonNegative
     inputs: list[SlotEntry]
     outputs: list[SlotEntry]
     caches: list[CacheEntry]
+    states: list[StateEntry] = []
+    sizes: Annotated[list[SizeEntry], msgspec.Meta(max_length=MAX_SIZES)] = []  # that calls number behind the symbols
     bf16_sums: Literal["pairs", "tiles"] = "pairs"  # of products of bfloat16, where it has some
     kernels: str = msgspec.field(default_factory=kernels_digest)  # for which both are written
 
@@ -120,10 +144,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str  # Checkpoint.identity() of what it was built from; "" for a model of the user's own Python
     precision: dict[str, str]
     group: Count  # of weights that were rounded for it: what a checkpoint holds in integers may have kept its own
-    n_parameters: Size
-    symbols: Annotated[list[SymbolEntry], msgspec.Meta(min_length=1, max_length=MAX_SYMBOLS)]  # T, S and R come first
-    max_context: Size  # tokens of a sequence; 0 where there are none
-    vocab_size: Size  # ids that tokens may have; 0 where there are none
+    n_parameters: NonNegative
+    symbols: Annotated[list[SymbolEntry], msgspec.Meta(max_length=MAX_SYMBOLS)]  # T, S and R come first
+    max_context: NonNegative  # tokens of a sequence; 0 where there are none
+    vocab_size: NonNegative  # ids that tokens may have; 0 where there are none
     eos_token_ids: list[int]
     bos_token_id: int | None
     files: dict[str, FileEntry]
@@ -262,13 +286,27 @@ def contradiction(manifest: Manifest) -> str:
     if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):
         return "is of an encoder without T and S, or whose vectors are not [S, width]"
     names = {s.name for s in manifest.symbols}
-    for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
-        if not names.issuperset(d for d in slot.shape if isinstance(d, str)):
-            return f"gives {slot.name} a dimension without bounds"
+    try:
+        shapes = {slot.name: dims_of(slot) for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs)}
+        shapes |= {"its sizes": tuple(entry.size().dim for entry in manifest.cpu.sizes)}
+    except GraphError as error:
+        return f"has {error.what}"
+    for name, shape in shapes.items():
+        if not names.issuperset(s.name for d in shape for s in symbols_of(d)):
+            return f"gives {name} a dimension without bounds"
+    ranges = {Symbol(s.name): (max(1, s.low), s.high) for s in manifest.symbols}
+    for name, shape in shapes.items():
+        if low := [d for d in shape if range_of(d, ranges)[0] < 1]:
+            return f"gives {name} the dimension {low[0]}, which may be less than 1"
     told = {d for slot in manifest.cpu.inputs for d in slot.shape}
     if not manifest.vocab_size and not told.issuperset(names):
         return f"has a dimension that no input tells: {', '.join(sorted(names - told))}"
     return ""
+
+
+def dims_of(slot: SlotEntry) -> Shape:
+    """Its shape. raises GraphError for what is no dimension"""
+    return tuple(parse_dim(d) if isinstance(d, str) else d for d in slot.shape)
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

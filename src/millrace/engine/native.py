@@ -18,13 +18,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutionError, Executor, ExecutorLimits, StepInputs, StepOutputs
-from millrace.engine.kv import PAGE_TOKENS, CacheSpec
-from millrace.engine.slots import DTYPES, Slot, read_slot, sizes_of, slot, write_slot
+from millrace.engine.executor import (
+    ExecutionError,
+    Executor,
+    ExecutorLimits,
+    StepInputs,
+    StepOutputs,
+    WindowLimits,
+)
+from millrace.engine.kv import PAGE_TOKENS, SLOTS_PER_SEQUENCE, CacheSpec, StateSpec, windows_of
+from millrace.engine.native_sizes import largest, size_args
+from millrace.engine.native_step import step_args
+from millrace.engine.slots import DTYPES, Size, Slot, read_slot, sizes_of, slot, write_slot
 from millrace.errors import ConfigError, EngineError, MachineError, RequestError, nearest
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import MAX_KNOBS
-from millrace.kernels.library import CacheArgs, CreateArgs, LanguageArgs, StepArgs, bytes_at, library, usable_isas
+from millrace.kernels.library import (
+    CacheArgs,
+    CreateArgs,
+    LanguageArgs,
+    StateArgs,
+    WindowArgs,
+    bytes_at,
+    library,
+    usable_isas,
+)
 from millrace.machine.cpu import usable_cores
 
 MAX_THREADS = 1024
@@ -42,9 +60,11 @@ class NativeProgram:
     weights_bytes: int
     activation_bytes: int
     symbols: Mapping[Symbol, int]  # how large each may be
+    sizes: tuple[Size, ...] = ()  # that calls number behind the symbols
     inputs: tuple[Slot, ...] = ()
     outputs: tuple[Slot, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
+    states: tuple[StateSpec, ...] = ()
 
 
 def _refused(call: Callable[..., int], *arguments: object) -> str:
@@ -85,7 +105,7 @@ class LoadedProgram:
 
     def __init__(
         self, program: NativeProgram, *, n_pages: int = 0, threads: int | None = None, isa: str | None = None,
-        language: LanguageArgs | None = None,
+        language: LanguageArgs | None = None, window_pages: Sequence[int] = (), n_slots: int = 0,
     ) -> None:  # fmt: skip
         self.threads = usable_cores() if threads is None else threads
         if not 1 <= self.threads <= MAX_THREADS:
@@ -93,11 +113,17 @@ class LoadedProgram:
         self._lib = library()
         self._turn, self._made_in = threading.RLock(), os.getpid()
         symbols = np.array(list(program.symbols.values()), np.int32)
-        caches = (CacheArgs * len(program.caches))(*map(_cache_args, program.caches))
+        tokens = windows_of(program.caches)
+        states = (StateArgs * len(program.states))(*(StateArgs(s.layers, s.floats) for s in program.states))
+        windows = (WindowArgs * len(tokens))(*map(WindowArgs, tokens, window_pages))
+        caches = (CacheArgs * len(program.caches))(*(_cache_args(cache, tokens) for cache in program.caches))
+        made = size_args(list(program.symbols), program.sizes)
         args = CreateArgs(
             program=program.calls, program_bytes=len(program.calls), weights_bytes=program.weights_bytes,
             activation_bytes=program.activation_bytes, symbols=symbols.ctypes.data, n_symbols=len(symbols),
-            caches=caches, n_caches=len(caches), kv_pages=n_pages, threads=self.threads,
+            caches=caches, n_caches=len(caches), kv_pages=n_pages, windows=windows, n_windows=len(windows),
+            states=states, n_states=len(states), state_slots=n_slots, sizes=made, n_sizes=len(made),
+            threads=self.threads,
             isa=(isa or usable_isas()[0]).encode(), lengths_offset=_offset(program.inputs, "lengths"),
             language=None if language is None else ctypes.pointer(language),
         )  # fmt: skip
@@ -188,10 +214,11 @@ class LoadedProgram:
                 self._core = None
 
 
-def _cache_args(cache: CacheSpec) -> CacheArgs:
+def _cache_args(cache: CacheSpec, windows: Sequence[int]) -> CacheArgs:
     return CacheArgs(
         format=cache.format, layers=cache.layers, heads=cache.heads, key_dim=cache.key_size,
         value_dim=cache.value_size, place=-1 if cache.place is None else cache.place,
+        table=windows.index(cache.window) + 1 if cache.place is None and cache.window else 0,
     )  # fmt: skip
 
 
@@ -206,7 +233,7 @@ def _check_slots(program: NativeProgram) -> None:
         if s.offset is None:
             raise EngineError(f"the output {s.name} has no place", "a place in the activations", "build it again")
     for s in (*program.inputs, *program.outputs):
-        end = (s.offset or 0) + math.prod(s.sized(program.symbols)) * DTYPES[s.dtype].itemsize
+        end = (s.offset or 0) + largest(s, program.symbols, program.sizes) * DTYPES[s.dtype].itemsize
         if s.offset is not None and (s.offset < 0 or s.offset % 4 or end > program.activation_bytes):
             raise EngineError(
                 f"{s.name} ends at byte {end} of {program.activation_bytes} of the activations",
@@ -225,7 +252,8 @@ class NativeNetwork(LoadedProgram):
 
         raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
         """
-        sizes = sizes_of(self._program.inputs, self._program.symbols, inputs)
+        program = self._program
+        sizes = sizes_of(program.inputs, program.symbols, inputs, program.sizes)
         with self._native():
             self._write(inputs)
             self.compute(list(sizes.values()))
@@ -261,31 +289,46 @@ def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArra
 
 
 class NativeExecutor(LoadedProgram, Executor):
-    """`program` is a language model's: its symbols are T, S and R, in this order. Its depth is 1."""
+    """`program` is a language model's: its symbols are T, S and R, in this order. Its depth is 1.
+
+    window_pages: of the caches of each window (`windows_of`); None: as many as of the others
+    n_slots: for states; None: as many as all sequences of a step can use
+    """
 
     def __init__(
         self, program: NativeProgram, *, n_pages: int, max_context: int, vocab_size: int, threads: int | None = None,
-        isa: str | None = None,
+        isa: str | None = None, window_pages: Sequence[int] | None = None, n_slots: int | None = None,
     ) -> None:  # fmt: skip
+        own = [n_pages] * len(windows_of(program.caches)) if window_pages is None else window_pages
+        sequences = program.symbols.get(Symbol("S"), 0)
+        n_slots = (SLOTS_PER_SEQUENCE * sequences if n_slots is None else n_slots) if program.states else 0
         language = LanguageArgs(
             max_context=max_context, vocab_size=vocab_size,
             tokens_offset=_offset(program.inputs, "tokens"), positions_offset=_offset(program.inputs, "positions"),
-            rows_offset=_offset(program.inputs, "rows"), logits_offset=_offset(program.outputs, "logits"),
+            rows_offset=_offset(program.inputs, "rows"), adapters_offset=_offset(program.inputs, "adapters"),
+            logits_offset=_offset(program.outputs, "logits"),
         )  # fmt: skip
-        super().__init__(program, n_pages=n_pages, threads=threads, isa=isa, language=language)
-        tokens, sequences, rows = program.symbols.values()
+        super().__init__(
+            program, n_pages=n_pages, threads=threads, isa=isa, language=language, window_pages=own, n_slots=n_slots
+        )
+        with self._native() as native:
+            width, adapters = int(self._lib.mr_embedding_width(native)), int(self._lib.mr_adapters(native))
+        tokens, sequences, rows = program.symbols.values()  # or the core would have refused them
         self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
         self._outputs: StepOutputs | None = None  # of the step that was launched
         self.limits = ExecutorLimits(
             max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
             max_context=max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=vocab_size,
             on_all_cores=self.threads >= usable_cores(),
+            windows=tuple(map(WindowLimits, windows_of(program.caches), own)), n_slots=n_slots, embedding_width=width,
+            n_adapters=adapters - 1,
         )  # fmt: skip
 
     def kept(self) -> list[NDArray[np.uint8]]:
         """The KV pages, (layers, pages, bytes) for each cache that is kept. Who holds them keeps the memory."""
         caches = [cache for cache in self._program.caches if cache.place is None]
-        shapes = [(c.layers, self.limits.n_pages, c.page_bytes() // c.layers) for c in caches]
+        pages = {0: self.limits.n_pages, **{w.tokens: w.n_pages for w in self.limits.windows}}
+        shapes = [(c.layers, pages[c.window], c.page_bytes() // c.layers) for c in caches]
         with self._native() as native:
             at = [self._lib.mr_kept(native, i) or 0 for i in range(len(caches))]
             pairs = zip(at, shapes, strict=True)
@@ -293,7 +336,7 @@ class NativeExecutor(LoadedProgram, Executor):
 
     def launch(self, step: StepInputs) -> None:
         """The engine's other threads begin it. Whoever calls does meanwhile what is to be done, and joins in `wait`."""
-        args, out = _step_args(step, self.limits.vocab_size)
+        args, out = step_args(step, self.limits)
         with self._native() as native:
             if self._outputs is not None:  # another thread's, too: its arrays must stay
                 raise ExecutionError(
@@ -329,54 +372,3 @@ class NativeExecutor(LoadedProgram, Executor):
             known = [s.name for s in self._program.outputs]
             raise ConfigError(f'the engine keeps no "{name}"', nearest(name, known), "build it with keep=")
         return read_slot(self.activations(), found, dict(zip(self._program.symbols, self._sizes, strict=True)))
-
-
-_INT32, _UINT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
-
-
-def _step_args(step: StepInputs, vocab_size: int) -> tuple[StepArgs, StepOutputs]:
-    """The first holds addresses alone: who launches the step keeps its arrays. raises ExecutionError"""
-    _check_arrays(step, vocab_size)
-    rows = len(step.sampling)
-    top = min(max(int(step.sampling["n_top"].max()), 0), vocab_size) if rows else 0  # more is refused
-    masks, ready, copies = step.masks, step.masks_ready, step.copies
-    out = StepOutputs(
-        tokens=np.zeros(rows, np.int32), logprobs=np.zeros(rows, np.float32), ranks=np.zeros(rows, np.int32),
-        top_ids=np.zeros((rows, top), np.int32), top_logprobs=np.zeros((rows, top), np.float32),
-    )  # fmt: skip
-    args = StepArgs(
-        n_tokens=len(step.tokens), n_sequences=len(step.starts) - 1, n_rows=rows,
-        tokens=step.tokens.ctypes.data, positions=step.positions.ctypes.data, starts=step.starts.ctypes.data,
-        pages=step.pages.ctypes.data, page_starts=step.page_starts.ctypes.data,
-        sampling=step.sampling.ctypes.data, history=step.history.ctypes.data,
-        bias_ids=step.bias_ids.ctypes.data, bias_values=step.bias_values.ctypes.data,
-        n_pages=len(step.pages), n_history=len(step.history), n_bias=len(step.bias_ids),
-        out_tokens=out.tokens.ctypes.data, out_logprobs=out.logprobs.ctypes.data,
-        out_ranks=out.ranks.ctypes.data, max_top=top,
-        out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
-        masks=None if masks is None else masks.ctypes.data, n_masks=0 if masks is None else len(masks),
-        masks_ready=None if ready is None else ready.ctypes.data,
-        copies=None if copies is None else copies.ctypes.data, n_copies=0 if copies is None else len(copies),
-    )  # fmt: skip
-    return args, out
-
-
-def _check_arrays(step: StepInputs, vocab_size: int) -> None:
-    """What the native core cannot see of arrays given by their addresses. raises ExecutionError"""
-    tokens, starts, biases = len(step.tokens), len(step.starts), len(step.bias_ids)
-    for name, array, dtype, length in (
-        ("tokens", step.tokens, _INT32, tokens), ("positions", step.positions, _INT32, tokens),
-        ("starts", step.starts, _INT32, max(starts, 2)), ("page_starts", step.page_starts, _INT32, starts),
-        ("pages", step.pages, _INT32, None), ("history", step.history, _INT32, None),
-        ("bias_ids", step.bias_ids, _INT32, biases), ("bias_values", step.bias_values, _FLOAT32, biases),
-        ("sampling", step.sampling, SAMPLING, None),
-    ):  # fmt: skip
-        if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
-            raise ExecutionError(f"an illegal step: {name} is {array.dtype}{list(array.shape)}, not a row of {dtype}")
-        if length is not None and len(array) != length:
-            raise ExecutionError(f"an illegal step: {name} has {len(array)} elements, not {length}")
-    masks, words, copies = step.masks, -(-vocab_size // 32), step.copies
-    if copies is not None and (copies.dtype != _INT32 or copies.shape[1:] != (2,) or not copies.flags.c_contiguous):
-        raise ExecutionError(f"an illegal step: copies are {copies.dtype}{list(copies.shape)}, not pairs of int32")
-    if masks is not None and (masks.dtype != _UINT32 or masks.shape[1:] != (words,) or not masks.flags.c_contiguous):
-        raise ExecutionError(f"an illegal step: masks are {masks.dtype}{list(masks.shape)}, not rows of {words} uint32")

@@ -1,11 +1,20 @@
 """The reference executor of a language model: steps over an interpreted graph, sampling in float64."""
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import numpy as np
 
-from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, Executor, ExecutorLimits, StepInputs, StepOutputs
-from millrace.engine.interpreter import Interpreter
+from millrace.engine.executor import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    Executor,
+    ExecutorLimits,
+    IntArray,
+    StepInputs,
+    StepOutputs,
+)
+from millrace.engine.interpreter import Interpreter, PageTables, WindowTables
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
 from millrace.kernels.operators import Rows
@@ -44,12 +53,21 @@ class ReferenceExecutor(Executor):
         """(R, V) for the sampled rows, after keys and values were stored."""
         for source, target in () if step.copies is None else step.copies:
             self.interpreter.copy_page(int(source), int(target))
-        tables = [step.pages[a:b] for a, b in zip(step.page_starts[:-1], step.page_starts[1:], strict=True)]
+        windows = dict[int, WindowTables]()
+        for limits, w in zip(self.limits.windows, step.windows_of(self.limits), strict=True):
+            for source, target in () if w.copies is None else w.copies:
+                self.interpreter.copy_page(int(source), int(target), limits.tokens)
+            tables = _split(w.pages, w.page_starts)
+            windows[limits.tokens] = WindowTables(limits.n_pages, tables, [int(n) for n in w.first])
+        rotary = step.positions if step.rotary_positions is None else step.rotary_positions
         inputs = {
-            "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
-            "rows": step.sampling["token"],
+            "tokens": step.tokens, "positions": rotary, "lengths": np.diff(step.starts),
+            "rows": step.sampling["token"], "adapters": step.adapters_of_tokens(),
         }  # fmt: skip
-        return self.interpreter.run(inputs, tables)["logits"]
+        states = step.states_of(self.limits)
+        own = [] if states is None else list(zip(states.read.tolist(), states.write.tolist(), strict=True))
+        pages = _split(step.pages, step.page_starts)
+        return self.interpreter.run(inputs, pages, windows, own, step.embeddings, step.positions)["logits"]
 
     def close(self) -> None:
         self.interpreter.forget()
@@ -86,3 +104,8 @@ class ReferenceExecutor(Executor):
         best = best[np.isfinite(logits[best])]
         out.top_ids[r, : max(int(row["n_top"]), 0)] = -1
         out.top_ids[r, : len(best)], out.top_logprobs[r, : len(best)] = best, logp[best]
+
+
+def _split(pages: IntArray, starts: IntArray) -> PageTables:
+    """Those of each sequence."""
+    return [pages[a:b] for a, b in pairwise(starts)]

@@ -8,9 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import RequestError
-from millrace.graph.types import DType, Port, Shape, Symbol
+from millrace.graph.dims import Dim, NotWholeError, symbols_of, value_of
+from millrace.graph.types import NUMPY, DType, Port, Shape, Symbol
 
-DTYPES = {DType.F32: np.dtype(np.float32), DType.I32: np.dtype(np.int32)}
+DTYPES = NUMPY
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A derived dimension of a program: an expression of its symbols, from 1 to `most`."""
+
+    dim: Dim
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +37,14 @@ class Slot:
         return cls(port.name, port.value.shape, port.value.dtype, None)
 
     def sized(self, sizes: Mapping[Symbol, int]) -> list[int]:
-        """Its shape in a run where the symbols are so large."""
-        return [sizes[d] if isinstance(d, Symbol) else d for d in self.shape]
+        """Its shape in a run where the symbols are so large. raises RequestError for what is not an integer then"""
+        found = [_known(d, sizes) for d in self.shape]
+        if wrong := [d for d in found if not isinstance(d, int)]:
+            raise RequestError(
+                f"the dimension {wrong[0]} of {self.name} is not an integer for {_told(sizes)}", "an integer",
+                "give inputs of other sizes",
+            )  # fmt: skip
+        return [d for d in found if isinstance(d, int)]
 
 
 def slot(slots: Sequence[Slot], name: str) -> Slot | None:
@@ -52,10 +67,12 @@ def write_slot(memory: NDArray[np.uint8], place: Slot, array: NDArray[np.generic
 
 
 def sizes_of(
-    slots: Sequence[Slot], bounds: Mapping[Symbol, int], inputs: Mapping[str, NDArray[np.generic]]
-) -> dict[Symbol, int]:
+    slots: Sequence[Slot], bounds: Mapping[Symbol, int], inputs: Mapping[str, NDArray[np.generic]],
+    made: Sequence[Size] = (),
+) -> dict[Symbol, int]:  # fmt: skip
     """What the symbols are, by the shapes of the inputs; in the order of `bounds`.
 
+    made: of them; each of these dimensions has a size of its own in this run
     raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
     """
     names = [s.name for s in slots]
@@ -74,16 +91,47 @@ def sizes_of(
                 f"the input {s.name} is of type {type(array).__name__}", f"a NumPy array of {DTYPES[s.dtype]}",
                 f"give numpy.array(..., numpy.{DTYPES[s.dtype]})",
             )  # fmt: skip
-        expected = [found.get(d, d) if isinstance(d, Symbol) else d for d in s.shape]
+        expected = [_known(d, found) for d in s.shape]
         fits = array.dtype == DTYPES[s.dtype] and len(array.shape) == len(expected)
         for given, asked in zip(array.shape, expected, strict=False):
             if isinstance(asked, Symbol):
                 found[asked] = given
+            elif not isinstance(asked, int):
+                continue  # an expression of symbols that inputs behind this one tell
             fits = fits and (1 <= given <= bounds[asked] if isinstance(asked, Symbol) else given == asked)
         if not fits:
             limits = ", ".join(f"{d} from 1 to {bounds[d]}" for d in expected if isinstance(d, Symbol))
+            told = {symbol: found[symbol] for d in s.shape for symbol in symbols_of(d) if symbol not in expected}
+            where = f", as {list(s.shape)} where {_told(told)}" if told else ""
             raise RequestError(
                 f"the input {s.name} is {array.dtype}{list(array.shape)}",
-                f"{DTYPES[s.dtype]}{expected}" + (f", {limits}" if limits else ""), "change the input's shape or type",
+                f"{DTYPES[s.dtype]}{expected}{where}" + (f", {limits}" if limits else ""),
+                "change the input's shape or type",
+            )  # fmt: skip
+    for s in slots:
+        if (shape := [_known(d, found) for d in s.shape]) != list(inputs[s.name].shape):
+            raise RequestError(
+                f"the input {s.name} is {list(inputs[s.name].shape)}", f"{shape} = {list(s.shape)}, {_told(found)}",
+                "give inputs of shapes that agree",
+            )  # fmt: skip
+    for size in made:
+        known = _known(size.dim, found)
+        if not isinstance(known, int) or not 1 <= known <= size.most:
+            raise RequestError(
+                f"the dimension {size.dim} is {known if isinstance(known, int) else 'no whole number'} where "
+                f"{_told({symbol: found[symbol] for symbol in dict.fromkeys(symbols_of(size.dim))})}",
+                f"a whole number from 1 to {size.most}", "give inputs of other sizes",
             )  # fmt: skip
     return {symbol: found[symbol] for symbol in bounds}
+
+
+def _known(d: Dim, sizes: Mapping[Symbol, int]) -> Dim:
+    """Its number, where the sizes tell it; else itself."""
+    try:
+        return value_of(d, sizes) if all(symbol in sizes for symbol in symbols_of(d)) else d
+    except NotWholeError:
+        return d
+
+
+def _told(sizes: Mapping[Symbol, int]) -> str:
+    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, plain_rows
+from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots, StepInputs, plain_rows
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import MachineError, RequestError
 
@@ -196,8 +196,13 @@ def step_of(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> S
     return packed_step([(ids[at:end], at, range(-(-end // PAGE_TOKENS)))], rows)
 
 
-def packed_step(parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequence[int]) -> StepInputs:
-    """parts: of each sequence (its tokens, position of the first, its pages); rows: tokens whose logits are wanted"""
+def packed_step(
+    parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequence[int], states: StateSlots | None = None
+) -> StepInputs:
+    """Return a step whose page numbers are the same in all cache groups.
+
+    parts: of each sequence (its tokens, position of the first, its pages); rows: tokens whose logits are wanted
+    """
     sampling = plain_rows(len(rows))
     sampling["token"] = rows
     empty = np.zeros(0, np.int32)
@@ -207,7 +212,7 @@ def packed_step(parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequ
         starts=_sums(len(tokens) for tokens, _, _ in parts),
         pages=np.concatenate([np.asarray(pages, np.int32) for _, _, pages in parts]),
         page_starts=_sums(len(pages) for _, _, pages in parts), sampling=sampling, history=empty, bias_ids=empty,
-        bias_values=np.zeros(0, np.float32),
+        bias_values=np.zeros(0, np.float32), states=states,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """How likely texts are to go on in given ways: what multiple-choice tasks ask of a language model.
 
 Contexts that begin alike are computed once from there: those of one call share the whole pages of KV cache that all of
-them begin with. Any number of sequences go through a step, each in pages of its own.
+them begin with, and the state after them. Any number of sequences go through a step, each in pages of its own.
 """
 
 from collections import Counter, deque
@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits, IntArray
+from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, Runs, log_softmax, packed_step
+
+_BEGIN_SLOT = 0  # of the state after what all begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class _Sequence:
     asked: int
     at: int = 0  # tokens that are done, the shared ones among them
     pages: list[int] = field(default_factory=list)  # its own, behind the shared ones
+    slot: int = -1  # of its states, while it is computed; -1: it has none
 
 
 def likelihoods(executor: Runs, asked: Sequence[Question]) -> Iterator[tuple[int, list[Likelihood]]]:
@@ -102,13 +105,15 @@ class _Run:
         self._n_shared = _shared(sequences) // size * size
         self._free = list(range(self._n_shared // size, self._limits.n_pages))
         self._shared_pages = list(range(self._n_shared // size))
+        self._slots = list(range(_BEGIN_SLOT + 1, self._limits.n_slots))
         self._begin = sequences[0].ids[: self._n_shared] if self._n_shared else np.zeros(0, np.int32)
 
     def steps(self) -> Iterator[tuple[list[_Sequence], list[tuple[_Sequence, int, LogProbs]]]]:
         """Of each step: the sequences that it ended, and (sequence, number of the first row, log probabilities)."""
         for at in range(0, self._n_shared, self._limits.max_step_tokens):
             end = min(self._n_shared, at + self._limits.max_step_tokens)
-            self._executor.run(packed_step([(self._begin[at:end], at, self._shared_pages)], []))
+            states = self._states([_BEGIN_SLOT], [_BEGIN_SLOT])
+            self._executor.run(packed_step([(self._begin[at:end], at, self._shared_pages)], [], states))
         for s in self._waiting:
             s.at = self._n_shared
         while self._waiting:
@@ -120,7 +125,10 @@ class _Run:
                 wanted.append((s, first - s.first, max(0, end - first)))
                 tokens += end - s.at
             pages = self._shared_pages
-            self._executor.run(packed_step([(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts], rows))
+            read = [_BEGIN_SLOT if s.at == self._n_shared else s.slot for s, _ in parts]
+            states = self._states(read, [s.slot for s, _ in parts])
+            packed = [(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts]
+            self._executor.run(packed_step(packed, rows, states))
             logits = log_softmax(self._executor.output("logits")) if rows else np.zeros((0, 0), np.float32)
             at, told, done = 0, list[tuple[_Sequence, int, LogProbs]](), list[_Sequence]()
             for (s, row, n), (_, end) in zip(wanted, parts, strict=True):
@@ -130,8 +138,12 @@ class _Run:
                 if end == len(s.ids):
                     done.append(s)
                     self._free += s.pages
+                    self._slots += [s.slot] if s.slot >= 0 else []
                     self._waiting.popleft()
             yield done, told
+
+    def _states(self, read: list[int], write: list[int]) -> StateSlots | None:
+        return StateSlots(np.array(read, np.int32), np.array(write, np.int32)) if self._limits.n_slots else None
 
     def _next(self) -> list[tuple[_Sequence, int]]:
         """(sequence, where this step ends it), in their order; all but the last are ended by it."""
@@ -143,6 +155,8 @@ class _Run:
             if end == s.at or needed > len(self._free):
                 break
             s.pages += (self._free.pop() for _ in range(needed))
+            if s.slot < 0 and self._slots:
+                s.slot = self._slots.pop()
             parts.append((s, end))
             tokens -= end - s.at
             rows -= max(0, end - max(s.first, s.at))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.compile.build import pack_weights
-from millrace.compile.program import Program
+from millrace.compile.lower_cpu.program import Program
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import NativeExecutor, NativeProgram
@@ -115,6 +115,7 @@ def loaded(program: Program, text: Windows, vocab_size: int) -> NativeExecutor:
         calls=program.encoded(), n_calls=len(program.calls), weights=weights, weights_bytes=program.weights_bytes,
         activation_bytes=program.memory.total_bytes, symbols={s: b.high for s, b in program.symbols.items()},
         inputs=program.inputs, outputs=program.outputs, caches=program.caches,
+        states=program.states, sizes=program.sizes,
     )  # fmt: skip
     length = int(text.ids.shape[1])
     return NativeExecutor(native, n_pages=-(-length // PAGE_TOKENS), max_context=length, vocab_size=vocab_size)

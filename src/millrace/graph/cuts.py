@@ -49,5 +49,5 @@ def _places(graph: Graph) -> Iterator[_Place]:
         if len(alive) != 1:
             continue
         (value,) = alive
-        if value not in results and len(readers[value]) > 1 and value.shape[0] == graph.symbols[0]:
+        if value not in results and len(readers[value]) > 1 and value.shape[:1] == graph.symbols[:1]:
             yield _Place(number, value)

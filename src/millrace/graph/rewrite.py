@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from millrace.graph.trees import Tree, as_tree
 from millrace.graph.types import Attrs, Graph, Inputs, Node, Operator, Port, Value, find
 
 LOGITS = "logits"  # an output of this name is a ranking: only the order of its largest elements matters
 
 
 def make_node(operator: Operator, inputs: Inputs, attrs: Attrs, origin: tuple[str, ...]) -> Node:
-    """A node whose outputs have the shapes that the operator gives."""
-    return Node(operator, inputs, tuple(Value(s) for s in operator.shapes(inputs, attrs)), dict(attrs), origin)
+    """A node whose outputs have the shapes and types that the operator gives."""
+    return Node(operator, inputs, operator.results(inputs, attrs), dict(attrs), origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +121,13 @@ def listing(graph: Graph) -> str:
         shapes = ", ".join(map(str, node.outputs))
         lines.append(f"{made} = {node.op}({inputs}) {attrs}  # {shapes} {'/'.join(node.origin)}".rstrip())
     return "\n".join([*lines, *(f"{p.name} = {name(p.value)}" for p in graph.outputs)])
+
+
+def joined_origins(*nodes: Node) -> tuple[str, ...]:
+    """The modules that these nodes came from, each once."""
+    return tuple(dict.fromkeys(o for n in nodes for o in n.origin))
+
+
+def tree_of(node: Node) -> Tree:
+    """The expression of an element-wise node."""
+    return as_tree(node.attrs["tree"])

@@ -1,8 +1,10 @@
 """What the operators' shape rules share, and how an operator is found by its name."""
 
+from collections.abc import Sequence
+
 from millrace.errors import GraphError, nearest
 from millrace.graph.trees import faults
-from millrace.graph.types import Attrs, DType, Inputs, Operator, Operators, Shape, Value
+from millrace.graph.types import Attrs, Dim, DType, Inputs, Operator, Operators, Shape, Value
 
 
 def illegal(op: str, what: str, expected: str) -> GraphError:
@@ -24,6 +26,23 @@ def named(operators: Operators, name: str) -> Operator:
 def same_shape(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     """The first input's."""
     return (inputs[0].shape,)
+
+
+def broadcast_shape(op: str, shapes: Sequence[Shape]) -> Shape:
+    """By NumPy's rules: dimensions are compared from the last on, equal or one of them 1. raises GraphError
+
+    A symbol is never broadcast, because it may not be 1; other operands of size 1 are broadcast to it.
+    """
+    rank = max(map(len, shapes))
+    found: list[Dim] = [1] * rank
+    for shape in shapes:
+        for axis, d in enumerate(shape, rank - len(shape)):
+            if found[axis] == 1:
+                found[axis] = d
+            elif d not in (1, found[axis]):
+                what = f"operands of the shapes {', '.join(str(list(s)) for s in shapes)}"
+                raise illegal(op, what, "equal shapes, or 1 where they differ")
+    return tuple(found)
 
 
 def rows_of_matrix(op: str, inputs: Inputs, index: str) -> tuple[Shape, ...]:

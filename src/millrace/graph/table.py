@@ -2,16 +2,18 @@
 
 {"inputs": [{"name", "shape", "dtype"}], "constants": {name: shape}, "nodes": [{"op", "inputs", "outputs", "shapes",
 "attrs", "origin"}], "outputs": [{"name", "value"}]}. Values are numbered, inputs first; constants go by the names that
-they have in the checkpoint; a dimension that only a run knows is a word.
+they have in the checkpoint; a dimension that only a run knows is a word, or an expression such as "N*H/2".
+"constant_types" has the types of constants that are not f32, by name; all other types follow from the operators.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import GraphError
+from millrace.graph.dims import parse_dim
 from millrace.graph.rules import named
 from millrace.graph.trees import tuples
-from millrace.graph.types import Array, Constant, Dim, DType, Graph, Node, Operators, Port, Shape, Symbol, Value
+from millrace.graph.types import Array, Constant, DType, Graph, Node, Operators, Port, Shape, Value
 from millrace.graph.verify import verify
 
 Table = dict[str, Any]
@@ -38,9 +40,11 @@ def graph_table(graph: Graph) -> Table:
                 "origin": list(node.origin),
             }
         )
+    types = {_name(v): v.dtype for v in graph.constants() if v.dtype != DType.F32}
     return {
         "inputs": [{"name": p.name, "shape": _shape(p.value.shape), "dtype": p.value.dtype} for p in graph.inputs],
         "constants": {_name(v): _shape(v.shape) for v in graph.constants()},
+        **({"constant_types": types} if types else {}),
         "nodes": nodes,
         "outputs": [{"name": p.name, "value": ref(p.value)} for p in graph.outputs],
     }
@@ -53,7 +57,7 @@ def _name(value: Value) -> str:
 
 def _shape(shape: object) -> list[int | str]:
     assert isinstance(shape, tuple)
-    return [d.name if isinstance(d, Symbol) else d for d in shape]
+    return [d if isinstance(d, int) else repr(d) for d in shape]
 
 
 def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
@@ -61,21 +65,22 @@ def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
     inputs = tuple(Port(p["name"], Value(_dims(p["shape"]), DType(p["dtype"]))) for p in table["inputs"])
     values: dict[int | str, Value] = {i: port.value for i, port in enumerate(inputs)}
     for name, shape in table["constants"].items():
-        values[name] = Value(_dims(shape), constant=Constant(_unread, (name,)))
+        dtype = DType(table.get("constant_types", {}).get(name, DType.F32))
+        values[name] = Value(_dims(shape), dtype, Constant(_unread, (name,)))
     nodes = []
     for found in table["nodes"]:
-        outputs = tuple(Value(_dims(shape)) for shape in found["shapes"])
         attrs = {k: _dims(v) if k == "shape" else tuples(v) for k, v in found["attrs"].items()}
-        sources = tuple(values[i] for i in found["inputs"])
-        nodes.append(Node(named(operators, found["op"]), sources, outputs, attrs, tuple(found["origin"])))
+        sources, operator = tuple(values[i] for i in found["inputs"]), named(operators, found["op"])
+        types = [v.dtype for v in operator.results(sources, attrs)]
+        outputs = tuple(Value(_dims(shape), dtype) for shape, dtype in zip(found["shapes"], types, strict=True))
+        nodes.append(Node(operator, sources, outputs, attrs, tuple(found["origin"])))
         values.update(zip(found["outputs"], outputs, strict=True))
     results = tuple(Port(p["name"], values[p["value"]]) for p in table["outputs"])
     return verify(Graph(inputs, results, tuple(nodes)), after="reading")
 
 
 def _dims(shape: list[int | str]) -> Shape:
-    dims: list[Dim] = [Symbol(d) if isinstance(d, str) else d for d in shape]
-    return tuple(dims)
+    return tuple(parse_dim(d) if isinstance(d, str) else d for d in shape)
 
 
 def _unread() -> Array:

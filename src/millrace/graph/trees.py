@@ -1,10 +1,12 @@
 """Element-wise expressions as trees: what is done to each element, before any kernel.
 
-A tree is an int (which input), a float (a number), or (operation, operand, ...).
+A tree is an int (which input), a float (a number), or (operation, operand, ...). It is computed in floats, or in whole
+numbers of 64 bits where nothing in it is a fraction (graph/tree_types.py).
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +14,12 @@ from numpy.typing import NDArray
 from millrace.errors import nearest
 
 Tree = int | float | tuple[object, ...]
-Floats = NDArray[np.floating]
+Floats = NDArray[Any]  # floating, or of int64
 
 UNARY = ("neg", "exp", "sigmoid", "tanh", "erf", "sqrt", "abs")
 BINARY = ("add", "sub", "mul", "div", "max", "min")
+COMPARISONS = ("less", "less_equal", "equal", "not_equal")
+WHERE = "where"  # (condition, value where it holds, value elsewhere)
 _DEEPEST = 32  # levels: more than a kernel's operations
 _LONGEST = 200  # characters of a formula's parts: what is shared is written as often as it is used
 _INFIX = {"add": ("+", 1), "sub": ("-", 1), "mul": ("*", 2), "div": ("/", 2)}
@@ -26,10 +30,28 @@ def _erf(x: Floats) -> Floats:
     return np.array([math.erf(e) for e in x.reshape(-1).tolist()], x.dtype).reshape(x.shape)
 
 
+def _quotient(x: Floats, y: Floats) -> Floats:
+    """Of whole numbers towards 0, as in C; nothing divided by 0 is 0."""
+    if x.dtype.kind == "f":
+        return np.divide(x, y)
+    found: Floats = np.where(y == 0, 0, np.sign(x) * np.sign(y) * (np.abs(x) // np.maximum(np.abs(y), 1)))
+    return found
+
+
+def _where(condition: Floats, x: Floats, y: Floats) -> Floats:
+    return np.where(condition != 0, x, y)
+
+
+def _comparison(compare: Callable[..., Any]) -> Callable[..., Floats]:
+    return lambda x, y: compare(x, y).astype(x.dtype)
+
+
 _NUMPY: dict[str, Callable[..., Floats]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "max": np.maximum, "min": np.minimum,
     "neg": np.negative, "exp": np.exp, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "erf": _erf,
-    "sqrt": np.sqrt, "abs": np.abs,
+    "sqrt": np.sqrt, "abs": np.abs, "less": _comparison(np.less), "less_equal": _comparison(np.less_equal),
+    "equal": _comparison(np.equal), "not_equal": _comparison(np.not_equal),
+    WHERE: _where,
 }  # fmt: skip
 
 
@@ -40,6 +62,11 @@ def evaluate(tree: Tree, inputs: Sequence[Floats]) -> Floats:
     if isinstance(tree, float):
         return np.asarray(tree, inputs[0].dtype)
     return _NUMPY[str(tree[0])](*(evaluate(as_tree(t), inputs) for t in tree[1:]))
+
+
+def n_operands(operation: object) -> int:
+    """0: there is no such operation."""
+    return 1 if operation in UNARY else 2 if operation in BINARY + COMPARISONS else 3 if operation == WHERE else 0
 
 
 def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
@@ -120,8 +147,10 @@ def _fault(tree: object, n_inputs: int) -> tuple[str, str] | None:
     if not isinstance(tree, tuple) or not tree:
         return f"its tree has {tree!r:.80}", "an input, a number, or (operation, operand, ...)"
     name = tree[0]
-    if name not in UNARY + BINARY:
-        return f"its tree has the operation {name!r:.80}", nearest(str(name)[:80], UNARY + BINARY)
-    if len(tree) != (2 if name in UNARY else 3):
-        return f"its tree has {name} of {len(tree) - 1} operands", "1" if name in UNARY else "2"
+    if not (wanted := n_operands(name)):
+        return f"its tree has the operation {name!r:.80}", nearest(
+            str(name)[:80], (*UNARY, *BINARY, *COMPARISONS, WHERE)
+        )
+    if len(tree) != wanted + 1:
+        return f"its tree has {name} of {len(tree) - 1} operands", str(wanted)
     return None

@@ -3,6 +3,7 @@
 A graph says what is computed. How it is computed (precision, where rows lie, in which steps) is the compiler's affair.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.errors import GraphError
+from millrace.graph.dims import Dim as Dim
+from millrace.graph.dims import Symbol as Symbol
+from millrace.graph.dims import product, symbols_of
 
 Array = NDArray[np.generic]
 
@@ -21,27 +25,22 @@ class DType(StrEnum):
 
     F32 = "f32"
     I32 = "i32"
+    F16 = "f16"
+    I8 = "i8"
+    I64 = "i64"
+    BOOL = "bool"
+
+    @property
+    def is_float(self) -> bool:
+        return self in (DType.F32, DType.F16)
 
 
-@dataclass(frozen=True, slots=True)
-class Symbol:
-    """A dimension known only when the graph runs. It belongs to the graph whose inputs have it; engines bound it."""
-
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
-
-    def _unknown(self, other: object) -> bool:
-        raise GraphError(
-            f"the dimension {self.name} is compared with {other!r}", "sizes that are known while the model is traced",
-            "write forward() so that it holds for any size: what it does is fixed when it is traced",
-        )  # fmt: skip
-
-    __lt__ = __le__ = __gt__ = __ge__ = _unknown
+NUMPY: Mapping[DType, np.dtype[np.generic]] = {
+    DType.F32: np.dtype(np.float32), DType.I32: np.dtype(np.int32), DType.F16: np.dtype(np.float16),
+    DType.I8: np.dtype(np.int8), DType.I64: np.dtype(np.int64), DType.BOOL: np.dtype(np.bool_),
+}  # fmt: skip
 
 
-Dim = int | Symbol
 Shape = tuple[Dim, ...]
 
 
@@ -71,12 +70,33 @@ class Value:
 
     @property
     def width(self) -> int:
-        """Elements of one row: everything behind the first dimension."""
-        total = 1
-        for d in self.shape[1:]:
-            assert isinstance(d, int), f"only the first dimension of {self.shape} may be a symbol"
-            total *= d
-        return total
+        """Elements of one row: everything behind the first dimension. raises GraphError where a run alone knows"""
+        found = product(self.shape[1:])
+        if not isinstance(found, int):
+            raise GraphError(
+                f"{self} is used as rows of {found} elements", "a row size that is known at build time",
+                "reshape so that all symbols come first, or make these dimensions constant",
+            )  # fmt: skip
+        return found
+
+    @property
+    def elements(self) -> Dim:
+        return product(self.shape)
+
+    @property
+    def rows(self) -> Dim:
+        """How many dense runs of `run` elements there are: the first dimension, and all up to the last symbol."""
+        return product(self.shape[: self._run_axis])
+
+    @property
+    def run(self) -> int:
+        """Elements behind the last dimension that is no number, and behind the first one."""
+        return math.prod(d for d in self.shape[self._run_axis :] if isinstance(d, int))
+
+    @property
+    def _run_axis(self) -> int:
+        unknown = [axis for axis, d in enumerate(self.shape) if not isinstance(d, int)]
+        return max([1, *(axis + 1 for axis in unknown)])
 
     def __repr__(self) -> str:
         kind = "constant " if self.constant else ""
@@ -93,6 +113,7 @@ class Operator:
 
     inputs: (at least, at most)
     shapes: those of the outputs; raises GraphError for inputs that it does not take
+    dtypes: of the outputs; None: all are f32, and so are the inputs, but for those of i32 that `integers` numbers
     fused: only the compiler's passes write it, no model does
     """
 
@@ -101,6 +122,26 @@ class Operator:
     shapes: Callable[[Inputs, Attrs], tuple[Shape, ...]]
     attrs: frozenset[str] = frozenset()
     fused: bool = False
+    dtypes: Callable[[Inputs, Attrs], tuple[DType, ...]] | None = None
+    integers: frozenset[int] = frozenset()
+
+    def results(self, inputs: Inputs, attrs: Attrs) -> tuple["Value", ...]:
+        """Fresh values for its outputs. raises GraphError for inputs that it does not take"""
+        if not self.inputs[0] <= len(inputs) <= self.inputs[1]:
+            raise GraphError(
+                f"{self.name} of {len(inputs)} inputs", f"{self.inputs[0]} to {self.inputs[1]}", "correct the call"
+            )
+        shapes = self.shapes(inputs, attrs)
+        if self.dtypes:
+            return tuple(map(Value, shapes, self.dtypes(inputs, attrs)))
+        for number, value in enumerate(inputs):
+            wanted = DType.I32 if number in self.integers else DType.F32
+            if value.dtype != wanted:
+                raise GraphError(
+                    f"{self.name}: its input {number + 1} is {value}", f"{wanted} there",
+                    f'convert it: ops.cast(x, "{wanted}")',
+                )  # fmt: skip
+        return tuple(map(Value, shapes))
 
 
 Operators = Mapping[str, Operator]
@@ -146,8 +187,8 @@ class Graph:
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
-        """Its dimensions that are not numbers, in the order in which the inputs name them."""
-        return tuple(dict.fromkeys(d for port in self.inputs for d in port.value.shape if isinstance(d, Symbol)))
+        """The names in its dimensions, in the order in which the inputs name them."""
+        return tuple(dict.fromkeys(s for port in self.inputs for d in port.value.shape for s in symbols_of(d)))
 
     @property
     def results(self) -> set[Value]:
@@ -164,6 +205,15 @@ class Graph:
             for v in n.inputs:
                 readers.setdefault(v, []).append(n)
         return readers
+
+    def last_reads(self) -> list[tuple[Value, ...]]:
+        """For each node, the values that nothing reads after it: inputs, and what nodes gave that is no output."""
+        last = {v: i for i, node in enumerate(self.nodes) for v in (*node.outputs, *node.inputs) if not v.constant}
+        found: list[list[Value]] = [[] for _ in self.nodes]
+        for value, at in last.items():
+            if value not in self.results:
+                found[at].append(value)
+        return [tuple(values) for values in found]
 
     def constants(self) -> Iterator[Value]:
         """Every constant once, in the order of first use."""

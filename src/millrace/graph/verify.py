@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 from millrace.errors import GraphError
+from millrace.graph.dims import parse_dim, symbols_of
 from millrace.graph.types import Graph, Node, Port, Symbol, Value
 
 _NAME = re.compile(r"\w+(\.\w+)*")
@@ -13,7 +14,8 @@ def verify(graph: Graph, after: str) -> Graph:
     """Gives the graph back, or raises GraphError naming the pass and the node."""
     for ports, kind in ((graph.inputs, "inputs"), (graph.outputs, "outputs")):
         _check_names(ports, kind, after)
-    symbols = set(graph.symbols)
+    symbols = {d for port in graph.inputs for d in port.value.shape if isinstance(d, Symbol)}
+    _check_symbols(graph, symbols, after)
     known: set[Value] = {p.value for p in graph.inputs}
     for node in graph.nodes:
         for value in node.inputs:
@@ -22,7 +24,7 @@ def verify(graph: Graph, after: str) -> Graph:
         if known.intersection(node.outputs):
             raise _error(after, node, "its output is assigned twice")
         _check_node(node, after)
-        for free in (d for v in node.outputs for d in v.shape if isinstance(d, Symbol) and d not in symbols):
+        for free in (s for v in node.outputs for d in v.shape for s in symbols_of(d) if s not in symbols):
             raise _free(after, node, free, graph)
         known.update(node.outputs)
     for port in graph.outputs:
@@ -46,6 +48,17 @@ def _check_names(ports: tuple[Port, ...], kind: str, after: str) -> None:
         raise GraphError(f"after {after}: a graph without {kind}", "at least one", f"name the model's {kind}")
 
 
+def _check_symbols(graph: Graph, bare: set[Symbol], after: str) -> None:
+    """Each has a name that can be read again, and is a dimension of an input by itself: else no run would know it."""
+    for symbol in graph.symbols:
+        if symbol in bare and parse_dim(symbol.name) == symbol:
+            continue
+        raise GraphError(
+            f"after {after}: no input has the dimension {symbol.name:.60} by itself", "each symbol as a dimension",
+            f'name it so in the shape of an input, as in Signature({{"x": ("{symbol.name:.60}", 64)}}, ...)',
+        )  # fmt: skip
+
+
 def _check_node(node: Node, after: str) -> None:
     op = node.operator
     if not op.inputs[0] <= len(node.inputs) <= op.inputs[1]:
@@ -53,9 +66,10 @@ def _check_node(node: Node, after: str) -> None:
     unknown = set(node.attrs) - op.attrs
     if unknown:
         raise _error(after, node, f"unknown attributes {sorted(unknown)}")
-    shapes = op.shapes(node.inputs, node.attrs)
-    if shapes != tuple(v.shape for v in node.outputs):
-        given = ", ".join(str(list(s)) for s in shapes)
+    results = op.results(node.inputs, node.attrs)
+    if [(v.shape, v.dtype) for v in results] != [(v.shape, v.dtype) for v in node.outputs]:
+        alike = [v.dtype for v in results] == [v.dtype for v in node.outputs]
+        given = ", ".join(str(list(v.shape) if alike else v) for v in results)
         raise _error(after, node, f"it is said to give {', '.join(map(str, node.outputs))}, the operator gives {given}")
 
 

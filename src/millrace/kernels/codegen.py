@@ -13,6 +13,8 @@ from millrace.kernels.declare import (
     MAX_CACHES,
     MAX_HEAD,
     MAX_KNOBS,
+    MAX_RANK,
+    MAX_SIZES,
     MAX_SYMBOLS,
     MOST_HADAMARD,
     NOTHING,
@@ -21,7 +23,9 @@ from millrace.kernels.declare import (
 )
 
 HEADER, LIST = "kernels_generated.hpp", "kernels_of_isa.hpp"
-C_TYPE = {"i32": "int32_t", "f32": "float"}
+C_TYPE = {"i32": "int32_t", "f32": "float", "size": "int32_t"}
+
+_READ = {"i32": "i32", "f32": "f32", "size": "i32"}
 
 
 def camel(name: str) -> str:
@@ -51,7 +55,7 @@ def take_operand(kernel: Kernel, o: Operand) -> str:
 
 def parameters(kernel: Kernel) -> list[str]:
     """The integers of `a` by their names, wide enough for every size."""
-    names = [name for kind, name, length in kernel.fields if length == 1 and kind == "i32"]
+    names = [name for kind, name, length in kernel.fields if length == 1 and kind != "f32"]
     return [f"  [[maybe_unused]] const int64_t {name} = a.{name};" for name in names]
 
 
@@ -60,9 +64,9 @@ def decoder(kernel: Kernel) -> str:
     lines += [f"  const uint64_t {o.name}_ref = in.u64();" for o in kernel.operands]
     for kind, name, length in kernel.fields:
         if length > 1:
-            lines.append(f"  for (int i = 0; i < {length}; ++i) a.{name}[i] = in.{kind}();")
+            lines.append(f"  for (int i = 0; i < {length}; ++i) a.{name}[i] = in.{_READ[kind]}();")
         else:
-            lines.append(f"  a.{name} = in.{kind}();")
+            lines.append(f"  a.{name} = in.{_READ[kind]}();")
     lines.append("  [[maybe_unused]] const auto most = [&](int64_t symbol) { return bounds.symbol(symbol); };")
     lines += parameters(kernel)
     lines += [
@@ -70,6 +74,12 @@ def decoder(kernel: Kernel) -> str:
         for kind, n, size in kernel.fields
         if size == 1 and kind == "i32"
     ]
+    for kind, n, length in kernel.fields:
+        if kind == "size":
+            each = (
+                f"for (int i = 0; i < {length}; ++i) bounds.symbol(a.{n}[i])" if length > 1 else f"bounds.symbol({n})"
+            )
+            lines.append(f"  {each};")
     lines += [f'  bounds.require({check}, "{kernel.name}: {check}");' for check in kernel.checks]
     lines += [take_operand(kernel, o) for o in kernel.operands]
     return "\n".join([*lines, "}"])
@@ -115,6 +125,7 @@ def header(interface: Path) -> str:
         f"constexpr float kNothing = {NOTHING}f;",
         f"constexpr int kMostHadamard = {MOST_HADAMARD}, kHadamardBlock = {HADAMARD_BLOCK};",
         f"constexpr int kSymbols = {MAX_SYMBOLS}, kCaches = {MAX_CACHES};  // of one program, at most",
+        f"constexpr int kSizes = {MAX_SIZES}, kRank = {MAX_RANK};",
         "enum class KernelId : uint32_t { " + ", ".join(f"{n} = {i}" for i, n in enumerate(names)) + " };",
         f"constexpr uint32_t kKernels = {len(names)};",
         *knobs(),

@@ -5,8 +5,9 @@ encoder (encode.py) and the C++ decoder with its bounds checks (codegen.py), so 
 only, here and there: the native build runs codegen.py before anything is installed.
 
 Sizes are written as expressions that mean the same in Python and in C++: the kernel's own parameters, `+`, `-`, `*`,
-most(symbol), which is the bound of a dimension that only a run knows, and the functions of layout.py and
-native/layout.hpp. Parameters that begin with `rows` number the program's symbols.
+most(size), which is the bound of a size of the program, and the functions of layout.py and native/layout.hpp.
+The sizes of a program are its symbols, and behind them the dimensions that are made of these or are numbers; parameters
+that begin with `rows`, and those of the type `size`, number them.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ class Knob:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`params` are "i32 name" or "f32 name"; `checks` are C++ and Python conditions that a legal step satisfies.
+    """`params` are "i32 name", "f32 name" or "size name"; `checks` are C++ and Python conditions that a step satisfies.
 
     scratch: floats that each worker needs for itself, in C++, of the parameters
     scratch_type: of its native.hpp, the structure that a worker keeps there instead
@@ -106,9 +107,12 @@ EXPRESSION = (f"i32 code[{MAX_OPERATIONS}]", f"f32 imm[{MAX_IMMEDIATES}]")
 
 MAX_KNOBS = 4  # of one kernel
 MAX_SYMBOLS = 8  # of one program
+MAX_SIZES = 1 << 16  # that are made of them
+MAX_RANK = 8  # of values that kernels walk extent by extent
 MAX_CACHES = 8
 
 MAX_HEAD = 512  # elements of a key or a value
+MAX_PARAM = 1 << 24  # of a kernel's parameter: kMaxParam of native/program_reader.hpp
 
 ROWS = "most(rows)"
 LEGAL_ROWS = "rows >= 0"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from millrace.kernels.catalogue import numbered
 from millrace.kernels.declare import Param, Space
-from millrace.kernels.layout import byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, up
+from millrace.kernels.layout import byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, type_bytes, up
 
-_FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, up)}
+_FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, type_bytes, up)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ def encode(name: str, operands: Mapping[str, Ref | None], params: Mapping[str, P
         value = params.get(field, 0)
         values = [value] if isinstance(value, int | float) else list(value)
         values += [0] * (length - len(values))
+        assert kind != "size" or min(values) >= 0, f"{name}.{field} numbers no size: {values}"
         assert len(values) == length, f"{name}.{field} takes {length} values, not {len(values)}"
-        parts.append(struct.pack(f"<{length}{'i' if kind == 'i32' else 'f'}", *values))
+        parts.append(struct.pack(f"<{length}{'f' if kind == 'f32' else 'i'}", *values))
     return b"".join(parts)

@@ -1,13 +1,14 @@
 """The register code that the kernels run for an expression (graph/trees.py).
 
 It is a list of op | dst << 8 | left << 16 | right << 24 over 8 registers; inputs start as registers 0, 1, ...; op 0
-ends it and its `left` is the register of the result (kernels/elementwise/native.hpp reads it).
+ends it and its `left` is the register of the result (kernels/elementwise/native.hpp reads it). A choice has the
+register of its condition three bits above dst. What is in BROADCAST_ONLY the kernel broadcast knows, and no other.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from millrace.graph.trees import BINARY, Tree, as_tree
+from millrace.graph.trees import COMPARISONS, WHERE, Tree, as_tree, n_operands
 from millrace.kernels.declare import MAX_IMMEDIATES, MAX_OPERATIONS, MAX_REGISTERS
 
 # In the order of enum Op in elementwise/native.hpp.
@@ -28,7 +29,9 @@ OPERATIONS = (
     "immediate",
     "erf",
 )
-_CODES = {name: i for i, name in enumerate(OPERATIONS)}
+BROADCAST_ONLY = (*COMPARISONS, WHERE)  # in the order of enum More in broadcast/native.hpp
+_NAMES = OPERATIONS + BROADCAST_ONLY
+_CODES = {name: i for i, name in enumerate(_NAMES)}
 
 
 class TooComplexError(Exception):
@@ -44,14 +47,20 @@ def tree_of(code: Sequence[int], numbers: Sequence[float], n_inputs: int) -> Tre
     """The tree that `compile_tree` made this of; what registers share, it shares."""
     registers: list[Tree] = [*range(n_inputs), *[0] * (MAX_REGISTERS - n_inputs)]
     for word in code:
-        name, to, left, right = OPERATIONS[word & 255], word >> 8 & 255, word >> 16 & 255, word >> 24 & 255
+        name, to, left, right = _NAMES[word & 255], word >> 8 & 7, word >> 16 & 255, word >> 24 & 255
         if name == "end":
             return registers[left]
         if name == "immediate":
             registers[to] = float(numbers[left])
         else:
-            registers[to] = (name, registers[left], *([registers[right]] if name in BINARY else []))
+            chosen = [registers[word >> 11 & 7]] if name == WHERE else []
+            registers[to] = (name, *chosen, registers[left], *([registers[right]] if n_operands(name) > 1 else []))
     raise AssertionError("an expression without an end")
+
+
+def needs_broadcast(code: Sequence[int]) -> bool:
+    """Whether it has operations that only this kernel knows."""
+    return any(word & 255 >= len(OPERATIONS) for word in code)
 
 
 def _key(tree: Tree) -> Tree:
@@ -98,8 +107,8 @@ class _Allocator:
             for t in operands:
                 self._release(t)
             register = self._take()
-            left, right = sources[0], sources[-1]
-            self._code.append(_CODES[str(tree[0])] | register << 8 | left << 16 | right << 24)
+            condition, left = (sources[0], sources[1]) if tree[0] == WHERE else (0, sources[0])
+            self._code.append(_CODES[str(tree[0])] | register << 8 | condition << 11 | left << 16 | sources[-1] << 24)
         self._place[tree] = register
         return register
 

@@ -5,15 +5,22 @@ always come in pairs of 4. `group` 0 means one group of all K, padded to 2 for b
 """
 
 from millrace.checkpoint.quantised import SUPER_BLOCK
+from millrace.graph.types import DType
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 
 PANEL = 32  # outputs side by side in one weight panel: two 16-lane vectors
 LINE = 64  # bytes of a cache line
+TYPES = (DType.F32, DType.I32, DType.F16, DType.I8, DType.I64, DType.BOOL)  # as kernels number them
 SLAB = 1 << 24  # codes that become floats at a time, on a GPU: of a large head all together take gigabytes
 
 
 def up(x: int, multiple: int) -> int:
     return (x + multiple - 1) // multiple * multiple
+
+
+def type_bytes(type: int) -> int:
+    """Bytes of an element of a value, whose type goes by its number in TYPES."""
+    return (4, 4, 2, 1, 8, 1)[type]
 
 
 def n_groups(k: int, group: int) -> int:

@@ -14,7 +14,7 @@ from millrace.errors import MachineError
 from millrace.kernels.catalogue import declarations_digest
 
 INTERFACE = (
-    "a59522880de62e1e"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
+    "107422febac7fab9"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
 )
 NAME = "libmillrace.so"
 
@@ -24,8 +24,35 @@ class CacheArgs(c.Structure):
 
     _fields_ = (
         ("format", c.c_int32), ("layers", c.c_int32), ("heads", c.c_int32), ("key_dim", c.c_int32),
-        ("value_dim", c.c_int32), ("place", c.c_int64),
+        ("value_dim", c.c_int32), ("place", c.c_int64), ("table", c.c_int32),
     )  # fmt: skip
+
+
+class StateArgs(c.Structure):
+    """mr_state"""
+
+    _fields_ = (("layers", c.c_int32), ("floats", c.c_int32))
+
+
+class WindowArgs(c.Structure):
+    """mr_window"""
+
+    _fields_ = (("tokens", c.c_int32), ("pages", c.c_int64))
+
+
+class WindowPagesArgs(c.Structure):
+    """mr_window_pages"""
+
+    _fields_ = (
+        ("pages", c.c_void_p), ("page_starts", c.c_void_p), ("first", c.c_void_p), ("n_pages", c.c_int64),
+        ("copies", c.c_void_p), ("n_copies", c.c_int32),
+    )  # fmt: skip
+
+
+class SizeArgs(c.Structure):
+    """mr_size"""
+
+    _fields_ = tuple((name, c.c_int32) for name in ("kind", "left", "right", "add", "most"))
 
 
 class LanguageArgs(c.Structure):
@@ -34,7 +61,7 @@ class LanguageArgs(c.Structure):
     _fields_ = (
         ("max_context", c.c_int32), ("vocab_size", c.c_int32),
         ("tokens_offset", c.c_int64), ("positions_offset", c.c_int64), ("rows_offset", c.c_int64),
-        ("logits_offset", c.c_int64),
+        ("adapters_offset", c.c_int64), ("logits_offset", c.c_int64),
     )  # fmt: skip
 
 
@@ -47,7 +74,10 @@ class CreateArgs(c.Structure):
         ("activation_bytes", c.c_int64), ("symbols", c.c_void_p), ("n_symbols", c.c_int32),
         ("caches", c.POINTER(CacheArgs)), ("n_caches", c.c_int32), ("kv_pages", c.c_int64),
         ("threads", c.c_int32), ("isa", c.c_char_p),
+        ("windows", c.POINTER(WindowArgs)), ("n_windows", c.c_int32),
+        ("states", c.POINTER(StateArgs)), ("n_states", c.c_int32), ("state_slots", c.c_int64),
         ("lengths_offset", c.c_int64), ("language", c.POINTER(LanguageArgs)),
+        ("sizes", c.POINTER(SizeArgs)), ("n_sizes", c.c_int32),
     )  # fmt: skip
 
 
@@ -63,7 +93,10 @@ class StepArgs(c.Structure):
         ("out_tokens", c.c_void_p), ("out_logprobs", c.c_void_p), ("out_ranks", c.c_void_p),
         ("max_top", c.c_int32), ("out_top_ids", c.c_void_p), ("out_top_logprobs", c.c_void_p),
         ("masks", c.c_void_p), ("n_masks", c.c_int32), ("masks_ready", c.c_void_p),
-        ("copies", c.c_void_p), ("n_copies", c.c_int32),
+        ("copies", c.c_void_p), ("n_copies", c.c_int32), ("windows", c.POINTER(WindowPagesArgs)),
+        ("states_from", c.c_void_p), ("states_to", c.c_void_p),
+        ("embeddings", c.c_void_p), ("n_embeddings", c.c_int32), ("embedding_width", c.c_int32),
+        ("rotary_positions", c.c_void_p), ("adapters", c.c_void_p),
     )  # fmt: skip
 
 
@@ -114,6 +147,8 @@ def library() -> c.CDLL:
     lib.mr_activations.argtypes, lib.mr_activations.restype = [c.c_void_p], c.c_void_p
     lib.mr_kept.argtypes, lib.mr_kept.restype = [c.c_void_p, c.c_int32], c.c_void_p
     lib.mr_isa.argtypes, lib.mr_isa.restype = [c.c_void_p], c.c_char_p
+    lib.mr_embedding_width.argtypes, lib.mr_embedding_width.restype = [c.c_void_p], c.c_int32
+    lib.mr_adapters.argtypes, lib.mr_adapters.restype = [c.c_void_p], c.c_int32
     lib.mr_weights_checksum.argtypes, lib.mr_weights_checksum.restype = [c.c_void_p], c.c_int64
     lib.mr_profile.argtypes, lib.mr_profile.restype = [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32], None
     lib.mr_checksum.argtypes, lib.mr_checksum.restype = [c.c_void_p, c.c_int64], c.c_uint64

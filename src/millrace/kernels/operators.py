@@ -1,7 +1,7 @@
 """An operator with all that it takes to run: its shape rule, its reference, its lowering. One op.py for each kernel.
 
 What the two rules may ask of whoever applies them is said here, since the rooms that answer come later: `Values` is the
-interpreter (engine/interpreter.py), `Writer` the program while it is written (compile/placement.py).
+interpreter (engine/interpreter.py), `Writer` the program while it is written (compile/lower_cpu/placement.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.graph.types import Graph, Node, Operator, Value
+from millrace.graph.types import Dim, Graph, Node, Operator, Shape, Value
 from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import Param
-from millrace.kernels.places import CacheLayer, Operands, Packed, Place, View
+from millrace.kernels.places import CacheLayer, Operands, Packed, Place, StateLayer, View
 from millrace.kernels.storage import DENSE, Storage
 
 Rows = NDArray[np.float64]
-Held = Rows | Quantised | IntArray  # a value, as a kernel would have stored it
+Held = Rows | Quantised | IntArray | NDArray[np.bool_]  # a value, as a kernel would have stored it
 Params = dict[str, Param]
 
 
@@ -27,9 +27,11 @@ class Values(Protocol):
     """The values of one run of a graph.
 
     bf16_table: embedding tables are rounded, as in engines other than FP32
+    embeddings: rows that stand in for those of a table, of the ids -1, -2 and so on
     """
 
     bf16_table: bool
+    embeddings: Rows | None
 
     def held(self, value: Value) -> Held:
         """As the node that computed it stored it."""
@@ -40,8 +42,17 @@ class Values(Protocol):
     def numbers(self, value: Value) -> IntArray:
         """Of an i32 value."""
 
+    def integers(self, value: Value) -> IntArray:
+        """Of a value of integers or bools, as int64."""
+
+    def sized(self, shape: Shape) -> tuple[int, ...]:
+        """The shape as it is in this run."""
+
+    def cache_positions(self, positions: Value) -> IntArray:
+        """Of each token in its sequence: `positions`, unless those are the rotary ones alone."""
+
     def stored(self, x: Array, node: Node) -> Held:
-        """Rounded as the node's kernel writes it."""
+        """Rounded as the node's kernel writes it, in the type of its first output."""
 
     def meets_fp8(self, node: Node) -> bool:
         """Whether rows are rounded to E4M3 before this product takes them, which no kernel does."""
@@ -53,8 +64,14 @@ class Values(Protocol):
     def as_kept(self, q: Rows, k: Rows, v: Rows) -> tuple[Rows, Rows, Rows]:
         """Rounded as queries meet keys and values in a cache."""
 
-    def remember(self, layer: int, sequence: int, first: int, k: Rows, v: Rows) -> tuple[Rows, Rows]:
-        """Keeps a sequence's new keys and values, from its position `first` on; gives all that it has by now."""
+    def remember(self, layer: int, window: int, sequence: int, first: int, k: Rows, v: Rows) -> tuple[Rows, Rows]:
+        """Keeps a sequence's new keys and values, from its position `first` on; gives all that its pages hold by now.
+
+        window: 0, or of how many tokens the layer keeps keys and values
+        """
+
+    def past_rows(self, layer: int, sequence: int, first: int, x: Rows, n: int) -> Rows:
+        """The `n` rows before a sequence's new ones x, zeros before its position 0; keeps the last `n` of all."""
 
 
 class Writer(Protocol):
@@ -80,6 +97,9 @@ class Writer(Protocol):
     def dense(self, value: Value, node: Node) -> View:
         """The value's rows side by side; columns of a wider value are copied."""
 
+    def extent(self, dim: Dim) -> int:
+        """The number of a dimension among the program's sizes. raises ConfigError for what none can be"""
+
     def writable(self, value: Value, node: Node) -> View:
         """The value's own place where nobody else reads what it is of, else a copy."""
 
@@ -89,16 +109,26 @@ class Writer(Protocol):
     def vector(self, value: Value) -> Place:
         """A constant as float32, as it is: norm weights, biases, rotary tables."""
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> CacheLayer:
-        """Of one layer more. kept: from step to step; else its pages live for one run."""
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool, window: int = 0) -> CacheLayer:
+        """Add a layer. kept: from step to step; else its pages live for one run. window: as CacheSpec's"""
+
+    def written_cache(self, node: Node) -> CacheLayer | None:
+        """Return the cache that an earlier attention node writes and this one only reads; None: there is none."""
+
+    def writes_cache(self, node: Node, cache: CacheLayer) -> None:
+        """Remember the cache of an attention node for those that share it: the attribute `layer` is the same."""
+
+    def state(self, floats: int) -> StateLayer:
+        """Add a state of this many floats per sequence, kept between steps."""
 
     def add(
         self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "",
-        cache: CacheLayer | None = None,
+        cache: CacheLayer | None = None, state: StateLayer | None = None,
     ) -> None:  # fmt: skip
         """One call more; `note` is for people.
 
         cache: whose keys and values it reads or writes; becomes the kernel's parameters `cache` and `layer`
+        state: which it reads and writes; becomes its parameters `state` and `layer`
         """
 
 

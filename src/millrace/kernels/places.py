@@ -76,6 +76,14 @@ class CacheLayer:
     buffer: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """What one layer has of a kind of state, by the kind's number."""
+
+    number: int
+    layer: int
+
+
 Operands = Mapping[str, View | Place | None]
 
 

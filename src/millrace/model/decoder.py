@@ -13,9 +13,14 @@ from millrace.model.tensor import Tensor
 
 
 class Attention(Module):
-    """Grouped queries (arXiv:2305.13245); `head_norms`: each query and key head is normalised before the rotation."""
+    """Grouped queries (arXiv:2305.13245); `head_norms`: each query and key head is normalised before the rotation.
 
-    def __init__(self, c: ModelConfig, *, head_norms: bool = False) -> None:
+    layer: whose window it has (arXiv:2310.06825 section 2), unless no sequence is longer than that
+    offset: of the weights of these norms, as RMSNorm's
+    """
+
+    def __init__(self, c: ModelConfig, layer: int, *, head_norms: bool = False, offset: float = 0.0) -> None:
+        self._window, self._scale, self._softcap = c.window_of(layer), c.attention_scale, c.attention_softcap
         self._heads, self._kv_heads, self._size = c.n_heads, c.n_kv_heads, c.head_dim
         self._head_norms = head_norms
         self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.attention_bias)
@@ -23,8 +28,8 @@ class Attention(Module):
         self.v_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.attention_output_bias)
         if head_norms:
-            self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
-            self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+            self.q_norm = RMSNorm(c.head_dim, c.norm_eps, offset=offset)
+            self.k_norm = RMSNorm(c.head_dim, c.norm_eps, offset=offset)
 
     def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:
         T = x.shape[0]
@@ -34,7 +39,7 @@ class Attention(Module):
         if self._head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, positions, rotary), ops.rope(k, positions, rotary)
-        y = ops.attention(q, k, v, positions, lengths)  # (T, H, D)
+        y = ops.attention(q, k, v, positions, lengths, self._scale, window=self._window, softcap=self._softcap)
         return self.o_proj(y.reshape(T, self._heads * self._size))
 
 
@@ -52,33 +57,43 @@ class GatedMLP(Module):
 
 
 class Decoder(Module):
-    """Embedding, layers, norm."""
+    """Embedding, layers, norm. Layers with a window may have rotary angles of their own (arXiv:2503.19786)."""
 
-    def __init__(self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, embedding_scale: float) -> None:
+    def __init__(
+        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, embedding_scale: float, norm_name: str
+    ) -> None:
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, scale=embedding_scale)
         self.rotary = rotary_table(c.rope, c.head_dim, c.max_context)
+        if c.local_rope is not None:
+            self.local_rotary = rotary_table(c.local_rope, c.head_dim, c.max_context)
+        self._is_local = [c.local_rope is not None and window > 0 for window in c.windows or (0,) * c.n_layers]
         self.layers = ModuleList(list(layers))
-        self.norm = norm
+        self._norm_name = norm_name
+        setattr(self, norm_name, norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)  # (T, hidden)
-        for layer in self.layers:
-            x = layer(x, self.rotary, positions, lengths)
-        return self.norm(x)
+        for layer, is_local in zip(self.layers, self._is_local, strict=True):
+            x = layer(x, self.local_rotary if is_local else self.rotary, positions, lengths)
+        normed: Tensor = getattr(self, self._norm_name)(x)
+        return normed
 
 
 class CausalLM(Module):
-    """A decoder with its head, which may be the embedding again."""
+    """A decoder with its head, which may be the embedding again. norm_name: of the last norm, in checkpoints"""
 
     signature = DECODER
 
     def __init__(
-        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, *, embedding_scale: float = 1.0
-    ) -> None:
-        self.model = Decoder(c, layers, norm, embedding_scale)
+        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, *, embedding_scale: float = 1.0,
+        norm_name: str = "norm",
+    ) -> None:  # fmt: skip
+        self.model = Decoder(c, layers, norm, embedding_scale, norm_name)
         tied = self.model.embed_tokens.weight if c.tie_embeddings else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size, weight=tied)
+        self._softcap = c.logits_softcap
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         x = self.model(tokens, positions, lengths)
-        return self.lm_head(ops.gather_rows(x, rows))  # (R, vocabulary)
+        logits = self.lm_head(ops.gather_rows(x, rows))  # (R, vocabulary)
+        return ops.softcap(logits, self._softcap) if self._softcap else logits

@@ -9,7 +9,8 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.errors import CheckpointError, nearest
 from millrace.model.bert import bert_sentences, parameter_name
 from millrace.model.decoder import CausalLM
-from millrace.model.gemma import GemmaForCausalLM
+from millrace.model.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from millrace.model.lfm2 import Lfm2ForCausalLM
 from millrace.model.llama import LlamaForCausalLM
 from millrace.model.mistral import MistralForCausalLM
 from millrace.model.module import Module
@@ -23,6 +24,9 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "GemmaForCausalLM": GemmaForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Lfm2ForCausalLM": Lfm2ForCausalLM,
 }
 ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {"BertModel": bert_sentences}
 

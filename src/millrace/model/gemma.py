@@ -1,4 +1,9 @@
-"""Gemma (arXiv:2403.08295): GeGLU, norms that store weight - 1, embeddings scaled by sqrt(hidden), a tied head."""
+"""Gemma (arXiv:2403.08295): GeGLU, norms that store weight - 1, embeddings scaled by sqrt(hidden), a tied head.
+
+Gemma 2 (arXiv:2408.00118) has windows in every other layer, norms before and behind each part of a layer, and soft caps
+of scores and logits. Gemma 3 (arXiv:2503.19786) has windows in five of six layers, with rotary angles of their own, and
+norms of each query and key head in place of the caps of scores.
+"""
 
 from millrace.checkpoint.config import ModelConfig
 from millrace.model.decoder import Attention, CausalLM, GatedMLP
@@ -12,9 +17,9 @@ def gemma_norm(c: ModelConfig) -> RMSNorm:
 
 
 class GemmaLayer(Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, layer: int) -> None:
         self.input_layernorm = gemma_norm(c)
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, layer)
         self.post_attention_layernorm = gemma_norm(c)
         self.mlp = GatedMLP(c)
 
@@ -25,5 +30,34 @@ class GemmaLayer(Module):
 
 class GemmaForCausalLM(CausalLM):
     def __init__(self, c: ModelConfig) -> None:
-        layers = [GemmaLayer(c) for _ in range(c.n_layers)]
+        layers = [GemmaLayer(c, layer) for layer in range(c.n_layers)]
+        super().__init__(c, layers, gemma_norm(c), embedding_scale=float(c.hidden_size**0.5))
+
+
+class Gemma2Layer(Module):
+    """head_norms: as of Gemma 3"""
+
+    def __init__(self, c: ModelConfig, layer: int, *, head_norms: bool = False) -> None:
+        self.input_layernorm = gemma_norm(c)
+        self.self_attn = Attention(c, layer, head_norms=head_norms, offset=1.0)
+        self.post_attention_layernorm = gemma_norm(c)
+        self.pre_feedforward_layernorm = gemma_norm(c)
+        self.mlp = GatedMLP(c)
+        self.post_feedforward_layernorm = gemma_norm(c)
+
+    def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), rotary, positions, lengths)
+        h = x + self.post_attention_layernorm(attended)
+        return h + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
+
+
+class Gemma2ForCausalLM(CausalLM):
+    def __init__(self, c: ModelConfig) -> None:
+        layers = [Gemma2Layer(c, layer) for layer in range(c.n_layers)]
+        super().__init__(c, layers, gemma_norm(c), embedding_scale=float(c.hidden_size**0.5))
+
+
+class Gemma3ForCausalLM(CausalLM):
+    def __init__(self, c: ModelConfig) -> None:
+        layers = [Gemma2Layer(c, layer, head_norms=True) for layer in range(c.n_layers)]
         super().__init__(c, layers, gemma_norm(c), embedding_scale=float(c.hidden_size**0.5))

@@ -55,6 +55,39 @@ class LayerNorm(Module):
         return ops.layer_norm(x, self.weight, self.bias, self._eps)
 
 
+class Conv2d(Module):
+    """Named as torch.nn.Conv2d; weight (n_out, n_in / groups, kh, kw)."""
+
+    def __init__(
+        self, n_in: int, n_out: int, kernel: ops.Pair, *, stride: ops.Pair = 1, padding: ops.Pair = 0,
+        dilation: ops.Pair = 1, groups: int = 1, bias: bool = True,
+    ) -> None:  # fmt: skip
+        size = (kernel, kernel) if isinstance(kernel, int) else kernel
+        self.weight = Parameter(n_out, n_in // groups, *size)
+        if bias:
+            self.bias = Parameter(n_out)
+        self._stride, self._padding, self._dilation, self._groups = stride, padding, dilation, groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = getattr(self, "bias", None)
+        return ops.convolution(
+            x, self.weight, bias, stride=self._stride, padding=self._padding, dilation=self._dilation,
+            groups=self._groups,
+        )  # fmt: skip
+
+
+class BatchNorm2d(Module):
+    """Named as torch.nn.BatchNorm2d, in evaluation mode."""
+
+    def __init__(self, n: int, eps: float = 1e-5) -> None:
+        self.weight, self.bias = Parameter(n), Parameter(n)
+        self.running_mean, self.running_var = Parameter(n), Parameter(n)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, self._eps)
+
+
 def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:
     """(context, head_dim) float32: cosines of the first half's angles, then sines; computed in float64."""
     return Table((context, head_dim), lambda: rotary_angles(rope, head_dim, context))

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.errors import CheckpointError, ConfigError, GraphError, nearest
-from millrace.graph.types import Array, Constant, DType, Graph, Operators, Port, Shape, Symbol, Value
+from millrace.graph.dims import parse_dim
+from millrace.graph.types import Array, Constant, Dim, DType, Graph, Operators, Port, Shape, Value
 from millrace.graph.verify import verify
 from millrace.model.tensor import Tensor, Trace
 
@@ -20,11 +21,12 @@ Stored = Callable[[int, int], QuantisedMatrix | None]
 class Parameter(Tensor):
     """A tensor of the checkpoint, named by where it hangs in the model: `layers.0.mlp.up_proj.weight`."""
 
-    __slots__ = ("_shape", "name")
+    __slots__ = ("_dtype", "_shape", "name")
 
-    def __init__(self, *shape: int) -> None:
-        super().__init__(None, Value(shape))
+    def __init__(self, *shape: int, dtype: DType = F32) -> None:
+        super().__init__(None, Value(shape, dtype))
         self._shape: Shape = shape
+        self._dtype = dtype
         self.name = ""
 
     def bind(
@@ -33,7 +35,7 @@ class Parameter(Tensor):
     ) -> None:  # fmt: skip
         self.name = name
         self._trace = trace
-        self._value = Value(self._shape, constant=Constant(load, (name,), stored, format))
+        self._value = Value(self._shape, self._dtype, Constant(load, (name,), stored, format))
 
 
 class Table(Parameter):
@@ -41,8 +43,8 @@ class Table(Parameter):
 
     __slots__ = ("compute",)
 
-    def __init__(self, shape: tuple[int, ...], compute: Callable[[], Array]) -> None:
-        super().__init__(*shape)
+    def __init__(self, shape: tuple[int, ...], compute: Callable[[], Array], dtype: DType = F32) -> None:
+        super().__init__(*shape, dtype=dtype)
         self.compute = compute
 
 
@@ -50,16 +52,19 @@ class Table(Parameter):
 class Signature:
     """What a network takes and gives: its inputs' shapes and types by name, in forward()'s order; its outputs' names.
 
-    A dimension that is known only when it runs is a word: {"pixels": ("images", 784)}.
+    A dimension that is known only when it runs is a word: {"pixels": ("images", 784)}; one that follows from such is an
+    expression, as graph/dims.py has them: {"mask": ("N", "H*W/2")}.
     """
 
-    inputs: Mapping[str, tuple[str | int, ...]]
+    inputs: Mapping[str, tuple[str | Dim, ...]]
     outputs: tuple[str, ...]
     dtypes: Mapping[str, DType] = field(default_factory=dict)  # of the inputs that are not float32
 
     def ports(self) -> tuple[Port, ...]:
         return tuple(
-            Port(name, Value(tuple(Symbol(d) if isinstance(d, str) else d for d in shape), self.dtypes.get(name, F32)))
+            Port(
+                name, Value(tuple(parse_dim(d) if isinstance(d, str) else d for d in shape), self.dtypes.get(name, F32))
+            )
             for name, shape in self.inputs.items()
         )
 

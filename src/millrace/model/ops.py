@@ -4,7 +4,10 @@ Sequences lie packed, one behind the other: T tokens in all, S sequences of whic
 H query heads, K key/value heads, D head size, R chosen rows, N outputs.
 """
 
-from millrace.model.tensor import Tensor, elementwise
+from millrace.graph.types import DType
+from millrace.model.tensor import Number, Tensor, elementwise
+
+Pair = int | tuple[int, int]  # of height and width; one number is both
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,15 +42,70 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor, scale: float | None = None
-) -> Tensor:
-    """Causal attention of q (T, H, D) over all k, v (T, K, D) of its sequence so far -> (T, H, D).
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor, scale: float | None = None, *,
+    window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Causal attention of q (T, H, D) over k, v (T, K, D) of its sequence so far -> (T, H, D).
 
-    scale: D ** -0.5 unless given. Each call of a model has its own cache.
+    scale: D ** -0.5 unless given. Each call of a model has its own cache; calls with the very same k, v and window
+    share one, as layers do that read another layer's cache.
+    window: of how many tokens at most, the own one among them; 0: of all
+    softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118 section 2); 0: they stay as they are
     """
-    layer = q.trace.n_caches
-    q.trace.n_caches += 1
-    return q.trace.add("attention", (q, k, v, positions, lengths), {"layer": layer, "scale": _scale(q, scale)})
+    caches = q.trace.caches
+    layer = caches.setdefault((k.value, v.value, window), len(caches))
+    attrs: dict[str, int | float] = {"layer": layer, "scale": _scale(q, scale)}
+    attrs |= ({"window": window} if window else {}) | ({"softcap": softcap} if softcap else {})
+    return q.trace.add("attention", (q, k, v, positions, lengths), attrs)
+
+
+def short_conv(x: Tensor, weight: Tensor, positions: Tensor, lengths: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, N), weight (N, 1, taps) -> (T, N): each column convolved with its last `taps` rows (causal, depthwise).
+
+    The rows before a sequence's first one here are kept from step to step: each call of a model has its own.
+    """
+    layer = x.trace.n_states
+    x.trace.n_states += 1
+    inputs = (x, weight, positions, lengths) if bias is None else (x, weight, positions, lengths, bias)
+    return x.trace.add("short_conv", inputs, {"layer": layer})
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1,
+    groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """x (N, C, H, W), weight (O, C / groups, kh, kw), bias (O,) -> (N, O, H', W'), as torch.nn.functional.conv2d."""
+    attrs = {"stride": _pair(stride), "padding": _pair(padding), "dilation": _pair(dilation), "groups": groups}
+    return x.trace.add("convolution", (x, weight) if bias is None else (x, weight, bias), attrs)
+
+
+def max_pool(x: Tensor, kernel: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
+    """x (N, C, H, W) -> (N, C, H', W'), as torch.nn.functional.max_pool2d. stride: the kernel's size unless given"""
+    return x.trace.add("max_pool", (x,), _windows(kernel, stride, padding))
+
+
+def avg_pool(
+    x: Tensor, kernel: Pair, *, stride: Pair | None = None, padding: Pair = 0, count_include_pad: bool = True
+) -> Tensor:
+    """x (N, C, H, W) -> (N, C, H', W'), as torch.nn.functional.avg_pool2d.
+
+    stride: the kernel's size unless given. count_include_pad: padding counts in the mean
+    """
+    return x.trace.add("avg_pool", (x,), {**_windows(kernel, stride, padding), "count_include_pad": count_include_pad})
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """x (N, C, ...), all others (C,): (x - mean) / sqrt(variance + eps) * weight + bias in each channel
+    (arXiv:1502.03167), by the statistics of the training."""
+    return x.trace.add("batch_norm", (x, weight, bias, mean, variance), {"eps": eps})
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _windows(kernel: Pair, stride: Pair | None, padding: Pair) -> dict[str, tuple[int, int]]:
+    return {"kernel": _pair(kernel), "stride": _pair(kernel if stride is None else stride), "padding": _pair(padding)}
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None = None) -> Tensor:
@@ -69,6 +127,50 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 def mean_rows(x: Tensor, lengths: Tensor) -> Tensor:
     """x (T, N) -> (S, N): the mean of each sequence's rows."""
     return x.trace.add("mean_rows", (x, lengths))
+
+
+def cast(x: Tensor, dtype: DType | str) -> Tensor:
+    """x in another type. To whole numbers: cut towards 0, from these they wrap; to bool: whether it is not 0."""
+    return x.trace.add("cast", (x,), {"dtype": str(dtype)})
+
+
+def softmax(x: Tensor) -> Tensor:
+    """exp(x - max(x)) / sum(exp(x - max(x))) over the last dimension."""
+    return x.trace.add("softmax", (x,))
+
+
+def batched_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """x (..., M, K), w (..., K, N), or one (K, N) for all -> (..., M, N) = x @ w; both are computed."""
+    return x.trace.add("batched_matmul", (x, w))
+
+
+def where(condition: Tensor, x: Tensor | Number, y: Tensor | Number) -> Tensor:
+    """x where the condition, of bool, holds, and y elsewhere."""
+    return elementwise("where", condition, x, y)
+
+
+def less(x: Tensor, y: Tensor | Number) -> Tensor:
+    return elementwise("less", x, y)
+
+
+def less_equal(x: Tensor, y: Tensor | Number) -> Tensor:
+    return elementwise("less_equal", x, y)
+
+
+def greater(x: Tensor, y: Tensor | Number) -> Tensor:
+    return elementwise("less", y, x)
+
+
+def greater_equal(x: Tensor, y: Tensor | Number) -> Tensor:
+    return elementwise("less_equal", y, x)
+
+
+def equal(x: Tensor, y: Tensor | Number) -> Tensor:
+    return elementwise("equal", x, y)
+
+
+def not_equal(x: Tensor, y: Tensor | Number) -> Tensor:
+    return elementwise("not_equal", x, y)
 
 
 def exp(x: Tensor) -> Tensor:
@@ -105,6 +207,11 @@ def absolute(x: Tensor) -> Tensor:
 
 def relu(x: Tensor) -> Tensor:
     return maximum(x, 0.0)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): saturates at -cap and cap (arXiv:2408.00118 section 2)."""
+    return tanh(x * (1.0 / cap)) * cap
 
 
 def silu(x: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from millrace.model.tensor import Tensor
 
 
 class Qwen3Layer(Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, layer: int) -> None:
         self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.self_attn = Attention(c, head_norms=True)
+        self.self_attn = Attention(c, layer, head_norms=True)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c)
 
@@ -21,4 +21,4 @@ class Qwen3Layer(Module):
 
 class Qwen3ForCausalLM(CausalLM):
     def __init__(self, c: ModelConfig) -> None:
-        super().__init__(c, [Qwen3Layer(c) for _ in range(c.n_layers)], RMSNorm(c.hidden_size, c.norm_eps))
+        super().__init__(c, [Qwen3Layer(c, layer) for layer in range(c.n_layers)], RMSNorm(c.hidden_size, c.norm_eps))

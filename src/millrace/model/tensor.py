@@ -25,10 +25,19 @@ class Trace:
     operators: Operators
     nodes: list[Node] = field(default_factory=list)
     scope: list[str] = field(default_factory=list)
-    n_caches: int = 0
+    caches: dict[tuple[Value, Value, int], int] = field(default_factory=dict)  # keys, values, window -> cache
+    n_states: int = 0
     results: dict[str, Value] = field(default_factory=dict)  # what each module gave, by where it hangs
 
     def add(self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
+        """The one output of an operator."""
+        (output,) = self.add_all(op, inputs, attrs)
+        return output
+
+    def add_all(
+        self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None
+    ) -> tuple[Tensor, ...]:
+        """All outputs of an operator. raises GraphError for what it does not take"""
         operator, where = named(self.operators, op), self.scope[-1]
         try:
             node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (where,))
@@ -36,7 +45,7 @@ class Trace:
             what = f"in {where}: {error.what}" if where else error.what
             raise GraphError(what, error.expected, "change the forward() that says it") from error
         self.nodes.append(node)
-        return Tensor(self, node.output)
+        return tuple(Tensor(self, value) for value in node.outputs)
 
 
 class Tensor:
@@ -67,8 +76,16 @@ class Tensor:
         return self._value.shape
 
     def reshape(self, *shape: Dim) -> Tensor:
-        """The same rows cut differently, e.g. (T, H*D) to (T, H, D)."""
+        """The same elements in another shape, e.g. (T, H*D) to (T, H, D) or (N, H*W/2, 2*C)."""
         return self.trace.add("reshape", (self,), {"shape": tuple(shape)})
+
+    def transpose(self, *order: int) -> Tensor:
+        """Its dimensions in another order: that of this number in `order` comes first, and so on."""
+        return self.trace.add("transpose", (self,), {"order": tuple(order)})
+
+    def split(self, *widths: int) -> tuple[Tensor, ...]:
+        """(T, N) by its columns: (T, width) of each, which add up to N."""
+        return self.trace.add_all("split", (self,), {"widths": tuple(widths)})
 
     def __add__(self, other: Tensor | Number) -> Tensor:
         return elementwise("add", self, other)

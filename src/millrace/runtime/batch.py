@@ -8,7 +8,7 @@ T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, plain_rows
 from millrace.errors import MillraceError, has_stopped
+from millrace.runtime.adapters import step_adapters
+from millrace.runtime.cache_groups import CacheGroups, step_states, step_windows
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.history import PART, Parts
 from millrace.runtime.pages import PagePool
+from millrace.runtime.prompt_embeds import Rows
 from millrace.runtime.request import Request, Sequence, Stage
 
 _NO_IDS = np.empty(0, dtype=np.int32)
@@ -112,7 +115,8 @@ class BatchBuilder:
     def __init__(self, limits: ExecutorLimits, grammars: Grammars) -> None:
         self._grammars, self._all_cores = grammars, limits.on_all_cores
         S, T, R = limits.max_sequences, limits.max_step_tokens, limits.max_rows
-        self._page_tokens = limits.page_tokens
+        self._page_tokens, self._has_groups = limits.page_tokens, bool(limits.windows or limits.n_slots)
+        self._has_adapters = limits.n_adapters > 0
         self._offsets = np.arange(max(T, limits.max_context), dtype=np.int32)  # slices of it are positions
         self._tokens = np.empty(T, dtype=np.int32)
         self._positions = np.empty(T, dtype=np.int32)
@@ -143,6 +147,7 @@ class BatchBuilder:
                 tokens += [seq.tokens.part(start, end - 1), _UNKNOWN] if chunk.n > 1 else [_UNKNOWN]
                 drawn.append((at + chunk.n - 1, row_before[seq]))
         np.concatenate(tokens, out=self._tokens[:n_tokens])
+        embeddings = self._embeddings(chunks, starts)
         pages = [chunk.sequence.pages.part(0, n) for chunk, n in zip(chunks, n_own, strict=True)]
         np.concatenate(pages, out=self._pages[:n_pages])
         self._starts[: S + 1], self._page_starts[: S + 1] = starts, page_starts
@@ -167,12 +172,28 @@ class BatchBuilder:
         bias_ids, bias_values = _fill_bias(sampling, rows, drawing)
         masks, masks_ready = self._fill_masks(sampling, rows, drawing)
         history, drawn_history = _fill_history(sampling, rows, drawing, row_before)
+        sequences = [chunk.sequence.caches for chunk in chunks] if self._has_groups else []
         return StepInputs(
             tokens=self._tokens[:n_tokens], positions=self._positions[:n_tokens], starts=self._starts[: S + 1],
             pages=self._pages[:n_pages], page_starts=self._page_starts[: S + 1], sampling=sampling, history=history,
             bias_ids=bias_ids, bias_values=bias_values, masks=masks, masks_ready=masks_ready,
             copies=self._copies(chunks), drawn=_pairs(drawn), drawn_history=_pairs(drawn_history),
+            windows=step_windows(sequences, [chunk.start for chunk in chunks], size) if self._has_groups else (),
+            states=step_states(sequences) if self._has_groups else None, embeddings=embeddings,
+            adapters=step_adapters([chunk.sequence for chunk in chunks]) if self._has_adapters else None,
         )  # fmt: skip
+
+    def _embeddings(self, chunks: list[Chunk], starts: list[int]) -> Rows | None:
+        """Return the rows of the prompts that are rows, and number them in this step's tokens. starts: of the chunks"""
+        parts, n = list[Rows](), 0
+        for chunk, at in zip(chunks, starts, strict=False):
+            rows = chunk.sequence.request.rows
+            if rows is not None and chunk.start < len(rows):
+                parts.append(rows[chunk.start : chunk.start + chunk.n])
+                end = n + len(parts[-1])
+                self._tokens[at : at + end - n] = -1 - self._offsets[n:end]
+                n = end
+        return np.concatenate(parts) if parts else None
 
     def _copies(self, chunks: list[Chunk]) -> IntArray | None:
         taking = [(chunk, chunk.sequence.source) for chunk in chunks if chunk.sequence.source is not None]
@@ -191,18 +212,25 @@ class BatchBuilder:
         return (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_beside(matchers)
 
 
-def check(executor: Executor, pool: PagePool) -> None:
+def check(executor: Executor, pool: PagePool, groups: CacheGroups) -> None:
     """Compute a step of token 0 alone, where it can have a page: elsewhere the steps of those who have them tell.
 
     raises RuntimeError, MillraceError where it fails
     """
+    if not groups.has_room(1):
+        return
     if pages := pool.reserve(1):
+        caches = groups.start((), 1)
+        groups.advance(caches, 0, 1, lambda number: None)
         starts, first = np.array([0, 1], np.int32), np.zeros(1, np.int32)
         own, rows = np.array(pages, np.int32), plain_rows(1)
         rows["position"] = 1
+        windows, states = step_windows([caches], [0], executor.limits.page_tokens), step_states([caches])
+        step = StepInputs(first, first, starts, own, starts, rows, _NO_IDS, _NO_IDS, _NO_VALUES)
         try:
-            executor.run(StepInputs(first, first, starts, own, starts, rows, _NO_IDS, _NO_IDS, _NO_VALUES))
+            executor.run(replace(step, windows=windows, states=states))
         finally:
+            groups.release(caches)
             pool.release(pages)
 
 
@@ -234,6 +262,8 @@ def _fill_history(
         if seq.request.resolved.needs_history:
             n_output, window = seq.n_output + seq.n_ahead, seq.request.resolved.penalty_window
             cut = 0 if window is None else max(0, seq.n_prompt + n_output - window)
+            if seq.request.rows is not None:  # they have no token ids to penalise
+                cut = max(cut, seq.n_prompt)
             sampling["history_start"][r] = at
             sampling["history_prompt"][r] = max(0, seq.n_prompt - cut)
             sampling["history_output"][r] = n_output - max(0, cut - seq.n_prompt)

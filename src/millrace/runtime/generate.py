@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
+from millrace.runtime import prompt_embeds
 from millrace.runtime.cache_options import OPTIONS, CacheOptions
 from millrace.runtime.grammar import Matcher
 from millrace.runtime.loop import EngineLoop
@@ -23,8 +24,10 @@ from millrace.runtime.params import (
     with_length,
 )
 from millrace.runtime.request import FREELY, Request, Terms
+from millrace.runtime.resume import FIELD, parse_resume_token_ids
 
-# text, token ids, or {"prompt_token_ids": [...]} or {"prompt": text}; beside these, cache_salt and the like
+# text, token ids, or {"prompt": text}, {"prompt_token_ids": [...]} or {"prompt_embeds": (N, hidden size)}; with one of
+# these, cache_salt and the like, and resume_token_ids: the answer continues behind them
 Prompt = str | Sequence[int] | Mapping[str, object]
 
 
@@ -74,7 +77,7 @@ class Progress(NamedTuple):
 def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
     """Of a request that has just been submitted. prompt: its text, where it was one"""
     outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(request.resolved.n)]
-    ids = request.prompt.tolist()
+    ids = [] if request.rows is not None else request.prompt.tolist()
     scored: list[dict[int, Logprob] | None] | None = None if request.resolved.prompt_top is None else [None]
     seed = request.resolved.seed
     return RequestOutput(request.id, prompt, ids, outputs, finished=False, seed=seed, prompt_logprobs=scored)
@@ -157,7 +160,7 @@ def incoming(
     requests: list[Request] = []
     try:
         for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
-            text, ids = prompt_tokens(loop.tokenizer, prompt)
+            text, ids = _asked(loop, prompt)
             wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
 
             def deliver(deltas: list[Delta], i: int = i) -> None:
@@ -195,7 +198,7 @@ async def astream(
     """
     assert loop.thread.running, "a stream needs somebody who steps"
     wanted = params or SamplingParams()
-    text, ids = prompt_tokens(loop.tokenizer, prompt)
+    text, ids = _asked(loop, prompt)
     wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
     here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
     asked, matchers = wanted.structured_outputs, list[Matcher]()
@@ -217,10 +220,22 @@ async def astream(
         loop.cancel(request)  # harmless when it is finished
 
 
+def _asked(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int] | prompt_embeds.Rows]:
+    """As `prompt_tokens`, and embedding rows where the prompt is given as those. raises RequestError"""
+    if isinstance(prompt, Mapping) and _content(prompt).keys() == {prompt_embeds.FIELD}:
+        return None, prompt_embeds.to_rows(prompt[prompt_embeds.FIELD], loop.limits)
+    return prompt_tokens(loop.tokenizer, prompt)
+
+
+def _content(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Its fields without options."""
+    return {key: value for key, value in prompt.items() if key not in OPTIONS and key != FIELD}
+
+
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
     """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
     if isinstance(prompt, Mapping):
-        said = {key: value for key, value in prompt.items() if key not in OPTIONS}
+        said = _content(prompt)
         if len(said) != 1 or not said.keys() <= {"prompt", "prompt_token_ids"}:
             raise _not_a_prompt(f"a dict with {sorted(map(str, prompt))}")
         (key, value), *_ = said.items()
@@ -236,16 +251,17 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
 
 
 def prompt_terms(prompt: Prompt) -> Terms:
-    """What it asks beside its answer: of the prefix cache. raises RequestError naming the field"""
-    given = prompt.items() if isinstance(prompt, Mapping) else ()
-    options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given if key in OPTIONS}
-    return Terms(cache=CacheOptions(**options)) if options else FREELY
+    """Return the request options of a prompt. raises RequestError naming the field"""
+    given = prompt if isinstance(prompt, Mapping) else {}
+    options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given.items() if key in OPTIONS}
+    delivered = parse_resume_token_ids(given.get(FIELD))
+    return Terms(cache=CacheOptions(**options), delivered=delivered) if options or delivered else FREELY
 
 
 def _not_a_prompt(what: str) -> RequestError:
     return RequestError(
         f"a prompt is {what}",
-        'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}',
+        'a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": [...]} or {"prompt_embeds": rows}',
         "pass one of these for each prompt",
         param="prompt",
     )

@@ -263,6 +263,11 @@ class Grammars:
         for mask, matcher in zip(masks, matchers, strict=True):
             matcher.finish(mask, self._ends)
 
+    def revive(self, matcher: Matcher) -> None:
+        """Restart a matcher whose lexer has given up, perhaps on another answer. raises MachineError"""
+        if self._left_by_their_lexer([matcher]):
+            matcher.restart(self._compiled)
+
     def _compute(self, rows: Sequence[int], matchers: Sequence[Matcher], masks: NDArray[np.uint32]) -> None:
         assert self._executor is not None, "a matcher before its library"
         numbered = [(matchers[row].guide, row) for row in rows]

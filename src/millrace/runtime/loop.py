@@ -20,16 +20,19 @@ from contextlib import ExitStack
 from functools import partial
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
-from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.engine.executor import Executor, ExecutorLimits, StepOutputs
 from millrace.errors import MillraceError, RequestError
+from millrace.runtime.adapters import check_adapter
 from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, check
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_prompt, resolve
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, resolve
+from millrace.runtime.prompt_embeds import Prompt, parse_prompt
 from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
+from millrace.runtime.resume import resume
 from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.stats import Counters, LoopStats
 from millrace.runtime.tier import Tier
@@ -81,30 +84,40 @@ class EngineLoop:
     # ------------------------------------------------------------------ for any thread
 
     def submit(
-        self, prompt_token_ids: Ordered[int] | IntArray, params: SamplingParams, deliver: Deliver,
-        request_id: str | None = None, stops: StopTables | None = None, first: int = 0,
+        self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
+        stops: StopTables | None = None, first: int = 0,
         terms: Terms = FREELY, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
-        """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
+        """Queue a request, as `prepare` and `queue` do. raises RequestError, BusyError"""
+        request = self.prepare(prompt, params, deliver, request_id, stops, first, terms, matchers)
+        self.queue(request)
+        return request
 
-        Every choice ends with exactly one delta that has a finish_reason.
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
+        stops: StopTables | None = None, first: int = 0,
+        terms: Terms = FREELY, matchers: Ordered[Matcher] = (),
+    ) -> Request:  # fmt: skip
+        """Make a request. Its deltas are passed to `deliver` in the engine thread, at most once per step; the last
+        delta of each choice has a finish_reason.
+        prompt: token ids, or embedding rows (N, width)
         stops: the tables of `params.stop`, where they were made elsewhere; first: the index of its first choice
-        terms: what it asks beside its answer
-        matchers: one for each choice, made by `grammars` of what it is held to
-        raises RequestError on bad input, BusyError when the loop has stopped.
+        terms: its options; matchers: one for each choice, made by `grammars` from its structured output
+        raises RequestError
         """
         assert len(matchers) == (params.n if params.structured_outputs else 0), "what is asked is compiled before"
-        prompt = check_prompt(prompt_token_ids, self.limits)
-        resolved = resolve(params, self.defaults, self.limits, len(prompt))
-        prompt_ids, tables = prompt.tolist(), stops or StopTables(params.stop)
+        tokens, embedded = parse_prompt(prompt, params, self.limits)
+        check_adapter(terms.adapter, self.limits)
+        resolved = resolve(params, self.defaults, self.limits, len(tokens))
+        prompt_ids, tables = tokens.tolist() if embedded is None else None, stops or StopTables(params.stop)
+        new_text = partial(AnswerText.of, self.tokenizer, prompt_ids, params, tables)
+        own_id, timings = request_id or uuid.uuid4().hex, Timings(queued_s=self.thread.clock())
+        request = Request(own_id, tokens, resolved, deliver, timings, new_text, first, terms, matchers, embedded)
+        resume(request, self.limits.vocab_size, self.grammars)
+        return request
 
-        def new_text() -> AnswerText:
-            shown = Detokenizer(self.tokenizer, params.skip_special_tokens, prompt_ids)
-            return AnswerText(shown, tables, params.include_stop_str_in_output)
-
-        timings = Timings(queued_s=self.thread.clock())
-        own_id = request_id or uuid.uuid4().hex
-        request = Request(own_id, prompt, resolved, deliver, timings, new_text, first, terms, matchers)
+    def queue(self, request: Request) -> None:
+        """raises BusyError when the loop has stopped"""
         with self.thread.changed:
             self.thread.check_open()
             if request.to_keep:
@@ -114,7 +127,6 @@ class EngineLoop:
             self._submitted.append(request)
             self._n_submitted += len(request.choices)
             self.thread.changed.notify()
-        return request
 
     def cancel(self, request: Request) -> None:
         """Finish the request with ABORT before the next step. Harmless when it is finished."""
@@ -131,7 +143,7 @@ class EngineLoop:
             running=len(scheduler.running), waiting=n_waiting, idle=idle, healthy=not self.thread.dead_because,
             pages_used=self._pool.n_used, pages_kept=index.n_free, pages_total=self._pool.n_pages,
             pages_pinned=len(scheduler.retention.pins.pinned), pages_evicted_total=index.n_evicted,
-            tier=None if self._pool.tier is None else self._pool.tier.stats,
+            windows=scheduler.groups.stats(), tier=None if self._pool.tier is None else self._pool.tier.stats,
             prompt_tokens_total=counters.prompt_tokens, generation_tokens_total=counters.generation_tokens,
             prefix_queries_total=scheduler.n_queried, prefix_hits_total=scheduler.n_hit,
             preemptions_total=scheduler.n_preemptions, finished_total=dict(counters.finished),
@@ -147,7 +159,7 @@ class EngineLoop:
     def reset_prefix_cache(self) -> bool:
         """Forget what is known of KV pages; False, and nothing done, while sequences hold some."""
         with self._stepping:
-            return self._pool.forget()
+            return self._pool.forget() and self._scheduler.groups.clear()
 
     def start(self, after_step: Callable[[], None] = _nothing, computing: Callable[[bool], None] = _nothing) -> None:
         """Run in a thread of its own, which calls `after_step` after each step's deliveries, `computing` around it."""
@@ -240,7 +252,8 @@ class EngineLoop:
         self._batches.rotate()  # the other's inputs are being read
         inputs = self._batches[0].build(step, before.step if before else None)
         self._computing(True)
-        started_s, ahead = self.thread.clock(), not waits and self._executor.depth > 1 and step.leads_on
+        started_s, may_lead = self.thread.clock(), not waits and self._executor.depth > 1
+        ahead = may_lead and step.leads_on and not self._scheduler.groups  # what groups have left no step brings back
         try:
             self._executor.launch(inputs)
         except (RuntimeError, MillraceError):
@@ -335,7 +348,8 @@ class EngineLoop:
             return
         for request in dict.fromkeys(chunk.sequence.request for chunk in step.chunks):
             self._end(request, FinishReason.ERROR, f"the step that computed this request failed: {error}")
-        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error, partial(check, self._executor, self._pool))
+        computes_one = partial(check, self._executor, self._pool, self._scheduler.groups)
+        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error, computes_one)
         if why := self.thread.dead_because:
             self._end_everything(FinishReason.ERROR, f"the engine has stopped: {why}")
 

@@ -20,7 +20,7 @@ from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop, Network
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
-from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
+from millrace.runtime.plan import RunPlan, capped, plan_encoder, plan_run, with_one_table
 from millrace.runtime.settings import RunSettings
 from millrace.runtime.tier import PageMemory, Tier
 from millrace.runtime.token_budget import TokenBudget
@@ -82,16 +82,20 @@ class Opened:
             self.chat_template.close()
 
 
-def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | None = None) -> Opened:
+def open_engine(
+    name: str, engine: Engine, run: RunSettings, sequences: int | None = None, *, one_table: bool = False
+) -> Opened:
     """Plans the memory, then loads the weights.
 
     raises MachineError before anything large is touched, CheckpointError where tokenizer or template cannot be used
     sequences: KV pages for no more than these at full context, unless `run` says how much memory they may take
+    one_table: page numbers are the same in all cache groups, for evaluations, which run steps without a scheduler
     """
-    folder, plan = engine.folder, _plan(engine, run)
-    if sequences is not None and run.kv_memory is None:
-        n_pages = min(plan.n_pages, sequences * engine.pages_per_sequence)
-        plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.page_bytes)
+    folder, plan, most = engine.folder, _plan(engine, run), sequences if run.kv_memory is None else None
+    if one_table:
+        plan = with_one_table(engine, plan, most)
+    elif most is not None:
+        plan = capped(engine, plan, most)
     tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
     template = open_chat_template(folder, tokenizer)
     said = read_json_object(folder / GENERATION_CONFIG)
@@ -101,9 +105,12 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     if isinstance(engine, GpuEngine):
-        on_gpu = engine.on_gpu(plan.n_pages)
+        on_gpu = engine.on_gpu(plan.n_pages, plan.window_pages)
         return Opened(name, engine, plan, on_gpu, tokenizer, template, defaults, run.prefix_cache)
-    executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
+    executor = engine.executor(
+        n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa, window_pages=plan.window_pages,
+        n_slots=plan.n_slots,
+    )  # fmt: skip
     try:
         tier = None if run.kv_tier is None else _tier(engine, executor, run, Path(run.kv_tier))
     except ConfigError:
@@ -116,14 +123,19 @@ def _plan(engine: Engine, run: RunSettings) -> RunPlan:
     if not isinstance(engine, GpuEngine):
         return plan_run(engine, memory(), run.kv_memory)
     found = engine.plan(run.kv_memory)
-    needs, n = found.needs, found.n_pages
-    return RunPlan(n, needs.weights_bytes, needs.step_bytes + needs.graphs_bytes, n * needs.page_bytes)
+    needs, n, windows = found.needs, found.n_pages, found.window_pages
+    computed = needs.step_bytes + needs.graphs_bytes
+    kv_bytes = needs.kv_bytes(n, windows)
+    return RunPlan(n, needs.weights_bytes, computed, kv_bytes, windows, engine.n_slots, needs.states_bytes)
 
 
 def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path) -> Tier:
     if not run.prefix_cache:
         what = "--kv-tier and --no-prefix-cache are both given"
         raise ConfigError(what, "a prefix cache, whose pages go there", "leave one out")
+    if engine.windows or engine.states:
+        what = f"--kv-tier is given, and {engine.manifest.model_name} has layers with a window or a state"
+        raise ConfigError(what, "a model whose layers all attend to every token", "leave --kv-tier out")
     caches = engine.manifest.cpu.caches
     return Tier(
         path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kept()), run.kv_tier_size or TIER_BYTES

@@ -190,6 +190,10 @@ class PrefixIndex:
         newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
         return [(page, known.content.tokens) for page, known in newest if known.content is not None]
 
+    def key_of(self, page: int) -> Key:
+        """By which a page of the index is found."""
+        return self._by_page[page].key
+
     def left(self, page: int) -> None:
         """It has no owner any more."""
         known = self._by_page[page]

@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-import numpy as np
-
+from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import NOTHING_ALLOWED, IntArray
 from millrace.errors import RequestError
+from millrace.runtime.cache_groups import NO_CACHES, SequenceCaches
 from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.grammar import Matcher
-from millrace.runtime.pages import Content, Key, Pages, extend_keys, root_key
-from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
+from millrace.runtime.int_buffer import IntBuffer
+from millrace.runtime.pages import Content, Key, extend_keys, root_key
+from millrace.runtime.params import Delta, FinishReason, Resolved, SamplingParams, TokenLogprobs
+from millrace.runtime.prompt_embeds import EmbeddedPrompt, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,17 @@ class AnswerText:
         """tables: of the request's `stop`, one for all of its choices"""
         self._detokenizer, self._stops = detokenizer, StopStrings(tables, include_stop)
 
-    def push(self, token: int, may_stop: bool) -> tuple[str, str | None]:
-        """As `StopStrings.push`, of what this token adds."""
-        return self._stops.push(self._detokenizer.push((token,)), may_stop)
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, prompt: Ordered[int] | None, params: SamplingParams, tables: StopTables
+    ) -> "AnswerText":
+        """prompt: token ids; None: it is embedding rows"""
+        shown = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
+        return cls(shown, tables, params.include_stop_str_in_output)
+
+    def push(self, tokens: Ordered[int], may_stop: bool) -> tuple[str, str | None]:
+        """As `StopStrings.push`, of what these tokens add."""
+        return self._stops.push(self._detokenizer.push(tokens), may_stop)
 
     def flush(self) -> str:
         """What is still held back: no token is coming."""
@@ -155,50 +165,6 @@ Deliver = Callable[[list[Delta]], None]  # called in the engine thread, at most 
 
 def _nobody(deltas: list[Delta]) -> None:
     raise AssertionError("a request that has ended has nothing to say")
-
-
-class IntBuffer:
-    """A growing int32 array that is sliced without copying: the tokens of a sequence, or its page table."""
-
-    __slots__ = ("_data", "_n")
-
-    def __init__(self, start: IntArray | Pages = ()) -> None:
-        self._n = len(start)
-        self._data = np.empty(max(16, self._n + 16), dtype=np.int32)
-        self._data[: self._n] = start
-
-    def __len__(self) -> int:
-        return self._n
-
-    @property
-    def array(self) -> IntArray:
-        """The values so far (n,), a view that the next append may outgrow."""
-        return self._data[: self._n]
-
-    def part(self, start: int, end: int) -> IntArray:
-        """`array[start:end]`, of values that there are."""
-        return self._data[start:end]
-
-    def append(self, value: int) -> None:
-        if self._n == len(self._data):
-            self._grow(self._n + 1)
-        self._data[self._n] = value
-        self._n += 1
-
-    def extend(self, values: Pages) -> None:
-        n = self._n + len(values)
-        if n > len(self._data):
-            self._grow(n)
-        self._data[self._n : n] = values
-        self._n = n
-
-    def clear(self) -> None:
-        self._n = 0
-
-    def _grow(self, n: int) -> None:
-        grown = np.empty(max(n, 2 * len(self._data)), dtype=np.int32)
-        grown[: self._n] = self._data[: self._n]
-        self._data = grown
 
 
 @dataclass(slots=True)
@@ -229,10 +195,16 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a request asks beside its answer. cache: of the prefix cache; claim: of its turn"""
+    """What a request asks beside its answer. cache: of the prefix cache; claim: of its turn
+
+    delivered: output tokens of each choice that its client already has: the answers continue behind them
+    adapter: of the executor's, by number; 0: the model as it is
+    """
 
     cache: CacheOptions = PLAIN
     claim: Claim = NO_CLAIM
+    delivered: tuple[tuple[int, ...], ...] = ()
+    adapter: int = 0
 
 
 FREELY = Terms()
@@ -244,6 +216,7 @@ class Request:
 
     first: the index of its first choice in what its reader gets, where one reader has several requests
     terms: what it asks beside its answer; matchers: what each choice is held to; none where nothing is
+    embedded: embedding rows that the prompt's numbers stand for; None: they are token ids
     """
 
     id: str
@@ -255,6 +228,7 @@ class Request:
     first: int = 0
     terms: Terms = FREELY
     matchers: Ordered[Matcher] = ()
+    embedded: EmbeddedPrompt | None = None
     choices: list["Sequence"] = field(init=False)
     order: int = field(init=False, default=0)  # of arrival at the scheduler
     root: Key = field(init=False)  # what the keys of its pages begin with
@@ -265,9 +239,17 @@ class Request:
     def __post_init__(self) -> None:
         if self.resolved.prompt_top is None:
             self.n_scored = len(self.prompt)
-        self.root = root_key(self.cache.salt.encode(errors="surrogatepass"))
+        key_parts = [] if self.embedded is None else [self.embedded.digest]
+        if self.terms.adapter:
+            key_parts.append(b"adapter %d" % self.terms.adapter)
+        self.root = root_key(self.cache.salt.encode(errors="surrogatepass"), *key_parts)
         self.to_keep = self.cache.pin or self.cache.priority is not None
         self.choices = [Sequence(self, index) for index in range(self.resolved.n)]
+
+    @property
+    def rows(self) -> Rows | None:
+        """The embedding rows (N, width) of its prompt, if it has some."""
+        return None if self.embedded is None else self.embedded.rows
 
     @property
     def cache(self) -> CacheOptions:
@@ -294,7 +276,7 @@ class Sequence:
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_known", "n_most", "source"),
+        *("keys", "leader", "leads", "n_ahead", "n_finite", "n_known", "n_most", "source", "caches"),
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -305,6 +287,7 @@ class Sequence:
         self.n_computed = 0
         self.n_ahead = 0  # tokens behind these that launched steps draw: nobody but the device knows them yet
         self.pages = IntBuffer()
+        self.caches: SequenceCaches = NO_CACHES  # its window pages and state slots while it runs
         self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
         self.n_finite = 0  # of its computed tokens, those that a finite one was drawn from
         self.n_known = 0  # of its pages, so many from the first on are in the index
@@ -370,7 +353,7 @@ class Sequence:
         finish = finish_by_token(token, n_output, resolved)
         text, stop = "", None
         if finish is None or (finish.stop is not None and resolved.include_stop):
-            text, stop = self.text.push(token, n_output >= resolved.min_tokens)
+            text, stop = self.text.push((token,), n_output >= resolved.min_tokens)
         if stop is not None:
             finish = finish or Finish(FinishReason.STOP, stop)
         else:

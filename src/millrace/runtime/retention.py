@@ -74,6 +74,7 @@ class Retention:
         n_context = -(-limits.context_tokens // limits.page_tokens)  # pages that any request may need
         self.pins = Pins(pool, max(0, min(pool.n_pages // 2, pool.n_pages - n_context)))
         self._index, self._clock, self._page_tokens, self._on = pool.index, clock, limits.page_tokens, on
+        self._has_groups = bool(limits.windows or limits.n_slots)
 
     def promise(self, request: Request) -> None:
         """Before it is queued: what it asks can be done. raises RequestError"""
@@ -82,6 +83,11 @@ class Retention:
         if not self._on:
             mend = f"leave {field} out, or serve without --no-prefix-cache"
             raise RequestError(f"{field} is set, and the prefix cache is off", "one that is on", mend, field)
+        if self._has_groups:
+            raise RequestError(
+                f"{field} is set, and this model has layers with a window or a state",
+                "a model whose layers all attend to every token", f"leave {field} out", field,
+            )  # fmt: skip
         if pins and n_prompt < self._page_tokens:
             raise RequestError(
                 f"{field} is set for a prompt of {n_prompt} tokens", f"at least {self._page_tokens}: a full KV page",

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.batch import Chunk, Step
+from millrace.runtime.cache_groups import NO_CACHES, CacheGroups
 from millrace.runtime.claim import NO_CLAIM
 from millrace.runtime.order import Order, Policy, first_come
 from millrace.runtime.pages import Content, Key, PagePool, Pages, root_key
@@ -61,7 +62,8 @@ class Scheduler:
         self.n_preemptions = 0
         self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
         self._n_arrived = 0
-        self._order = Order(policy, clock, lambda seq: len(pool.index.find(self._findable(seq))) * limits.page_tokens)
+        self.groups = CacheGroups(limits)
+        self._order = Order(policy, clock, lambda seq: len(self._find(self._findable(seq))) * limits.page_tokens)
         self.retention = Retention(limits, pool, clock, prefix_cache)
         self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
 
@@ -166,6 +168,8 @@ class Scheduler:
             if seq.source is not None:
                 self._drop_source(seq)
             seq.n_computed = chunk.start + chunk.n
+            if self.groups:
+                self.groups.commit(seq.caches)
             if chunk.n_scored:
                 seq.request.n_scored += chunk.n_scored
         if not self._order.is_plain:
@@ -186,23 +190,38 @@ class Scheduler:
             start = seq.n_computed
             if start >= len(seq.pages) * page_tokens and not self._grow(seq, ranked):
                 break
+            if self.groups:
+                self._advance_groups(seq, start, 1)
             step.chunks.append(Chunk(seq, start, 1, True))
         step.n_tokens = len(step.chunks)
 
     def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
         """How many tokens it took; 0 only where all rows for scores are taken."""
         start, n, n_scored = seq.n_computed, min(seq.n_left, room), 0
+        if self.groups and self._n_public(seq):
+            n = self.groups.chunk_length(start, n, n == seq.n_left)
         if seq.index == 0 and (first := seq.request.n_scored) < seq.n_prompt:  # its row is that of the token before
             rows = self._rows_for(seq, step)
             n_scored = max(0, min(min(start + n, seq.n_prompt - 1) - first + 1, rows))
             if start + n < seq.n_prompt or n_scored == rows:
                 n = min(n, first - 1 + n_scored - start)
         if n > 0:
+            if self.groups:
+                self._advance_groups(seq, start, n)
             step.chunks.append(Chunk(seq, start, n, n == seq.n_left, n_scored))
             step.n_tokens += n
             step.n_prefill += n
             step.n_scored += n_scored
         return n
+
+    def _advance_groups(self, seq: Sequence, start: int, n: int) -> None:
+        """Allocate the window pages and the state slot that this chunk needs; free pages before its window."""
+        size, n_public = self.limits.page_tokens, min(self._n_public(seq), start)
+
+        def key_of(number: int) -> Key | None:
+            return seq.page_keys(number + 1, size)[number] if (number + 1) * size <= n_public else None
+
+        self.groups.advance(seq.caches, start, n, key_of)
 
     def _rows_for(self, seq: Sequence, step: Step) -> int:
         """Rows of logits for scores: the oldest prompt that is scored may have all, others half, so that it goes on."""
@@ -230,7 +249,7 @@ class Scheduler:
             self.running.append(seq)
             self._lead(seq)
             if seq.request.timings.first_scheduled_s is None:
-                self._begin(seq.request, seq.n_computed)
+                self._begin(seq.request, min(seq.n_computed, seq.n_prompt))
             room -= self._take_prefill(step, seq, room)
         return given - room
 
@@ -244,6 +263,8 @@ class Scheduler:
     def _reserve_known_tokens(self, seq: Sequence, shared: Pages) -> bool:
         """Pages for every token that `seq` has; False, and nothing taken, when they are not there now."""
         n = -(-seq.n_tokens // self.limits.page_tokens) - len(shared)
+        if self.groups and not self.groups.has_room(seq.n_most):
+            return False
         spare = len(self.running)  # a page of growth for each running answer, or they would soon preempt this one
         kept = self.pool.share(shared)  # first: they may be free, and then are no room for others
         if self.pool.n_free < n + spare and self.running:
@@ -252,6 +273,8 @@ class Scheduler:
         kept = self.pool.promote(self._findable(seq), kept, lambda i: seq.content(i, self.limits.page_tokens))
         n -= len(kept) - len(shared)
         seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
+        if self.groups:
+            seq.caches = self.groups.start(seq.page_keys(len(kept), self.limits.page_tokens), seq.n_most)
         seq.n_computed += self._share_part(seq, n)
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
@@ -267,9 +290,12 @@ class Scheduler:
         if found is None:
             return 0
         page, n_shared = found
+        if self.groups and not self.groups.share_partial_page(seq.caches, self.pool.index.key_of(page)):
+            return 0
         self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
         if self.pool.n_free < n:
             self.pool.release((page,))
+            self.groups.drop_sources(seq.caches)
             return 0
         seq.source = page
         return n_shared
@@ -278,6 +304,7 @@ class Scheduler:
         if seq.source is not None:
             self.pool.release((seq.source,))
             seq.source = None
+            self.groups.drop_sources(seq.caches)
 
     # ------------------------------------------------------------------ shortage
 
@@ -310,6 +337,9 @@ class Scheduler:
             self._publish(seq, last.key, last)
         self.pool.release(seq.pages.array.tolist())
         seq.pages.clear()
+        if self.groups:
+            self.groups.release(seq.caches)
+            seq.caches = NO_CACHES
         seq.n_known = seq.n_computed = seq.n_finite = 0
 
     # ------------------------------------------------------------------ prefixes that are known
@@ -322,6 +352,8 @@ class Scheduler:
         page_tokens = self.limits.page_tokens
         seq.n_finite = seq.n_computed if n is None else n
         next_full = (seq.n_known + 1) * page_tokens
+        if self.groups:
+            self.groups.publish_released(seq.caches)
         nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # so it is for most tokens
         if nothing_new and seq.leads is None and not seq.request.to_keep:
             return
@@ -335,6 +367,7 @@ class Scheduler:
     def _publish(self, seq: Sequence, key: Key, content: Content) -> None:
         """The first of its pages that is not in the index yet."""
         i, pages = seq.n_known, seq.pages.array
+        self.groups.publish(seq.caches, i, key)
         pages[i] = self.pool.publish(int(pages[i]), key, int(pages[i - 1]) if i else None, content)
         seq.n_known += 1
 
@@ -351,13 +384,19 @@ class Scheduler:
         if seq.index and request.n_scored < seq.n_prompt:
             return None
         keys = self._findable(seq)
-        found = self.pool.index.find(keys)
+        found = self._find(keys)
         if len(found) < len(keys):
-            leader = self._leading.get(keys[len(found)])
+            # With states, a prefix will be known only where one was saved: waiting may be vain.
+            leader = self._leading.get(keys[len(found)]) if self.groups.slots is None else None
             if leader is not None and seq.is_sooner_behind(leader, len(keys), len(found), page_tokens):
                 seq.leader = leader
                 return None
         return found
+
+    def _find(self, keys: list[Key]) -> Pages:
+        """Return the longest known prefix from which the sequence can continue in every cache group."""
+        found = self.pool.index.find(keys)
+        return found[: self.groups.n_known(keys[: len(found)])] if self.groups else found
 
     def _findable(self, seq: Sequence) -> list[Key]:
         """The last token is computed in any case, to draw the next one; a scored prompt from the first that is not."""

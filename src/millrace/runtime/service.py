@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from millrace.engine.executor import ExecutorLimits, IntArray
+from millrace.engine.executor import ExecutorLimits
 from millrace.errors import BusyError, ConfigError, MillraceError
 from millrace.runtime.claim import Claim
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.prompt_embeds import Prompt
 from millrace.runtime.request import FREELY, Request, StopTables, Terms
 from millrace.runtime.settings import MAX_QUEUED
 from millrace.runtime.stats import LoopStats
@@ -252,7 +253,7 @@ class AsyncEngine:
 
     def submit(
         self,
-        prompts: Sequence[Sequence[int] | IntArray],
+        prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
@@ -266,27 +267,45 @@ class AsyncEngine:
         terms: what each asks beside its answer
         matchers: one for each choice of them all, where they are held to something
         """
-        assert self._aio is not None, "submit before start"
-        n_choices = sum(own.n for own in params)
-        self._check_room(n_choices, terms.claim)
+        self._check_room(sum(own.n for own in params), terms.claim)
+        handle = self.prepare(prompts, params, request_id, stops, terms, matchers)
+        self.queue(handle)
+        return handle
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_id: str | None = None,
+        stops: StopTables | None = None,
+        terms: Terms = FREELY,
+        matchers: Sequence[Matcher] = (),
+    ) -> RequestHandle:
+        """Make the requests of `submit`, in any thread: to resume long answers takes a while. raises RequestError"""
         handle = RequestHandle(self)
-        handle._n_choices = handle._unfinished = n_choices
+        handle._n_choices = handle._unfinished = sum(own.n for own in params)
 
         def deliver(deltas: list[Delta]) -> None:  # in the engine thread
             self._outbox_append(handle, deltas)
 
         first = 0
+        for prompt, own in zip(prompts, params, strict=True):
+            held = matchers[first : first + own.n]
+            handle.requests.append(self.loop.prepare(prompt, own, deliver, request_id, stops, first, terms, held))
+            first += own.n
+        return handle
+
+    def queue(self, handle: RequestHandle) -> None:
+        """Queue prepared requests, or none of them. raises BusyError as `submit`"""
+        assert self._aio is not None, "submit before start"
+        self._check_room(handle._n_choices, handle.requests[0].claim)
         try:
-            for prompt, own in zip(prompts, params, strict=True):
-                held = matchers[first : first + own.n]
-                request = self.loop.submit(prompt, own, deliver, request_id, stops, first, terms, held)
-                handle.requests.append(request)
-                first += own.n
+            for request in handle.requests:
+                self.loop.queue(request)
         except MillraceError:
             handle.cancel()
             raise
         self._live.add(handle)
-        return handle
 
     def stats(self) -> LoopStats:
         """Counters, queue lengths, pages and health of the engine loop."""

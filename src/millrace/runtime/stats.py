@@ -18,6 +18,16 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowStats:
+    """One moment of the pages of one window."""
+
+    tokens: int  # of the window
+    pages_used: int
+    pages_kept: int
+    pages_total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStats:
     """One moment of the loop. Totals only grow; times are in seconds."""
 
@@ -33,6 +43,7 @@ class LoopStats:
     prefix_queries_total: int  # tokens of prompts that were looked up in the prefix cache
     prefix_hits_total: int  # of these, those that were found, and so not computed
     pages_evicted_total: int
+    windows: tuple[WindowStats, ...]  # of layers that attend to the last tokens alone
     tier: TierStats | None  # where there is one
     steps_total: int
     step_tokens_total: int  # computed by the executor, recomputation included

@@ -19,10 +19,10 @@ from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, checked_ids, truncated, truncation
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.encoder_requests import EmbeddingRequest
 from millrace.serve.fields import TextsOrIds, let_go, texts_or_ids
 from millrace.serve.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.metrics import counter, gauge
-from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
 from millrace.serve.serving import LARGE, Serving
 from millrace.serve.text import Texts

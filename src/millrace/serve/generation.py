@@ -28,6 +28,7 @@ from millrace.runtime.params import (
     check_context,
     with_length,
 )
+from millrace.runtime.prompt_embeds import EmbeddedPrompt
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.conversation import Conversation
@@ -35,7 +36,7 @@ from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.logprobs import check_whole
 from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
-from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
+from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_RESUME, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
 from millrace.serve.thinking import FIELDS
@@ -235,7 +236,7 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
 
 async def start(
     backend: TextBackend,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int] | EmbeddedPrompt],
     params: SamplingParams,
     call: Call,
     terms: Terms = FREELY,
@@ -266,7 +267,11 @@ async def start(
         terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
     if call.tenant and not backend.settings.share_prefix_cache:
         terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
-    handle = engine.submit(prompts, each, call.id, stops, terms, matchers)
+    if not terms.delivered:
+        return Generation(engine.submit(prompts, each, call.id, stops, terms, matchers), params, call, backend, heard)
+    prepare = partial(engine.prepare, prompts, each, call.id, stops, terms, matchers)
+    handle = await backend.off_loop(sum(map(len, terms.delivered)) > LARGE_RESUME, prepare)
+    engine.queue(handle)
     return Generation(handle, params, call, backend, heard)
 
 

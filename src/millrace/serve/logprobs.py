@@ -87,7 +87,7 @@ class OffsetLogprobs:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool, echo: Echo | None
+        self, tokenizer: Tokenizer, prompt: Sequence[int] | None, skip_special_tokens: bool, echo: Echo | None
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.runtime.request import Timings
-from millrace.runtime.stats import LoopStats, TierStats
+from millrace.runtime.stats import LoopStats, TierStats, WindowStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name",)
@@ -179,7 +179,7 @@ class _Models(Collector):
 
 def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iterator[Metric]:
     """What the engine loop of a language model counts, at this moment."""
-    used = stats.pages_used / max(1, stats.pages_total)
+    used = max(n / max(1, n_all) for n, n_all in _used_pages(stats))
     yield gauge(model, "vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
     yield gauge(
         model,
@@ -187,7 +187,8 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
         "Sequences that wait for their first step, or for pages again",
         stats.waiting,
     )
-    yield gauge(model, "vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all", used)
+    said = "Fraction of KV pages in use (1 = full); the fullest cache group if there are several"
+    yield gauge(model, "vllm:kv_cache_usage_perc", said, used)
     yield counter(
         model, "vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache", stats.prompt_tokens_total
     )
@@ -207,11 +208,31 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     yield gauge(model, "millrace:kv_pages_pinned", said, stats.pages_pinned)
     said = "KV pages whose content was given up for others"
     yield counter(model, "millrace:kv_pages_evicted", said, stats.pages_evicted_total)
+    if stats.windows:
+        yield from _window_metrics(model, stats.windows)
     if stats.tier is not None:
         yield from _tier_metrics(model, stats.tier)
     yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
     silent_s = 0.0 if stats.idle else stats.last_step_s
     yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
+
+
+def _used_pages(stats: LoopStats) -> list[tuple[int, int]]:
+    """Of the caches without a window, then of those of each: pages in use, and all."""
+    return [(stats.pages_used, stats.pages_total), *((w.pages_used, w.pages_total) for w in stats.windows)]
+
+
+def _window_metrics(model: str, windows: tuple[WindowStats, ...]) -> Iterator[Metric]:
+    labels = (*LABELS, "window")
+    used = GaugeMetricFamily(
+        "millrace:kv_window_pages_used", "KV pages in use, of layers with this window", labels=labels
+    )
+    said = "KV pages of layers with this window that are free, but kept for prompts to find"
+    kept = GaugeMetricFamily("millrace:kv_window_pages_kept", said, labels=labels)
+    for window in windows:
+        used.add_metric((model, str(window.tokens)), window.pages_used)
+        kept.add_metric((model, str(window.tokens)), window.pages_kept)
+    yield from (used, kept)
 
 
 def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:

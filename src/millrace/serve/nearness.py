@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.embedding import Vectors
 from millrace.serve.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
+from millrace.serve.encoder_requests import RerankRequest, ScoreRequest
 from millrace.serve.fields import let_go
-from millrace.serve.protocol import RerankRequest, ScoreRequest
 from millrace.serve.replies import EmbeddingUsage, Ranked, RankedText, RerankReply, Score, ScoreReply
 from millrace.serve.serving import LARGE
 from millrace.serve.wire import Call

@@ -132,6 +132,9 @@ CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "chat_template": (),
     "documents": ([],),
+    "return_token_ids": (False,),
+    "prompt_embeds": (),
+    "resume_token_ids": ([],),
 }
 COMPLETION_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
@@ -149,7 +152,6 @@ VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "options": ({},),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "logits_processors": ([],),
     "logit_processors": ([],),
     "custom_logit_processor": ("",),
@@ -158,7 +160,6 @@ VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "guided_whitespace_pattern": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
-    "prompt_embeds": (),
     "stop_regex": ([], ""),
     "no_stop_trim": (False,),
     "lora_path": (),

@@ -16,6 +16,8 @@ from collections import OrderedDict
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
+
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 from millrace.runtime.loop import EngineLoop
@@ -119,11 +121,19 @@ class RecordedEngine(AsyncEngine):
                 for request in handle.requests:
                     came_s, n_output = self._epoch_s + request.timings.queued_s, request.timings.n_output_tokens
                     stay = stay_of(request, self.limits.context_tokens)
-                    self._recorder.write(came_s, request.prompt, n_output, **stay)
+                    self._recorder.write(came_s, content_of(request), n_output, **stay)
 
     async def close(self, within_s: float = STOP_S) -> None:
         await super().close(within_s)
         self._recorder.close()
+
+
+def content_of(request: Request) -> IntArray:
+    """Return the tokens of a prompt; for embedding rows, numbers that are equal only where rows are."""
+    if request.rows is None:
+        return request.prompt
+    digests = [hashlib.blake2b(row.tobytes(), digest_size=4).digest() for row in request.rows]
+    return np.frombuffer(b"".join(digests), np.int32)
 
 
 def stay_of(request: Request, context: int) -> dict[str, float]:

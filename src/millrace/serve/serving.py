@@ -258,6 +258,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
 LARGE = 8192  # tokens of an answer, characters of stop strings: a few milliseconds
+LARGE_RESUME = 256  # tokens of answers that are resumed: a few milliseconds
 LARGE_STEP = 512  # log probabilities of an answer that is held until it is complete: about a millisecond
 
 

@@ -1,72 +1,21 @@
-"""What the cost of a model depends on: read from any config.json, or one of the presets.
+"""What the cost of a model depends on: read from any config.json, or one of the presets."""
 
-More families than the engine serves: a purchase is planned before there is a checkpoint.
-"""
-
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from millrace.checkpoint.decoder_sizes import SIZES, DecoderSizes, read_config_file, read_sizes
 from millrace.errors import ConfigError, nearest, plain
-from millrace.settings import once, read_given
 
-_MOST_BYTES = 1 << 20  # of a config.json
-_MOST = 1 << 24  # of any size in it
 _TUNED = re.compile(r"(-(instruct|chat|it|hf|base|v0\.[12]))+$")  # of one size, other weights
-_SIZES = ("n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_context")
-
-# What makes memory and time of a token others than those of attention as it is known here.
-_OTHERWISE = {
-    "kv_lora_rank": "keys and values are compressed (MLA), which is not modelled",
-    **dict.fromkeys(("hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state", "ssm_cfg"),
-                    "layers without attention are not modelled"),
-}  # fmt: skip
-_SOME_LAYERS = ("gemma2", "gemma3", "gemma3_text", "gpt_oss", "cohere2")  # in which alone a window is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A decoder. experts: of a layer (0: dense), of which a token visits `experts_active`
-
-    shared: width of what each token visits beside those; window: tokens that attention reaches back in all layers,
-    where that is less than the context
-    """
-
-    name: str
-    n_layers: int
-    hidden: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn: int  # of one expert, where there are some
-    vocab: int
-    max_context: int
-    gated: bool = True  # three matrices in a feed-forward layer, else two
-    experts: int = 0
-    experts_active: int = 0
-    shared: int = 0
-    window: int | None = None
-    tied: bool = False  # the head is the embedding table
-
-    def __post_init__(self) -> None:
-        for name in _SIZES:
-            if not 0 < getattr(self, name) <= _MOST:
-                raise ConfigError(f"{self.name}: {name} is {getattr(self, name)}", f"1 to {_MOST}", "correct it")
-        if not 0 <= self.shared <= _MOST or not (self.window is None or 0 < self.window <= _MOST):
-            raise ConfigError(f"{self.name}: {self.shared} for shared experts, a window of {self.window}",
-                              f"at most {_MOST} each", "correct the configuration")  # fmt: skip
-        if self.n_kv_heads > self.n_heads:
-            raise ConfigError(f"{self.name}: {self.n_kv_heads} heads of keys and values for {self.n_heads} of queries",
-                              "no more than these", "correct the configuration")  # fmt: skip
-        if not 0 <= self.experts_active <= self.experts <= 4096 or (self.experts > 0) != (self.experts_active > 0):
-            raise ConfigError(
-                f"{self.name}: a token visits {self.experts_active} of {self.experts} experts",
-                "at least one, and no more than there are", "correct the configuration",
-            )  # fmt: skip
+class ModelShape(DecoderSizes):
+    """A decoder, and what its sizes make of it."""
 
     @property
     def attention_parameters(self) -> int:
@@ -129,7 +78,7 @@ class ModelShape:
 
 def _preset(name: str, sizes: tuple[int, ...], **more: Any) -> ModelShape:
     """sizes: layers, hidden, heads, KV heads, head size, feed-forward, vocabulary, context"""
-    named: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    named: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
     return ModelShape(name=name, **named, **more)
 
 
@@ -171,12 +120,12 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType({m.name: m for m in (
 
 
 def find_model(name: str) -> ModelShape:
-    """A preset, or the shape in a config.json or a folder that holds one. raises ConfigError"""
+    """A preset, or the shape in a config.json or a folder that holds one. raises ConfigError, CheckpointError"""
     path = Path(name)
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
-        return read_model(path)
+        return of_config(read_config_file(path), path.resolve().parent.name)
     wanted = name.casefold()
     if wanted not in PRESETS:
         bare = _TUNED.sub("", wanted.rsplit("/", 1)[-1])  # of the Hub's names
@@ -187,104 +136,6 @@ def find_model(name: str) -> ModelShape:
     return PRESETS[wanted]
 
 
-def read_model(path: Path) -> ModelShape:
-    """raises ConfigError"""
-    try:
-        data = read_given(path, _MOST_BYTES)
-        config = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", "a config.json", "check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {plain(str(error))}", "a config.json", "check the file") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no configuration", f"a JSON object of at most {_MOST_BYTES} bytes", "check it")
-    return of_config(config, path.resolve().parent.name)
-
-
-def of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """From the keys that families write them under. raises ConfigError, also for what would be sized wrongly"""
-    inner = config.get("text_config")
-    if inner is not None:  # of a model that sees, too: its decoder
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{name}: text_config is {inner!r:.40}", "an object", "correct config.json")
-        config = {**config, **inner}
-    for key, why in _OTHERWISE.items():
-        if config.get(key):
-            raise ConfigError(f"{name}: {key}: {why}", "attention with its keys and values in every layer",
-                              "take the preset or config.json of a model alike, which has that")  # fmt: skip
-    find = _Keys(config, name)
-    hidden, n_heads = find("hidden_size", "n_embd", "d_model"), find("num_attention_heads", "n_head", "n_heads")
-    n_kv = find("num_key_value_heads", "num_kv_heads", "n_head_kv", default=n_heads)
-    experts = find("num_local_experts", "num_experts", "n_routed_experts", default=0, low=0)
-    ffn = find("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", default=4 * hidden)
-    of_expert = find("moe_intermediate_size", default=ffn) if experts else ffn
-    each = find("n_shared_experts", default=0, low=0) * of_expert
-    shared = find("shared_expert_intermediate_size", default=each, low=0)
-    return ModelShape(
-        name=name, n_layers=find("num_hidden_layers", "n_layer", "n_layers"), hidden=hidden, n_heads=n_heads,
-        n_kv_heads=1 if find.flag("multi_query") and "num_kv_heads" not in config else n_kv,
-        head_dim=find("head_dim", default=max(1, hidden // n_heads)), ffn=of_expert, vocab=find("vocab_size"),
-        max_context=find("max_position_embeddings", "n_positions", "max_seq_len", default=2048),
-        gated=find.text("model_type") not in ("falcon", "RefinedWeb", "mpt", "gpt2", "nemotron", "opt"),
-        experts=experts, experts_active=find("num_experts_per_tok", default=0, low=0) if experts else 0,
-        shared=shared if experts else 0, window=_window(find), tied=find.flag("tie_word_embeddings"),
-    )  # fmt: skip
-
-
-def _window(find: "_Keys") -> int | None:
-    """Of all layers. Where only some look back no further, all are taken to look back to the beginning: what is planned
-    then is rather too much than too little."""
-    if not find.flag("use_sliding_window", default=True):
-        return None
-    window = find("sliding_window", default=0)
-    some = any(kind != "sliding_attention" for kind in find.names("layer_types"))
-    some = some or find.has_pattern("sliding_window_pattern") or find.text("model_type") in _SOME_LAYERS
-    return window if window and not some else None
-
-
-class _Keys:
-    """What a config.json has. Each raises ConfigError for a value of another kind, under the name that it stands by."""
-
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self._config, self._name = config, name
-
-    def __call__(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """The number under the first of those names."""
-        for name in names:
-            if (value := self._config.get(name)) is not None:
-                if type(value) is not int or not low <= value <= _MOST:
-                    raise self._wrong(name, value, f"a whole number from {low} to {_MOST}")
-                return value
-        if default is None:
-            raise ConfigError(f"{self._name}: config.json has no {names[0]}", "a decoder's sizes", "complete it")
-        return default
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._config.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self._config.get(name)
-        if not isinstance(value, str | None):
-            raise self._wrong(name, value, "a name")
-        return value or ""
-
-    def names(self, name: str) -> list[str]:
-        value = self._config.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self._wrong(name, value, "a list of names")
-        return value
-
-    def has_pattern(self, name: str) -> bool:
-        """Of layers: every so many of them is another one, or a letter for each ("LLLG")."""
-        letters = self._config.get(name)
-        return (isinstance(letters, str) and letters.isalpha()) or self(name, default=0) > 0
-
-    def _wrong(self, name: str, value: Any, expected: str) -> ConfigError:
-        return ConfigError(f"{self._name}: {name} is {value!r:.40}", expected, "correct config.json")
+def of_config(config: Mapping[str, object], name: str) -> ModelShape:
+    """raises CheckpointError, ConfigError"""
+    return ModelShape(**asdict(read_sizes(config, name)))

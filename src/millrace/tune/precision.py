@@ -11,9 +11,9 @@ from types import MappingProxyType
 import numpy as np
 
 from millrace.compile.build import BuildOptions, plan_pieces, settled
+from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
 from millrace.compile.pricing import Question
-from millrace.compile.program import Bounds, Program
 from millrace.engine.evaluation import Evaluation, Price, rounded
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.engine.slots import slot

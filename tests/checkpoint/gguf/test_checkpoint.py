@@ -12,9 +12,9 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.engine.engine import Engine
 from millrace.errors import CheckpointError
 from millrace.kernels.matmul.pack import rounded_codes
-from tests.support.checkpoints import FAMILIES, random_checkpoint
+from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, last_logits
-from tests.support.gguf_files import BLOCKY, write_gguf
+from tests.support.gguf_files import BLOCKY, FAMILIES, write_gguf
 from tests.support.shared import shared
 
 PROMPTS = [[1, 5, 9, 200], [7, 300, 12] * 9]
@@ -39,7 +39,7 @@ def greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_gives_the_same_logits(tmp_path: Path, family: str) -> None:
-    folder = random_checkpoint(tmp_path / "folder", family, seed=3)
+    folder = random_checkpoint(tmp_path / "folder", family, seed=3, **FAMILIES[family])
     path = write_gguf(tmp_path / "m.gguf", folder)
     theirs, ours = (build(p, tmp_path / f"{p.stem}.engine", "fp32") for p in (folder, path))
     np.testing.assert_array_equal(logits(ours, PROMPTS), logits(theirs, PROMPTS))

@@ -13,8 +13,13 @@ from millrace.checkpoint.declared_keys import GGUF_KEYS
 from millrace.checkpoint.gguf.reader import GgufFile, Value
 from millrace.errors import CheckpointError
 
-# what general.architecture may be: families by their own names. Mistral's files say llama.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma")
+# What general.architecture may be, with the families' names. Mistral's files say llama.
+ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text",
+}  # fmt: skip
+# By which llama.cpp knows the largest ones: their scores are scaled by the hidden size of a head, not by its own.
+_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers
+_EVERY = {"gemma2": 2, "gemma3": 6}  # of so many layers the last one has no window; elsewhere all have what is said
 _USED = frozenset(
     {
         "context_length",
@@ -35,6 +40,11 @@ _USED = frozenset(
         "rope.scale_linear",
     }
 )
+# Keys that only these architectures read.
+_USED_BY: Mapping[str, tuple[str, ...]] = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": ("final_logit_softcapping", "rope.freq_base_swa"),
+}
 # They do not change what the model computes; the last two say how a scaling came about that is given beside them.
 _HARMLESS = frozenset(["tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"])
 # They change what the model computes, except at these values.
@@ -47,6 +57,7 @@ _ONLY_AT: Mapping[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
+    "rope.freq_base_swa": (),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
@@ -120,26 +131,30 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
     n_kv_heads = keys.integer(f"{arch}.attention.head_count_kv", n_heads)
     if n_heads % n_kv_heads:
         raise keys.wrong(f"{arch}.attention.head_count_kv", f"a divisor of {arch}.attention.head_count {n_heads}")
-    n_layers = keys.integer(f"{arch}.block_count")
+    n_layers, family = keys.integer(f"{arch}.block_count"), ARCHITECTURES[arch]
     if n_layers > len(file.tensors):
         raise keys.wrong(f"{arch}.block_count", f"no more layers than the file has tensors, {len(file.tensors)}")
     hidden_size = keys.integer(f"{arch}.embedding_length")
     context = keys.integer(f"{arch}.context_length")
-    window = keys.integer(f"{arch}.attention.sliding_window", 0, low=0) or None
-    capped = window is not None and window < context
-    note = f"context capped at the model's sliding window of {window} tokens (the file promises {context})"
+    head_dim, scale = _head_dim(keys, arch, hidden_size, n_heads), None
+    if n_layers == _LARGEST.get(arch):
+        scale = (hidden_size / n_heads) ** -0.5
+    rope = _rope(keys, arch)
     return ModelConfig(
-        architecture=FAMILIES[arch].architecture, family=arch, hidden_size=hidden_size,
+        architecture=FAMILIES[family].architecture, family=family, hidden_size=hidden_size,
         intermediate_size=keys.integer(f"{arch}.feed_forward_length"),
         n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
-        head_dim=_head_dim(keys, arch, hidden_size, n_heads), vocab_size=_vocab_size(file, keys, arch),
-        max_context=min(window or context, context), norm_eps=keys.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, arch), tie_embeddings="output.weight" not in file.tensors,
+        head_dim=head_dim, vocab_size=_vocab_size(file, keys, arch),
+        max_context=context, norm_eps=keys.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope=rope, tie_embeddings="output.weight" not in file.tensors,
         attention_bias=arch == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        activation="gelu_tanh" if arch == "gemma" else "silu", sliding_window=window, dtype="float32",
-        bos_token_id=bos, eos_token_ids=eos, notes=(*notes, note) if capped else notes,
+        activation="gelu_tanh" if arch.startswith("gemma") else "silu",
+        windows=_windows(keys, arch, n_layers), local_rope=_local_rope(keys, arch), attention_scale=scale,
+        attention_softcap=_softcap(keys, arch, "attn_logit_softcapping", 50.0 if arch == "gemma2" else 0.0),
+        logits_softcap=_softcap(keys, arch, "final_logit_softcapping", 30.0 if arch == "gemma2" else 0.0),
+        dtype="float32", bos_token_id=bos, eos_token_ids=eos, notes=notes,
     )  # fmt: skip
 
 
@@ -159,11 +174,11 @@ def _check_keys(keys: Keys, arch: str) -> tuple[str, ...]:
 
     raises CheckpointError
     """
-    prefix = f"{arch}."
+    prefix, used = f"{arch}.", {*_USED, *_USED_BY.get(arch, ())}
     unread: list[str] = []
     for key, value in keys.values.items():
         name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name in _USED or name in _HARMLESS:
+        if not key.startswith(prefix) or name in used or name in _HARMLESS:
             continue
         neutral = _ONLY_AT.get(name, () if name in GGUF_KEYS else None)
         if neutral is None:
@@ -171,7 +186,7 @@ def _check_keys(keys: Keys, arch: str) -> tuple[str, ...]:
         elif not any(type(value) is type(n) and value == n for n in neutral):
             expected = " or ".join(map(str, neutral)) + ": no other is supported" if neutral else "no such key"
             raise keys.wrong(key, expected, "choose another model")
-    known = {prefix + name for name in (*_USED, *_ONLY_AT, *_HARMLESS)}
+    known = {prefix + name for name in (*used, *_ONLY_AT, *_HARMLESS)}
     return (unread_keys(str(keys.path), unread, known),) if unread else ()
 
 
@@ -186,6 +201,27 @@ def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
         if keys.integer(f"{arch}.{name}", head_dim) != head_dim:
             raise keys.wrong(f"{arch}.{name}", f"{head_dim}, the size of a head", "choose another model")
     return head_dim
+
+
+def _windows(keys: Keys, arch: str, n_layers: int) -> tuple[int, ...]:
+    """As llama.cpp reads them: Gemma 2 has 4,096 tokens by default; every n-th layer has full attention."""
+    every, name = _EVERY.get(arch, n_layers + 1), f"{arch}.attention.sliding_window"
+    window = keys.integer(name, 4096 if arch == "gemma2" else 0, low=0)
+    if arch in _EVERY and window == 0 and name in keys.values:  # of other families 0 is how llama.cpp says none
+        raise keys.wrong(name, "at least 1 token", "convert the checkpoint again")
+    return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
+
+
+def _local_rope(keys: Keys, arch: str) -> RopeConfig | None:
+    """Of Gemma 3's layers with a window."""
+    name = f"{arch}.rope.freq_base_swa"
+    return RopeConfig(theta=keys.number(name, 10_000.0)) if arch == "gemma3" else None
+
+
+def _softcap(keys: Keys, arch: str, name: str, missing: float) -> float:
+    """0: none. Only where llama.cpp applies it; elsewhere `_check_keys` has refused it."""
+    value = keys.values.get(f"{arch}.{name}", missing)
+    return 0.0 if value == 0 else keys.number(f"{arch}.{name}", missing)
 
 
 def _vocab_size(file: GgufFile, keys: Keys, arch: str) -> int:

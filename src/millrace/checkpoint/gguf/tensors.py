@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config import LATER_GEMMAS, ModelConfig
 from millrace.checkpoint.files import read_span
 from millrace.checkpoint.gguf.blocks import BlockType, in_codes
 from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor
@@ -28,7 +28,9 @@ _MODULES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -69,7 +71,7 @@ class GgufTensors(Tensors):
             stored[name] = _Stored(
                 tensor.type,
                 heads=_moved_heads(gguf_name, config),
-                plus_one=config.family == "gemma" and gguf_name.endswith("norm.weight"),
+                plus_one=config.family.startswith("gemma") and gguf_name.endswith("norm.weight"),
             )
         unused = sorted(set(file.tensors) - set(wanted) - {ROPE_FREQS})
         if unused:
@@ -151,7 +153,9 @@ def _wanted(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
         "attn_output": (hidden, q), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
         "ffn_down": (hidden, inner),
     }  # fmt: skip
-    if c.family == "qwen3":
+    if c.family in LATER_GEMMAS:
+        shapes |= {"post_attention_norm": (hidden,), "post_ffw_norm": (hidden,)}
+    if c.family in ("qwen3", "gemma3_text"):
         shapes |= {"attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
     biased = {"attn_q", "attn_k", "attn_v"} if c.attention_bias else set()
     biased |= {"attn_output"} if c.attention_output_bias else set()
@@ -164,7 +168,8 @@ def _wanted(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
         wanted["output.weight"] = ("lm_head.weight", (c.vocab_size, hidden))
     for layer in range(c.n_layers):
         for part, shape in shapes.items():
-            module = f"model.layers.{layer}.{_MODULES[part]}"
+            own = "pre_feedforward_layernorm" if c.family in LATER_GEMMAS and part == "ffn_norm" else _MODULES[part]
+            module = f"model.layers.{layer}.{own}"
             wanted[f"blk.{layer}.{part}.weight"] = (f"{module}.weight", shape)
             if part in biased:
                 wanted[f"blk.{layer}.{part}.bias"] = (f"{module}.bias", shape[:1])

@@ -109,7 +109,7 @@ def tokenizer_files(keys: Keys) -> dict[str, bytes]:
     else:
         files = {TOKENIZER_JSON: _byte_level(keys, tokens, types, ids)}
     is_json = TOKENIZER_JSON in files
-    is_gemma = keys.values.get("general.architecture") == "gemma"
+    is_gemma = str(keys.values.get("general.architecture")).startswith("gemma")
     # of transformers, which reads the tokenizer of an engine's folder by it
     config["tokenizer_class"] = (
         "PreTrainedTokenizerFast" if is_json else "GemmaTokenizer" if is_gemma else "LlamaTokenizer"

@@ -6,7 +6,7 @@ position 0 of a page that no sequence has: they write and read there, and nobody
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.engine.cuda.sampling import FIELDS, Rows, as_lines
+from millrace.engine.cuda.step import rotary_of, slots_of
 from millrace.engine.cuda.transfer import pinned
 from millrace.engine.cuda.work import (
     ITEM,
@@ -26,13 +27,17 @@ from millrace.engine.cuda.work import (
     bounds,
     bucket_parts,
     cut,
+    first_page,
     room,
     rows_for,
+    window_pages,
+    windows_in,
 )  # fmt: skip
-from millrace.engine.executor import IntArray, StepInputs
+from millrace.engine.executor import IntArray, StateSlots, StepInputs, WindowPages
 from millrace.kernels.attention.paged import StepTables, Work
+from millrace.kernels.short_conv.slots import SequenceSlots
 
-Tables = Callable[[int, int], StepTables]  # of query heads for each KV head, and of KV heads
+Tables = Callable[[Kind], StepTables]
 _CAPTURE = threading.Lock()  # of a process, one at a time: each begins by waiting for its device, which no other bears
 
 
@@ -45,9 +50,13 @@ def usual_buckets(most: int) -> tuple[int, ...]:
 
 
 def bucket_of(step: StepInputs, buckets: Sequence[int]) -> int | None:
-    """The least that has room for a step of one token a sequence, and rows, but no more than these; None: none has."""
+    """The least that has room for a step of one token a sequence, and rows, but no more than these; None: none has.
+
+    Nor has one for embedding rows, which prompts bring.
+    """
     n = len(step.tokens)
     at, fits = bisect_left(buckets, n), len(step.starts) == n + 1 and 0 < len(step.sampling) <= n
+    fits = fits and step.embeddings is None
     return buckets[at] if fits and at < len(buckets) else None
 
 
@@ -56,7 +65,8 @@ class Bucket:
     """Inputs of a decode step of `size` sequences, on the device, where they stay; written by two copies from the host.
 
     scratch: the page of rows that fill it | most_pages: of one sequence | multiprocessors: of the device
-    kinds: of attention that there are
+    kinds: of attention that there are | windows: of each, by its tokens, the page in its caches of rows that fill it
+    scratch_slot: of states of rows that fill it
     """
 
     size: int
@@ -66,72 +76,119 @@ class Bucket:
     device: torch.device
     multiprocessors: int
     kinds: tuple[Kind, ...]
+    windows: Mapping[int, int] = field(default_factory=dict)
+    scratch_slot: int = 0
     _places: list[slice] = field(init=False)
     _host: IntArray = field(init=False)
     _host_parts: list[IntArray] = field(init=False)
     _held: Tensor = field(init=False)
+    _parts: list[Tensor] = field(init=False)  # views of it, as `bucket_parts` names them
     _starts: Tensor = field(init=False)
+    _zeros: Tensor = field(init=False)
     rows: Rows = field(init=False)
     _lines: Tensor = field(init=False)
     _host_lines: NDArray[np.float64] = field(init=False)
-    _tables: dict[tuple[int, int], StepTables] = field(init=False, default_factory=dict)
+    _tables: dict[Kind, StepTables] = field(init=False, default_factory=dict)
+    _windows: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self._host_lines = np.zeros((len(FIELDS), self.size))
         self._lines = torch.zeros(self._host_lines.shape, dtype=torch.float64, device=self.device)
         self.rows = Rows(self._lines)
-        self._places, n = aligned(bucket_parts(self.size, self.most_pages, self.kinds, self.multiprocessors))
+        self._windows = windows_in(self.kinds)
+        lengths = bucket_parts(self.size, self.most_pages, self.kinds, self.multiprocessors, self.page_tokens)
+        self._places, n = aligned(lengths)
         self._host = np.zeros(n, np.int32)
         self._host_parts = [self._host[place] for place in self._places]
         self._held = torch.zeros(n, dtype=torch.int32, device=self.device)
+        self._parts = [self._held[place] for place in self._places]
         self._starts = torch.arange(self.size + 1, dtype=torch.int32, device=self.device)
+        self._zeros = torch.zeros(self.size, dtype=torch.int32, device=self.device)
 
-    def fill(self, step: StepInputs) -> None:
-        """step: for which `bucket_of` gives this size."""
-        tokens, positions, slots, rows, table_starts, *work, tables = self._host_parts
-        n, used, at = len(step.tokens), len(step.pages), step.positions
-        for part, values in ((tokens, step.tokens), (positions, at), (rows, step.sampling["token"])):
+    def fill(self, step: StepInputs, held: Sequence[WindowPages] = (), states: StateSlots | None = None) -> None:
+        """step: for which `bucket_of` gives this size. held: the pages of each of `windows`"""
+        tokens, positions, rotary, adapters, slots, rows, before, behind, table_starts, *more, tables = self._host_parts
+        n, used, at = len(step.tokens), 0, step.positions
+        given = (
+            (tokens, step.tokens), (positions, at), (rotary, rotary_of(step)), (adapters, step.adapters_of_tokens()),
+            (rows, step.sampling["token"]),
+        )  # fmt: skip
+        for part, values in given:
             part[: len(values)], part[len(values) :] = values, 0
-        pages = step.pages[step.page_starts[:-1] + at // self.page_tokens]
-        slots[:n], slots[n:] = pages * self.page_tokens + at % self.page_tokens, self.scratch * self.page_tokens
-        padding = self.size - n
-        table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
-        tables[:used], tables[used : used + padding] = step.pages, self.scratch
-        of = Sequences(np.arange(self.size), np.ones(self.size, np.int32), positions, table_starts[:-1])
-        for (group, kv_heads), items, merges in zip(self.kinds, work[::2], work[1::2], strict=True):
-            rows_each = rows_for(group)
-            most = room(rows_each, kv_heads, self.multiprocessors)
-            found = cut(of, rows_each, group, self.page_tokens, most)
-            for part, values in ((items, found.items.reshape(-1)), (merges, found.merges.reshape(-1))):
-                part[: len(values)], part[len(values) :] = values, 0
-        end = self._places[-1].start + used + padding
+        (before[:n], behind[:n]), before[n:], behind[n:] = slots_of(step, states), -1, self.scratch_slot
+        if len(tables):  # some layer attends to all
+            pages = step.pages[step.page_starts[:-1] + at // self.page_tokens]
+            slots[:n], slots[n:] = pages * self.page_tokens + at % self.page_tokens, self.scratch * self.page_tokens
+            used, padding = len(step.pages), self.size - n
+            table_starts[: n + 1], table_starts[n + 1 :] = step.page_starts, used + 1 + np.arange(padding)
+            tables[:used], tables[used : used + padding] = step.pages, self.scratch
+            used += padding
+        begins = {0: table_starts[:-1]}
+        of_windows = more[2 * len(self.kinds) :]
+        for window, own in zip(self.windows, held, strict=True):
+            i = 3 * self._windows.index(window)
+            begins[window] = self._fill_window(window, own, at, of_windows[i : i + 3])
+        self._fill_work(positions, begins, more)
+        end = self._places[-1].start + used
         lines = self._host_lines
         as_lines(step.sampling, lines[:, : len(step.sampling)])
         lines[:, len(step.sampling) :] = 0
         self._lines.copy_(pinned(torch.from_numpy(lines), self.device), non_blocking=True)
         self._held[:end].copy_(pinned(torch.from_numpy(self._host[:end]), self.device), non_blocking=True)
 
+    def _fill_window(self, window: int, held: WindowPages, at: IntArray, parts: Sequence[IntArray]) -> IntArray:
+        """Give where page 0 of each row is. A row has room for as many pages as one token attends to at most."""
+        (slots, first, tables), n, size, scratch = parts, len(at), self.page_tokens, self.windows[window]
+        first[:n], first[n:] = first_page(at, window, size), 0
+        each = window_pages(window, size, self.most_pages)
+        own = first[:n, None] + np.arange(each)
+        places = np.minimum((held.page_starts[:-1] - held.first)[:, None] + own, len(held.pages) - 1)
+        table = tables.reshape(self.size, each)
+        table[:n], table[n:] = np.where(own <= (at // size)[:, None], held.pages[places], scratch), scratch
+        pages = table[np.arange(n), at // size - first[:n]]
+        slots[:n], slots[n:] = pages * size + at % size, scratch * size
+        begins: IntArray = (np.arange(self.size, dtype=np.int32) * each - first).astype(np.int32)
+        return begins
+
+    def _fill_work(self, positions: IntArray, begins: Mapping[int, IntArray], parts: Sequence[IntArray]) -> None:
+        """begins: where page 0 of each row is, by window. parts: items and merges of each kind, and others"""
+        rows, ones = np.arange(self.size), np.ones(self.size, np.int32)
+        for kind, items, merges in zip(self.kinds, parts[::2], parts[1::2], strict=False):
+            group, kv_heads, window = kind
+            of, rows_each = Sequences(rows, ones, positions, begins[window]), rows_for(group)
+            most = room(rows_each, kv_heads, self.multiprocessors)
+            found = cut(of, rows_each, group, self.page_tokens, most, window)
+            for part, values in ((items, found.items.reshape(-1)), (merges, found.merges.reshape(-1))):
+                part[: len(values)], part[len(values) :] = values, 0
+
     def inputs(self) -> dict[str, Tensor]:
         """By the names of the graph's."""
-        tokens, positions, _, rows, *_ = self._parts()
+        tokens, _, rotary, adapters, _, rows, *_ = self._parts
         ones = self._starts[1:2].expand(self.size)  # the second one is 1
-        return {"tokens": tokens, "positions": positions, "rows": rows, "lengths": ones}
+        return {"tokens": tokens, "positions": rotary, "rows": rows, "lengths": ones, "adapters": adapters}
 
-    def tables(self, group: int, kv_heads: int) -> StepTables:
+    def tables(self, kind: Kind) -> StepTables:
         """A graph has captured programs for as much work as there may be; which there is, `fill` writes."""
-        if (group, kv_heads) not in self._tables:
-            _, positions, slots, _, table_starts, *work, tables = self._parts()
-            at, rows = self.kinds.index((group, kv_heads)), rows_for(group)
-            blocks = self.size * -(-group // rows)
-            _, _, parts = bounds(blocks, room(rows, kv_heads, self.multiprocessors))
-            items, merges = work[2 * at].view(-1, ITEM), work[2 * at + 1].view(-1, MERGE)
-            step = Work(items, merges, rows, min(rows, group), parts, MOST_PARTS)
-            self._tables[group, kv_heads] = StepTables(positions, slots, self._starts, tables, table_starts, (step,))
-        return self._tables[group, kv_heads]
+        if kind not in self._tables:
+            _, positions, rotary, _, slots, _, _, _, table_starts, *more, tables = self._parts
+            at, rows, first = self.kinds.index(kind), rows_for(kind.group), self._zeros
+            if kind.window:
+                begin = 2 * len(self.kinds) + 3 * self._windows.index(kind.window)
+                slots, first, tables = more[begin : begin + 3]
+                table_starts = self._starts * (len(tables) // self.size)
+            blocks = self.size * -(-kind.group // rows)
+            _, _, parts = bounds(blocks, room(rows, kind.kv_heads, self.multiprocessors))
+            items, merges = more[2 * at].view(-1, ITEM), more[2 * at + 1].view(-1, MERGE)
+            work = Work(items, merges, rows, min(rows, kind.group), parts, MOST_PARTS)
+            self._tables[kind] = StepTables(
+                positions, rotary, slots, self._starts, tables, table_starts, first, (work,)
+            )  # fmt: skip
+        return self._tables[kind]
 
-    def _parts(self) -> list[Tensor]:
-        """tokens, positions, slots, rows, table starts, of each kind items and merges, tables: views."""
-        return [self._held[place] for place in self._places]
+    def slots(self) -> SequenceSlots:
+        """Of states; each token is a sequence."""
+        before, behind = self._parts[6:8]
+        return SequenceSlots(self._starts[:-1], self._starts, before, behind)
 
 
 class Graphs:

@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +10,12 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from millrace.engine.cuda.found import CPU, Gpu, first_line
+from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.cuda.memory import DevicePlan, Needs, check_fits, plan_device
 from millrace.engine.engine import Engine
-from millrace.engine.executor import Executor, ExecutorLimits
-from millrace.engine.kv import KvFormat
+from millrace.engine.executor import Executor, ExecutorLimits, WindowLimits
+from millrace.engine.kv import SLOTS_PER_SEQUENCE, KvFormat
 from millrace.errors import MachineError, mib
-from millrace.graph.types import Graph
 
 if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
     from millrace.engine.cuda.executor import CudaExecutor
@@ -34,16 +34,14 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """What CudaExecutor or CudaNetwork takes: a graph after the passes of `pipeline.gpu`, with constants not read yet.
+    """What CudaExecutor or CudaNetwork takes: a lowered graph with constants that are not read yet.
 
     limits: but for how many pages there are; kv, buckets: of a language model; random: weights are drawn on the device
     """
 
-    graph: Graph
+    lowered: LoweredGraph
     limits: ExecutorLimits
-    dtype: str
     kv: KvFormat | None
-    fp8_rows: frozenset[str]
     buckets: tuple[int, ...]
     random: bool
 
@@ -72,25 +70,46 @@ class GpuEngine(Engine):
     tuner: "Callable[[CudaExecutor], Tiles] | None" = field(default=None, compare=False, repr=False)
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(w.tokens for w in self.needs.windows)
+
+    def window_page_bytes(self, window: int) -> int:
+        return {0: self.needs.page_bytes, **{w.tokens: w.page_bytes for w in self.needs.windows}}[window]
+
+    @property
     def page_bytes(self) -> int:
-        return self.needs.page_bytes
+        return sum(map(self.window_page_bytes, (0, *self.windows)))
+
+    @property
+    def n_slots(self) -> int:
+        """For states; 0: the model has none."""
+        return SLOTS_PER_SEQUENCE * self.model.limits.max_sequences if self.needs.states_bytes else 0
+
+    @property
+    def states_bytes(self) -> int:
+        return self.needs.states_bytes
 
     def plan(self, kv_memory: int | None) -> DevicePlan:
         """raises MachineError where it does not fit, naming what would"""
         most = self.pages_per_sequence * self.manifest.max_sequences
         return plan_device(self.needs, self.gpu.free_bytes, most, kv_memory=kv_memory, smaller=self.smaller())
 
-    def on_gpu(self, n_pages: int) -> Executor:
-        """Reads the weights, each once, and warms a GPU. raises CheckpointError, ConfigError, MachineError"""
+    def on_gpu(self, n_pages: int, window_pages: Sequence[int] | None = None) -> Executor:
+        """Reads the weights, each once, and warms a GPU. raises CheckpointError, ConfigError, MachineError
+
+        window_pages: of the caches of each window; None: as many as of the others
+        """
         from millrace.engine.cuda.executor import CudaExecutor  # and with it PyTorch
 
         self.check_language_model()
-        model = self.model
-        with self._failing(self.needs.total_bytes(n_pages), "lower --kv-memory"):
+        model, own = self.model, [n_pages] * len(self.windows) if window_pages is None else window_pages
+        limits = replace(
+            model.limits, n_pages=n_pages, windows=tuple(map(WindowLimits, self.windows, own)), n_slots=self.n_slots
+        )
+        with self._failing(self.needs.total_bytes(n_pages, own), "lower --kv-memory"):
             executor = CudaExecutor(
-                model.graph, replace(model.limits, n_pages=n_pages), dtype=model.dtype, kv=model.kv,
-                fp8_rows=model.fp8_rows, buckets=model.buckets, device=self.gpu.device, load=model.load,
-            )  # fmt: skip
+                model.lowered, limits, kv=model.kv, buckets=model.buckets, device=self.gpu.device, load=model.load
+            )
             if self.gpu.device != CPU:
                 if self.tuner:
                     executor.tiles = self.tuner(executor)
@@ -105,9 +124,7 @@ class GpuEngine(Engine):
         model = self.model
         most = {"T": model.limits.max_step_tokens, "S": model.limits.max_sequences}
         with self._failing(self.needs.fixed_bytes, "lower --max-batch"):
-            network = CudaNetwork(
-                model.graph, most, dtype=model.dtype, fp8_rows=model.fp8_rows, device=self.gpu.device, load=model.load
-            )
+            network = CudaNetwork(model.lowered, most, device=self.gpu.device, load=model.load)
             if self.gpu.device != CPU:
                 network.warm(model.limits.max_context)
         return network

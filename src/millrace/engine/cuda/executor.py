@@ -5,7 +5,7 @@ same steps go through plain PyTorch, so that everything but the kernels is teste
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -15,25 +15,38 @@ from torch import Tensor
 
 from millrace.engine.cuda.buckets import Bucket, Graphs, Tables, bucket_of, captured
 from millrace.engine.cuda.gpu import CODES, check_runs
+from millrace.engine.cuda.layers import (
+    ATTENTION,
+    STATE,
+    embedding_width,
+    head_bytes,
+    kind_of,
+    kinds_of,
+    n_adapters,
+    state_shape,
+)  # fmt: skip
 from millrace.engine.cuda.loaded import load
-from millrace.engine.cuda.memory import ATTENTION, head_bytes, kinds_of
-from millrace.engine.cuda.operators import layer_of
+from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.cuda.sampling import Rows, Way, drawn_plainly, sample, tokens_alone, way_of
-from millrace.engine.cuda.step import step_tables
+from millrace.engine.cuda.step import check_given, rotary_of, step_slots, step_tables
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
-from millrace.engine.cuda.work import Processors, joined
+from millrace.engine.cuda.work import Kind, Processors, joined, windows_in
 from millrace.engine.dummy import dummy_step
-from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, WindowPages
 from millrace.engine.kv import KvFormat
 from millrace.graph.types import Graph, Node
-from millrace.kernels.attention.paged import LayerPages
+from millrace.kernels.attention.op import softcap_of, window_of
+from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS
-from millrace.kernels.operators import number, size
+from millrace.kernels.operators import number, size, whole
+from millrace.kernels.short_conv.slots import SequenceSlots
+
+Slots = Callable[[], SequenceSlots]
 
 
 class CudaExecutor(Walk, Executor):
-    """graph, dtype, fp8_rows, device, load: as of Walk
+    """lowered, device, load: as of Walk
 
     kv: how keys and values are kept, INT8 or FP8; None: in dtype
     buckets: sizes, ascending, to which steps of one token a sequence are padded, to be captured once and then replayed
@@ -44,16 +57,26 @@ class CudaExecutor(Walk, Executor):
     depth = 2
 
     def __init__(
-        self, graph: Graph, limits: ExecutorLimits, *, dtype: str, kv: KvFormat | None = None,
-        fp8_rows: Collection[str] = (), buckets: Sequence[int] = (), device: str = "cuda", load: Load = load,
+        self, lowered: LoweredGraph, limits: ExecutorLimits, *, kv: KvFormat | None = None,
+        buckets: Sequence[int] = (), device: str = "cuda", load: Load = load,
     ) -> None:  # fmt: skip
+        graph = lowered.graph
         check_runs(graph, kv)
-        Walk.__init__(self, graph, dtype=dtype, device=device, fp8_rows=fp8_rows, kv=kv, load=load)
-        self.limits, self._kept, on_cpu = limits, kv, self.device.type == "cpu"
+        Walk.__init__(self, lowered, device=device, kv=kv, load=load)
+        self.limits = replace(limits, embedding_width=embedding_width(graph), n_adapters=n_adapters(graph))
+        self._kept, on_cpu = kv, self.device.type == "cpu"
+        self._window_pages = {w.tokens: w.n_pages for w in limits.windows}
+        windows = windows_in(kinds_of(graph))
+        assert set(windows) == self._window_pages.keys(), f"pages for windows of {[*self._window_pages]}, not {windows}"
         self._processors = Processors() if on_cpu else _processors(self.device, graph, self.dtype.itemsize)
         with there(self.device):
-            self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
+            attention = {_layer_of(node): node for node in graph.nodes if node.op in ATTENTION}
+            self._pages = {layer: self._page_memory(node) for layer, node in attention.items()}
+            self._states = {_layer_of(node): self._state_memory(node) for node in graph.nodes if node.op == STATE}
+        assert not self._states or limits.n_slots >= limits.max_sequences, "no slots for states"
+        self._windows = {layer: window_of(node) for layer, node in attention.items()}
         self._tables: Tables
+        self._slots: Slots
         self._graphs = None if on_cpu else Graphs(self.device)
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
         self._replays = dict[tuple[int, Way | None], Callable[[], Tensor]]()
@@ -67,11 +90,11 @@ class CudaExecutor(Walk, Executor):
         """
         limits = self.limits
         longest = min(limits.max_step_tokens, limits.context_tokens)
-        each = -(-longest // limits.page_tokens)
-        n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, limits.n_pages // each))
+        each, n_pages = -(-longest // limits.page_tokens), min([limits.n_pages, *self._window_pages.values()])
+        n = max(1, min(limits.max_step_tokens // longest, limits.max_sequences, n_pages // each))
         steps = []
         for m in self._buckets[::-1]:  # the largest has room for what others compute
-            if m <= limits.n_pages:
+            if m <= n_pages:
                 steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
                 steps[-1].sampling["temperature"] = 1
         # Prompts of 9 to 63 tokens have tiles of their own, which the buckets of few sequences do not reach.
@@ -85,6 +108,7 @@ class CudaExecutor(Walk, Executor):
 
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
+        check_given(step, self.limits)
         with torch.inference_mode(), there(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if way is None:
@@ -111,21 +135,36 @@ class CudaExecutor(Walk, Executor):
             return found.float()
 
     def _copy_pages(self, step: StepInputs) -> None:
-        for source, target in () if step.copies is None else step.copies.tolist():
-            for pages in self._pages.values():
-                pages.copy(source, target)
+        copies = [(0, step.copies), *((w, held.copies) for w, held in self._held(step).items())]
+        for window, pairs in copies:
+            for source, target in () if pairs is None else pairs.tolist():
+                for layer, pages in self._pages.items():
+                    if self._windows[layer] == window:
+                        pages.copy(source, target)
 
-    def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables]:
+    def _held(self, step: StepInputs) -> dict[int, WindowPages]:
+        """Pages in the caches of each window, by its tokens."""
+        return dict(zip(self._window_pages, step.windows_of(self.limits), strict=True))
+
+    def _eager(self, step: StepInputs) -> tuple[Mapping[str, Tensor], Tables, Slots, Tensor | None]:
         given = {
-            "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
-            "rows": step.sampling["token"],
+            "tokens": step.tokens, "positions": rotary_of(step), "lengths": np.diff(step.starts),
+            "rows": step.sampling["token"], "adapters": step.adapters_of_tokens(),
         }  # fmt: skip
         whole, places = joined([*given.values()])
         held = on_device(whole, self.device)
         inputs = {name: held[place] for name, place in zip(given, places, strict=True)}
         self._put_drawn(inputs["tokens"], step.drawn)
-        page_tokens, n = self.limits.page_tokens, self._processors
-        return inputs, cache(lambda *kind: step_tables(step, page_tokens, self.device, kind, n))
+        page_tokens, n, held = self.limits.page_tokens, self._processors, self._held(step)
+        rows = None if step.embeddings is None else on_device(step.embeddings, self.device)
+
+        def tables(kind: Kind) -> StepTables:
+            return step_tables(step, page_tokens, self.device, kind, n, held.get(kind.window))
+
+        def slots() -> SequenceSlots:
+            return step_slots(step, step.states_of(self.limits), self.device)
+
+        return inputs, cache(tables), cache(slots), rows
 
     def _drawn_at_once(self, step: StepInputs, way: Way) -> Tensor:
         rows = Rows.of(step.sampling, self.device)
@@ -155,10 +194,10 @@ class CudaExecutor(Walk, Executor):
             most_pages = -(-limits.max_context // limits.page_tokens)
             self._inputs[size] = Bucket(
                 size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._processors.number,
-                kinds_of(self._graph),
+                kinds_of(self._graph), self._window_pages, limits.n_slots,
             )  # fmt: skip
         bucket = self._inputs[size]
-        bucket.fill(step)
+        bucket.fill(step, list(self._held(step).values()), step.states_of(self.limits))
         self._put_drawn(bucket.inputs()["tokens"], step.drawn)
         if (size, way) not in self._replays:  # what is captured runs once before: its keys go where this step's do
             compute = partial(self._of_bucket, bucket, way)
@@ -166,32 +205,42 @@ class CudaExecutor(Walk, Executor):
         return self._replays[size, way]()[: len(step.sampling)]
 
     def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
-        logits = self._logits(bucket.inputs(), bucket.tables)
+        logits = self._logits(bucket.inputs(), bucket.tables, bucket.slots)
         return logits if way is None else self._plainly(logits, bucket.rows, way)
 
-    def _logits(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
-        """(R, V), as their product gives them"""
-        self._tables = tables
+    def _logits(self, inputs: Mapping[str, Tensor], tables: Tables, slots: Slots, rows: Tensor | None = None) -> Tensor:
+        """(R, V), as their product gives them. rows: that stand in for those of tokens"""
+        self._tables, self._slots, self.embeddings = tables, slots, rows
         return self._computed(inputs)["logits"]
 
     def close(self) -> None:
         Walk.close(self)
         self._flights.clear()
-        self._pages, self._inputs, self._replays = {}, {}, {}
+        self.embeddings = None
+        self._pages, self._states, self._inputs, self._replays = {}, {}, {}, {}
 
-    # --- what operators ask for (engine/cuda/operators.py)
+    # --- what operators ask for (kernels/torch_operators.py)
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
-        kv_heads = heads[1].shape[1]
-        step, pages = self._tables(heads[0].shape[1] // kv_heads, kv_heads), self._pages[layer_of(node)]
+        step, pages = self._tables(kind_of(node)), self._pages[_layer_of(node)]
         q = self._kernels.keep_rotated(heads, step, table, pages, self.dtype)
-        y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"))
+        y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"), window_of(node), softcap_of(node))
         return y
+
+    def convolved(self, node: Node, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = self._kernels.short_conv(x.to(self.dtype), w, bias, self._slots(), self._states[_layer_of(node)])
+        return y
+
+    def _state_memory(self, node: Node) -> Tensor:
+        """The last slot is for rows that fill a bucket."""
+        return torch.zeros((self.limits.n_slots + 1, *state_shape(node)), dtype=self.dtype, device=self.device)
 
     def _page_memory(self, node: Node) -> LayerPages:
         """The last page is for rows that fill a bucket."""
         heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
-        shape = self.limits.n_pages + 1, heads, self.limits.page_tokens
+        window = window_of(node)
+        n_pages = self._window_pages[window] if window else self.limits.n_pages
+        shape = n_pages + 1, heads, self.limits.page_tokens
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
@@ -199,3 +248,8 @@ def _processors(device: torch.device, graph: Graph, element: int) -> Processors:
     found = torch.cuda.get_device_properties(device)
     capability = found.major, found.minor
     return Processors.of(found.multi_processor_count, capability, head_bytes(graph, element), element)
+
+
+def _layer_of(node: Node) -> int:
+    """Of attention, or of what keeps a state."""
+    return whole(node, "layer")

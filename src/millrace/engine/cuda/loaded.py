@@ -13,12 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.engine.cuda.placement import PRODUCTS, Placement, matrix_size, transform_of
+from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.cuda.transfer import kept_on_device, rows_on_device
 from millrace.errors import CheckpointError
 from millrace.graph.types import DType, Graph, Node, Value
 from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
-from millrace.kernels.matmul.op import codes_of, group_of, matrices_of, precision_of
+from millrace.kernels.matmul.op import (
+    PRODUCTS,
+    codes_of,
+    group_of,
+    matrices_of,
+    matrix_size,
+    precision_of,
+    transform_of,
+)
 from millrace.kernels.places import constant_of
 from millrace.machine.cpu import usable_cores
 
@@ -45,12 +53,12 @@ class Loaded:
         return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
 
 
-def load(graph: Graph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
+def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
     """given: what is there already, and is not read
 
     raises CheckpointError for weights that are not finite, or too large for the engine's type
     """
-    placement, held = Placement.of(graph), given or Loaded({}, {})
+    placement, held = lowered.placement, given or Loaded({}, {})
     coded = {node: held.coded[node] for node in placement.coded if node in held.coded}
     matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
     read = _ahead([partial(_codes, *matrix) for matrix in matrices])
@@ -63,7 +71,7 @@ def load(graph: Graph, dtype: torch.dtype, device: torch.device, given: Loaded |
     kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
     tensors = {value: held.tensors[value] for value in kinds if value in held.tensors}
     new = [value for value in kinds if value not in tensors]
-    joined = {**held.joined, **together(graph, tensors, placement.coded, dtype, device)}
+    joined = {**held.joined, **together(lowered.graph, tensors, placement.coded, dtype, device)}
     for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
         kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
         if value not in tensors:

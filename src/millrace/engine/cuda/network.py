@@ -1,6 +1,6 @@
 """An encoder on a GPU: whole texts in, packed one behind the other, a vector for each out; nothing is kept."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -9,30 +9,28 @@ from torch import Tensor
 
 from millrace.engine.cuda.gpu import check_runs
 from millrace.engine.cuda.loaded import load
+from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.cuda.transfer import OnItsWay, on_device, there
 from millrace.engine.cuda.walk import Load, Walk
 from millrace.engine.cuda.work import blocks, rows_for
 from millrace.engine.slots import Slot, sizes_of
 from millrace.engine.texts import text_inputs
 from millrace.errors import RequestError
-from millrace.graph.types import Graph, Node, Symbol
+from millrace.graph.types import Node, Symbol
 from millrace.kernels.attention.texts import TextTables
 from millrace.kernels.operators import number, size
 
 
 class CudaNetwork(Walk):
-    """graph, dtype, fp8_rows, device, load: as of Walk; most: tokens (T) and texts (S) of a run
+    """lowered, device, load: as of Walk; most: tokens (T) and texts (S) of a run
 
     raises as Walk; EngineError for an operator that has no kernel here
     """
 
-    def __init__(
-        self, graph: Graph, most: Mapping[str, int], *, dtype: str, device: str, fp8_rows: Collection[str] = (),
-        load: Load = load,
-    ) -> None:  # fmt: skip
-        check_runs(graph, None)
-        super().__init__(graph, dtype=dtype, device=device, fp8_rows=fp8_rows, load=load)
-        self._inputs = tuple(map(Slot.of, graph.inputs))
+    def __init__(self, lowered: LoweredGraph, most: Mapping[str, int], *, device: str, load: Load = load) -> None:
+        check_runs(lowered.graph, None)
+        super().__init__(lowered, device=device, load=load)
+        self._inputs = tuple(map(Slot.of, lowered.graph.inputs))
         self._most = {Symbol(name): n for name, n in most.items()}
         self._lengths: NDArray[np.int32]
         self._texts: dict[int, TextTables] = {}  # of this run, by query heads for each KV head

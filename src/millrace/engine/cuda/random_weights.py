@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda.loaded import Loaded, load, together
-from millrace.engine.cuda.placement import PRODUCTS, coded_products, matrix_size
-from millrace.graph.types import Graph, Node, Value
+from millrace.engine.cuda.lowered import LoweredGraph
+from millrace.graph.types import Node, Value
 from millrace.kernels.matmul.coded import E4M3, LARGEST, CodedRows
-from millrace.kernels.matmul.op import group_of, matrices_of, precision_of
+from millrace.kernels.matmul.op import PRODUCTS, group_of, matrices_of, matrix_size, precision_of
 
 AT_ONCE = 1 << 26  # elements, as float32
 
 
-def random_loaded(graph: Graph, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Loaded:
+def random_loaded(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Loaded:
     """As `load` gives it, without reading any matrix."""
+    graph = lowered.graph
     generator = torch.Generator(device).manual_seed(seed)
     coded: dict[Node, tuple[CodedRows, ...]] = {
-        node: (_coded(_sizes(node), node, generator),) for node in coded_products(graph)
+        node: (_coded(_sizes(node), node, generator),) for node in lowered.placement.coded
     }
     drawn: dict[Value, Tensor] = {}
     joined = together(graph, drawn, coded, dtype, device)
@@ -33,7 +34,7 @@ def random_loaded(graph: Graph, dtype: torch.dtype, device: torch.device, seed: 
             drawn[w] = torch.empty(matrix_size(w), dtype=dtype, device=device)
         for part in _parts(drawn[w]):
             part.copy_(_normal(part, generator))
-    return load(graph, dtype, device, Loaded(drawn, coded, joined))
+    return load(lowered, dtype, device, Loaded(drawn, coded, joined))
 
 
 def _sizes(node: Node) -> tuple[int, int]:

@@ -7,8 +7,9 @@ from millrace.kernels.elementwise.cuda import silu_mul
 from millrace.kernels.matmul.cuda import product
 from millrace.kernels.rms_norm.cuda import add_norm, rms_norm
 from millrace.kernels.sample.cuda import best, draw, put
+from millrace.kernels.short_conv.cuda import short_conv
 
 __all__ = [
-    "add_norm", "attention", "best", "coded_rows", "draw", "keep_rotated", "product", "put", "rms_norm", "silu_mul",
-    "text_attention",
+    "add_norm", "attention", "best", "coded_rows", "draw", "keep_rotated", "product", "put", "rms_norm", "short_conv",
+    "silu_mul", "text_attention",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Through a graph on a device, node after node: what language models and encoders have in common there."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -9,52 +9,47 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import plain
-from millrace.engine.cuda.glue import coding_of, glue_of, is_silu_mul
 from millrace.engine.cuda.gpu import check_gpu, precisions_used
 from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.cuda.memory import read_last
-from millrace.engine.cuda.operators import OPERATORS, evaluate
+from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.cuda.transfer import there
 from millrace.engine.kv import KvFormat
 from millrace.graph.trees import as_tree
-from millrace.graph.types import Graph, Node, Value
-from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix
+from millrace.graph.types import Node, Value
+from millrace.kernels.elementwise.torch_ref import evaluate
+from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix, coding_of
 from millrace.kernels.matmul.gpu_tiles import RULES
-from millrace.kernels.matmul.op import precision_of
+from millrace.kernels.matmul.op import is_silu_mul, precision_of
 from millrace.kernels.operators import number
 from millrace.kernels.storage import storage_of
+from millrace.kernels.torch_operators import torch_operators
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
-Load = Callable[[Graph, torch.dtype, torch.device], Loaded]
+Load = Callable[[LoweredGraph, torch.dtype, torch.device], Loaded]
 _PRODUCTS = threading.Lock()  # PyTorch multiplies float32 one way at a time, whichever thread asks
 
 
 class Walk:
-    """graph: after the passes of `pipeline.gpu`, which say how each product's weights are coded.
+    """lowered: of a type of DTYPES; kv: as of CudaExecutor; load: brings its constants onto the device
 
-    dtype: of DTYPES: of activations and of weights that are not coded
-    fp8_rows: linear layers by name whose rows, where 16-bit floats meet codes, become E4M3, each by its own scale
-    kv: as of CudaExecutor; load: its constants onto the device
     raises, before a weight is read: MachineError without a GPU, ConfigError for one that lacks a precision
     """
 
-    def __init__(
-        self, graph: Graph, *, dtype: str, device: str, fp8_rows: Collection[str] = (), kv: KvFormat | None = None,
-        load: Load = load,
-    ) -> None:  # fmt: skip
-        self.dtype, self.device = DTYPES[dtype], torch.device(device)
-        self._fp8_rows, self._tf32, self.tiles = frozenset(fp8_rows), dtype == "tf32", RULES
+    def __init__(self, lowered: LoweredGraph, *, device: str, kv: KvFormat | None = None, load: Load = load) -> None:
+        self._lowered, self._graph = lowered, lowered.graph
+        self.dtype, self.device = DTYPES[lowered.dtype], torch.device(device)
+        self._tf32, self.tiles = lowered.dtype == "tf32", RULES
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
-            check_gpu(self.device, precisions_used(graph, dtype, fp8_rows, kv))
+            check_gpu(self.device, precisions_used(lowered, kv))
         self._kernels: ModuleType = plain if on_cpu else _kernels()
         with there(self.device):  # pinned memory takes some of the current device, which may be another
-            self._loaded = load(graph, self.dtype, self.device)
-        self._graph, self._read_last = graph, read_last(graph)
-        self._glue = glue_of(graph, self._takes_e4m3)
+            self._loaded = load(lowered, self.dtype, self.device)
+        self._last_reads = lowered.graph.last_reads()
         self._values: dict[Value, Matrix] = {}
+        self.embeddings: Tensor | None = None
 
     def _computed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The graph's outputs by their names, for inputs by theirs."""
@@ -73,9 +68,10 @@ class Walk:
 
     def _walked(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._values = {p.value: inputs[p.name] for p in self._graph.inputs}
-        for node, gone in zip(self._graph.nodes, self._read_last, strict=True):
+        operators = torch_operators()
+        for node, gone in zip(self._graph.nodes, self._last_reads, strict=True):
             if node.outputs[0] not in self._values:  # a norm may have come with the sum before it
-                found = OPERATORS[node.op](node, self)
+                found = operators[node.op](node, self)
                 self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
             for value in gone:
                 self._values.pop(value, None)
@@ -95,7 +91,7 @@ class Walk:
     def close(self) -> None:
         self._loaded, self._values = Loaded({}, {}), {}
 
-    # --- what operators ask for (engine/cuda/operators.py)
+    # --- what operators ask for (kernels/torch_operators.py)
 
     def tensor(self, value: Value) -> Tensor:
         held = self._loaded.tensors[value] if value.constant else self._values[value]
@@ -112,7 +108,7 @@ class Walk:
 
     def _takes_e4m3(self, node: Node) -> bool:
         """Of products; rows that are INT8 by now stay so."""
-        return node in self._loaded.coded and not self._fp8_rows.isdisjoint(node.origin)
+        return node in self._lowered.e4m3
 
     def matrix(self, value: Value) -> Matrix:
         return self._values[value]
@@ -122,10 +118,10 @@ class Walk:
         return y
 
     def added(self, node: Node, y: Tensor) -> Tensor:
-        residual, norm = self.tensor(node.inputs[-1]).float(), self._glue.norms.get(node)
+        residual, norm = self.tensor(node.inputs[-1]).float(), self._lowered.fusions.norms.get(node)
         if norm is None:
             return residual + y
-        w, coding = self.tensor(norm.inputs[1]), self._glue.coded.get(norm.output)
+        w, coding = self.tensor(norm.inputs[1]), self._lowered.fusions.codings.get(norm.output)
         total: Tensor
         total, self._values[norm.output] = self._kernels.add_norm(
             y, residual, w, number(norm, "eps"), self.dtype, coding
@@ -134,7 +130,7 @@ class Walk:
 
     def gated(self, node: Node, halves: Sequence[Tensor]) -> Matrix:
         if is_silu_mul(node):
-            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, self._glue.coded.get(node.output))
+            y: Matrix = self._kernels.silu_mul(*halves, self.dtype, self._lowered.fusions.codings.get(node.output))
             return y
         return evaluate(as_tree(node.attrs["tree"]), [x.float() for x in halves]).to(self.dtype)
 
@@ -144,6 +140,9 @@ class Walk:
 
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
         raise NotImplementedError("of what keeps no keys and values")
+
+    def convolved(self, node: Node, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError("of what keeps no states")
 
     def attended_whole(self, node: Node, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         raise NotImplementedError("of what does not read whole texts")

@@ -22,8 +22,15 @@ MOST_PARTS = 64  # of one block
 ITEM, MERGE = 8, 5  # numbers of a program of each kind, as kernels/attention/paged.py::Work has them
 ALIGNED = 4  # int32: a kernel is compiled once more for what does not begin at a multiple of 16 bytes
 
-Kind = tuple[int, int]  # of attention: query heads for each KV head, and KV heads
 Integers = NDArray[np.integer[Any]]
+
+
+class Kind(NamedTuple):
+    """Of attention. group: query heads for each KV head; window: tokens that it attends to at most; 0: all"""
+
+    group: int
+    kv_heads: int
+    window: int = 0
 
 
 class Processors(NamedTuple):
@@ -41,7 +48,10 @@ class Processors(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Each (S,): the first token in the step, how many, the first one's position, where the pages begin in a table."""
+    """Each (S,): the first token in the step, how many, the first one's position, where page 0 is in a table.
+
+    That place may lie before the sequence's own: a table need not have the pages before a window.
+    """
 
     begins: Integers
     lengths: Integers
@@ -49,10 +59,10 @@ class Sequences(NamedTuple):
     tables: Integers
 
     @classmethod
-    def of(cls, step: StepInputs) -> "Sequences":
+    def of(cls, step: StepInputs, tables: Integers) -> "Sequences":
         begins = step.starts[:-1]
         at = step.positions[np.minimum(begins, len(step.positions) - 1)]
-        return cls(begins, np.diff(step.starts), at, step.page_starts[:-1])
+        return cls(begins, np.diff(step.starts), at, tables)
 
     def some(self, which: Integers) -> "Sequences":
         return Sequences(*(x[which] for x in self))
@@ -66,16 +76,21 @@ class Cut(NamedTuple):
     parts: int
 
 
-def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int) -> Cut:
-    """rows: of a block; room: for how many parts of a block's pages all programs of one KV head have work"""
+def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int, window: int = 0) -> Cut:
+    """rows: of a block; room: for how many parts of a block's pages all programs of one KV head have work
+
+    window: as Kind's: pages before that of a block's first row are nobody's work
+    """
     owner, first = blocks(of.lengths * group, rows)
     begins, lengths, at, tables = of.some(owner)
     pages = (at + np.minimum((first + rows - 1) // group, lengths - 1)) // page_tokens + 1
+    gone = first_page(at + first // group, window, page_tokens)
+    pages = pages - gone
     each = max(1, -(-int(pages.sum()) // room), -(-int(pages.max(initial=0)) // MOST_PARTS))
     parts = -(-pages // each)
     block, before = np.repeat(np.arange(len(pages)), parts), np.cumsum(parts) - parts
     k = np.arange(len(block)) - before[block]
-    here, end = (pages[block] * (k + i) // parts[block] for i in (0, 1))
+    here, end = (gone[block] + pages[block] * (k + i) // parts[block] for i in (0, 1))
     shares = parts[block] > 1
     part = np.where(shares, np.cumsum(shares) - 1, -1)
     items = [tables[block], here, end, part, begins[block], lengths[block], at[block], first[block]]
@@ -83,6 +98,21 @@ def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int) -> Cu
     merges = [part[before[merged]], parts[merged], begins[merged], lengths[merged], first[merged]]
     order = np.argsort(here - end, kind="stable")
     return Cut(np.stack(items, 1)[order].astype(np.int32), np.stack(merges, 1).astype(np.int32), int(shares.sum()))
+
+
+def first_page(positions: Integers, window: int, page_tokens: int) -> Integers:
+    """The number of the first page that a token at each position attends to."""
+    return np.maximum(positions - window + 1, 0) // page_tokens if window else np.zeros_like(positions)
+
+
+def window_pages(window: int, page_tokens: int, most_pages: int) -> int:
+    """That one token attends to at most. most_pages: of a sequence"""
+    return min((window + page_tokens - 2) // page_tokens + 1, most_pages)
+
+
+def windows_in(kinds: Iterable[Kind]) -> tuple[int, ...]:
+    """Each once, ascending."""
+    return tuple(sorted({kind.window for kind in kinds} - {0}))
 
 
 def blocks(lengths: Integers, rows: int) -> tuple[Integers, Integers]:
@@ -110,15 +140,23 @@ def rows_for(most: int) -> int:
     return FEW_ROWS if most <= FEW_ROWS else SOME_ROWS
 
 
-def bucket_parts(sequences: int, most_pages: int, kinds: Iterable[Kind], processors: int) -> tuple[int, ...]:
-    """Numbers of each of a bucket's inputs: tokens, positions, slots, rows, where tables begin; of each kind of
-    attention items and merges; tables."""
-    found = [sequences] * 4 + [sequences + 1]
-    for group, kv_heads in kinds:
+def bucket_parts(
+    sequences: int, most_pages: int, kinds: Sequence[Kind], processors: int, page_tokens: int
+) -> tuple[int, ...]:
+    """Numbers of each of a bucket's inputs.
+
+    Tokens, positions, rotary positions, adapters, slots, rows, slots of states before and behind, where tables begin;
+    of each kind of attention items and merges; of each window slots, first pages and tables; last the tables of layers
+    that attend to all, where there are some.
+    """
+    found = [sequences] * 8 + [sequences + 1]
+    for group, kv_heads, _ in kinds:
         rows = rows_for(group)
         items, merges, _ = bounds(sequences * -(-group // rows), room(rows, kv_heads, processors))
         found += [ITEM * items, MERGE * merges]
-    return (*found, sequences * most_pages)
+    for window in windows_in(kinds):
+        found += [sequences, sequences, sequences * window_pages(window, page_tokens, most_pages)]
+    return (*found, sequences * most_pages if any(not kind.window for kind in kinds) else 0)
 
 
 def aligned(lengths: Collection[int]) -> tuple[list[slice], int]:

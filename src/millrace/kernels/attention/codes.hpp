@@ -85,17 +85,18 @@ struct CodeWeights {
 
   CodeWeights(AttentionTile& t, const SpanScales& scales_of, int r) : t(t), scales_of(scales_of), r(r) {}
 
-  // Sixteen keys from `at` on, of which n are the row's own: scales of others may be anything.
-  [[gnu::always_inline]] F operator()(int at, F p, int n) {
+  // Sixteen keys from `at` on, of which those from `begin` to `end` are the row's own: scales of others may be anything.
+  [[gnu::always_inline]] F operator()(int at, F p, int begin, int end) {
+    if (begin == end) {
+      store(t.scores[r] + at, zero());
+      return p;
+    }
     const float* scales = scales_of.at(at);
-    const F w = n == 16 ? p * load(scales) : first(p * load(scales), n, zero());
+    const F w = among(p * load(scales), begin, end, zero());
     store(t.scores[r] + at, w);
     check = fma(w, zero(), check);
     most = max(w, most);
-    if constexpr (Format == KvFormat::int4) {
-      const F least = p * load(scales + kPageTokens);
-      offset = offset + (n == 16 ? least : first(least, n, zero()));
-    }
+    if constexpr (Format == KvFormat::int4) offset = offset + among(p * load(scales + kPageTokens), begin, end, zero());
     return p;
   }
   void round_to(int span) {
@@ -135,21 +136,22 @@ struct Values<KvFormat::int4, NV> {
   }
 };
 
-// o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
+// o = sum of p v over `own` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on. The
+// first lies at a page's begin.
 template <KvFormat Format, int R, int NV>
-void weigh_code_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
+void weigh_code_columns(AttentionTile& t, int row, int from, Own own, int64_t d) {
   constexpr bool kNibbles = Format == KvFormat::int4;
   const int64_t line_bytes = t.cache->layout.value_width() * (kNibbles ? 2 : 4), column = kNibbles ? d / 32 * 64 : d * 4;
   constexpr int kScaleLines = kNibbles ? 8 : 4;
   WordSums acc[R][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = no_words();
-  for (int at = 0; at < count; at += kPageTokens) {
+  for (int at = own.begin; at < own.end; at += kPageTokens) {
     const uint8_t* line = block_of(t, from + at) + t.cache->layout.key_bytes() + column;
     const bool fetched = at < t.rows * kPageTokens;  // while weights were found
     const uint8_t* ahead = (fetched ? line - column : keys_after(t, from + at, line - column)) + column;
     if (row == 0 && d == 0) fetch_lines<kScaleLines>(ahead + t.cache->layout.key_bytes() - kScaleLines * 64, t.near);
-    const uint8_t *p = t.codes.p[row][0] + at, *end = p + (at + kPageTokens < count ? kPageTokens : count - at);
+    const uint8_t *p = t.codes.p[row][0] + at, *end = p + (at + kPageTokens < own.end ? kPageTokens : own.end - at);
     for (; p < end; p += 4, line += line_bytes, ahead += line_bytes) {
       const Values<Format, NV> values(line, ahead, d, t.near);
 #pragma GCC unroll 4
@@ -170,9 +172,9 @@ void weigh_code_columns(AttentionTile& t, int row, int from, int count, int64_t 
 }
 
 template <KvFormat Format, int R>
-void weigh_code_values(AttentionTile& t, int row, int from, int count) {
+void weigh_code_values(AttentionTile& t, int row, int from, Own own) {
   each_columns<kWordLines>(t.cache->layout.value_width(),
-                           [&]<int NV>(int64_t d) { weigh_code_columns<Format, R, NV>(t, row, from, count, d); });
+                           [&]<int NV>(int64_t d) { weigh_code_columns<Format, R, NV>(t, row, from, own, d); });
 }
 
 }  // namespace millrace::MILLRACE_ISA

@@ -10,6 +10,7 @@ Pages of int8 and of E4M3 have a scale for each token and head, as attention/ref
 a value's its weight, and the codes are multiplied as floats, exactly.
 """
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -95,10 +96,11 @@ def _scale(most, dtype: tl.constexpr):
 def attend(
     q, keys, values, key_scales, value_scales, y, found_in, sums_in, work, tables, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-    DEEP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    DEEP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr = 0, SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one KV head, and their pages or a part of these. q (T, H, D), y (T, H, DV).
 
+    WINDOW: of how many keys a row attends to at most; 0: of all | SOFTCAP: at which scores saturate; 0: at none
     work, tables: of paged.py::Work and StepTables | found_in (parts, K, BLOCK_M, DV), sums_in (parts, K, BLOCK_M, 2):
     what a part sums; its largest score (of base 2), its weights' sum
     """
@@ -111,40 +113,61 @@ def attend(
     begin, n, at, first = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     rows = first + tl.arange(0, BLOCK_M)
     token, head = rows // group, kv_head * group + rows % group
-    mine, deep, column = token < n, tl.arange(0, DEEP), tl.arange(0, WIDTH)
+    mine, deep = token < n, tl.arange(0, DEEP)
     row = (begin + token) * H + head
     query = tl.load(q + row[:, None] * D + deep[None, :], mask=mine[:, None] & (deep < D)[None, :], other=0.0)
     query, factor = _ready(query, scale, keys.dtype.element_ty)
+    inner = factor
+    if SOFTCAP > 0:  # then scores are hyperbolic tangents
+        inner, factor = factor / (LOG2E * SOFTCAP), tl.full([BLOCK_M], LOG2E * SOFTCAP, tl.float32)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     found = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     CODED_HALVES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.float16
     unit = tl.full([], -80.0 if CODED_HALVES else 0.0, tl.float32)
     last, sees = at + tl.minimum((first + BLOCK_M - 1) // group, n - 1), at + token
+    gone = at + first // group - WINDOW  # the last key that no row sees, where there is a window
+    HAS_TWO_EDGES: tl.constexpr = BLOCK_M > 16 and WINDOW > 0
     if BLOCK_M > 16:  # the pages of which every row sees every key go without masks
-        seen_by_all = tl.minimum(tl.maximum((at + first // group + 1) // PAGE, here), end)
-        for i in range(here, seen_by_all):
-            line = (tl.load(tables + table + i).to(tl.int64) * K + kv_head) * PAGE
+        seen_by_all, seen_from = tl.minimum(tl.maximum((at + first // group + 1) // PAGE, here), end), here
+        if HAS_TWO_EDGES:
+            seen_from = tl.minimum(tl.maximum(tl.maximum(last - WINDOW + PAGE, 0) // PAGE, here), seen_by_all)
+        for i in range(seen_from, seen_by_all):
             found, most, total, unit = _take(
-                line, i * PAGE, found, most, total, unit, query, factor, sees, last, keys, values, key_scales,
-                value_scales, D, DV, PAGE, DEEP, WIDTH, False,
+                tables + table, i, kv_head, found, most, total, unit, query, factor, inner, sees, last, gone, keys,
+                values, key_scales, value_scales, K, D, DV, PAGE, DEEP, WIDTH, False, WINDOW, SOFTCAP,
             )  # fmt: skip
-        here = seen_by_all
-    for i in range(here, end):
-        line = (tl.load(tables + table + i).to(tl.int64) * K + kv_head) * PAGE
+        if HAS_TWO_EDGES:
+            end -= seen_by_all - seen_from
+        else:
+            here = seen_by_all
+    for k in range(here, end):
+        i = tl.where(k < seen_from, k, k + seen_by_all - seen_from) if HAS_TWO_EDGES else k
         found, most, total, unit = _take(
-            line, i * PAGE, found, most, total, unit, query, factor, sees, last, keys, values, key_scales,
-            value_scales, D, DV, PAGE, DEEP, WIDTH, True,
+            tables + table, i, kv_head, found, most, total, unit, query, factor, inner, sees, last, gone, keys, values,
+            key_scales, value_scales, K, D, DV, PAGE, DEEP, WIDTH, True, WINDOW, SOFTCAP,
         )  # fmt: skip
     if values.dtype.element_ty == tl.float8e4nv and _by_words(tl.float8e4nv, query.dtype, BLOCK_M, WIDTH, True):
         found *= 256
+    place = (part * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    _write(found, total, most * factor + unit, part, place, row, mine, y, found_in, sums_in, DV, WIDTH, WINDOW)
+
+
+@triton.jit
+def _write(
+    found, total, most, part, place, row, mine, y, found_in, sums_in, DV: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Rows that are `mine`: what they attend to, or where the part is one of several what it sums, at `place`."""
+    column = tl.arange(0, WIDTH)
     writes = mine[:, None] & (column < DV)[None, :]
+    if WINDOW > 0:  # rows beyond the sequence's last may see nothing
+        total = tl.where(total == 0, 1.0, total)
     if part < 0:
         tl.store(y + row[:, None] * DV + column[None, :], (found / total[:, None]).to(y.dtype.element_ty), mask=writes)
     else:
-        place = (part * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(found_in + place[:, None] * DV + column[None, :], found, mask=writes)
-        tl.store(sums_in + 2 * place, most * factor + unit, mask=mine)
+        tl.store(sums_in + 2 * place, most, mask=mine)
         tl.store(sums_in + 2 * place + 1, total, mask=mine)
 
 
@@ -169,24 +192,33 @@ def _ready(query, scale, kept: tl.constexpr):
 
 @triton.jit
 def _take(
-    line, first, found, most, total, unit, query, factor, sees, last, keys, values, key_scales, value_scales,
-    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr,
+    table, i, kv_head, found, most, total, unit, query, factor, inner, sees, last, gone, keys, values, key_scales,
+    value_scales, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr,
+    WIDTH: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A page, whose keys are from position `first` on. EDGE: some row does not see some of them.
+    """The sequence's page i. EDGE: some row does not see some of its keys.
 
     unit: by what power of two sums are smaller than what they mean, that of the largest scale of values so far
     """
     CODED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     HALVES: tl.constexpr = query.dtype == tl.float16
     place = tl.arange(0, PAGE)
+    line, first = (tl.load(table + i).to(tl.int64) * K + kv_head) * PAGE, i * PAGE
     lines, is_kept = line + place, first + place <= last
+    if WINDOW > 0:
+        is_kept = is_kept & (first + place > gone)
     key = _floats(keys, lines, is_kept, D, DEEP, EDGE, query, False)
     value = _floats(values, lines, is_kept, DV, WIDTH, EDGE, query, True)
     score = tl.dot(query, tl.trans(key), input_precision="ieee")
     if CODED:
         score *= _scales(key_scales, lines, is_kept, EDGE)[None, :]
+    if SOFTCAP > 0:
+        small = tl.exp2(tl.abs(score) * (inner * (-2 * LOG2E))[:, None])
+        score = (1 - small) / (1 + small) * tl.where(score < 0, -1.0, 1.0)
     if EDGE:
         score = tl.where((first + place)[None, :] <= sees[:, None], score, float("-inf"))
+        if WINDOW > 0:
+            score = tl.where((first + place)[None, :] > sees[:, None] - WINDOW, score, float("-inf"))
     top = tl.maximum(most, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top)  # of rows that see nothing so far
     shift, wider = base * factor, unit
@@ -320,7 +352,7 @@ def keep_rotated(
     K, DV = v.shape[1:]
     y = torch.empty((T, H, D), dtype=dtype, device=q.device)
     rotate_and_keep[(T, H + K)](
-        q, k, v, step.positions, q if table is None else table, step.slots, y, pages.keys, pages.values,
+        q, k, v, step.rotary, q if table is None else table, step.slots, y, pages.keys, pages.values,
         pages.key_scales, pages.value_scales, q.stride(0), k.stride(0), v.stride(0), H=H, K=K, D=D, DV=DV,
         PAGE=pages.tokens, ROTATES=table is not None, HALF=power_of_two(D // 2, 4), WIDTH=power_of_two(DV),
         STAGES=D.bit_length() - 1 if pages.transformed else 0, enable_fp_fusion=True, num_warps=KEEP_WARPS,
@@ -329,11 +361,13 @@ def keep_rotated(
     return y
 
 
-def attention(q: Tensor, step: StepTables, pages: LayerPages, scale: float) -> Tensor:
-    """q (T, H, D) over the pages -> (T, H, DV), of q's type."""
+def attention(
+    q: Tensor, step: StepTables, pages: LayerPages, scale: float, window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """q (T, H, D) over the pages -> (T, H, DV), of q's type. window, softcap: as attention/ref.py has them"""
     y = torch.empty((*q.shape[:2], pages.values.shape[3]), dtype=q.dtype, device=q.device)
     for work in step.work:
-        _attend(q, y, step.tables, work, pages, scale)
+        _attend(q, y, step.tables, work, pages, scale, {"WINDOW": window, "SOFTCAP": softcap})
     return y
 
 
@@ -343,7 +377,10 @@ def _from_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def _attend(q: Tensor, y: Tensor, tables: Tensor, work: Work, pages: LayerPages, scale: float) -> None:
+def _attend(
+    q: Tensor, y: Tensor, tables: Tensor, work: Work, pages: LayerPages, scale: float, sight: Mapping[str, float]
+) -> None:
+    """sight: a model's own constants: no step has the kernel compiled anew"""
     (_, H, D), K, DV = q.shape, pages.values.shape[1], y.shape[2]
     found = torch.empty((work.parts, K, work.rows, DV), device=q.device)
     sums = torch.empty((work.parts, K, work.rows, 2), device=q.device)
@@ -351,7 +388,7 @@ def _attend(q: Tensor, y: Tensor, tables: Tensor, work: Work, pages: LayerPages,
     attend[(len(work.items), K)](
         q, pages.keys, pages.values, pages.key_scales, pages.value_scales, y, found, sums, work.items, tables, scale,
         H=H, K=K, D=D, DV=DV, PAGE=pages.tokens, BLOCK_M=work.rows, DEEP=power_of_two(D), WIDTH=width,
-        enable_fp_fusion=True, **overlapping(q.device),
+        enable_fp_fusion=True, **sight, **overlapping(q.device),
         **compiled_for(work.rows, max(D, DV), pages.keys.itemsize, _from_hopper(q.device)),
     )  # fmt: skip
     if len(work.merges):

@@ -4,7 +4,8 @@ from millrace.kernels.declare import LEGAL_ROWS, MAX_HEAD, ROWS, Kernel, Knob, O
 
 KERNEL = Kernel(
     "attention",
-    "y = softmax(q k^T * scale) v over a sequence's keys at positions up to its own, or all, from a cache's pages",
+    "y = softmax(q k^T * scale) v over a sequence's keys at positions up to its own, or the last of them, or all,"
+    " from a cache's pages",
     (
         Operand("q", "in", f"{ROWS} * q_stride * 4"),
         Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
@@ -21,8 +22,10 @@ KERNEL = Kernel(
         "i32 cache",
         "i32 layer",
         "i32 causal",
+        "i32 window",  # keys that a row attends to at most, its own among them; 0: all before it
         "i32 tiles",  # over keys and values in bfloat16: products are summed as tdpbf16ps does it
         "f32 scale",
+        "f32 softcap",  # scores become softcap * tanh(score / softcap); 0: they stay as they are
     ),
     (
         LEGAL_ROWS,
@@ -31,6 +34,7 @@ KERNEL = Kernel(
         "cache >= 0",
         "causal >= 0",
         "causal <= 1",
+        "window >= 0",
         "y_stride >= heads * value_dim",
         "packed >= 0",
         "packed <= 1",

@@ -1,8 +1,10 @@
 // attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the pages of a cache;
-//   not causal: over all keys of the sequence, which is there whole
+//   window: over so many positions, the own one among them | not causal: over all keys of the sequence, which is there whole
+//   softcap: a score s is softcap * tanh(s / softcap)
 //   q (T, heads * D) float at q_stride | y (T, heads * Dv) float or packed to bfloat16 | grouped queries: heads / kv_heads share one KV head
 //
-// A row's bits are a function of its position only. Keys are taken in spans of 256 from position 0; in a span the scores
+// A row's bits are a function of its position only. Keys are taken in spans of 256 from position 0, or from the span in
+// which the window begins; keys before a window have weight 0, and pages before it are not read. In a span the scores
 // come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
 // o = sum p v over ascending keys (bfloat16: pairs). Spans are merged in order:
 //   m' = max(M, m), O = O exp(M - m') + o exp(m - m'), L likewise; at last y = O / L.
@@ -11,6 +13,7 @@
 #pragma once
 #include "codes.hpp"
 #include "parts.hpp"
+#include "softmax.hpp"
 #include "tiles.hpp"
 
 namespace millrace::MILLRACE_ISA {
@@ -73,72 +76,32 @@ void score_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   }
 }
 
-// Scores of a row to p = exp(score - m), with their maximum m and their sum l; SCALED: they are multiplied by `scale`
-// already. keep(i, p, n) stores the first n of sixteen and gives what l sums; keys from `count` on are given weight 0.
-template <bool SCALED, class Keep>
-[[gnu::always_inline]] inline void soften(const float* scores, int count, int span, float scale, float& m, float& l, Keep keep) {
-  const int whole = count / 16 * 16, rest = count - whole;
-  const F never = splat(-__builtin_inff());
-  F most = never;
-  const auto scaled = [&](int i) { return SCALED ? load(scores + i) : load(scores + i) * splat(scale); };
-  for (int i = 0; i < whole; i += 16) most = max(scaled(i), most);
-  if (rest) most = max(first(scaled(whole), rest, never), most);
-  m = largest(most);
-  F total = zero();
-  const auto exponent = [&](int i) { return (scaled(i) - splat(m)) * splat(1.44269504f); };
-  int i = 0;
-  for (; i + 32 <= whole; i += 32) {
-    F p[2] = {exponent(i), exponent(i + 16)};
-    exp2_to_zero(p);
-    total = total + keep(i, p[0], 16);
-    total = total + keep(i + 16, p[1], 16);
-  }
-  if (i < whole) total = total + keep(i, exp2_to_zero(exponent(i)), 16);
-  if (rest) total = total + keep(whole, first(exp2_to_zero(exponent(whole)), rest, zero()), rest);
-  for (i = static_cast<int>(up(count, 16)); i < span; i += 16) keep(i, zero(), 0);
-  l = sum(total);
-}
-
-// In place; bfloat16: p is rounded, summed as rounded, and lies as pairs over the floats it came from.
-template <bool BF16, bool SCALED = true>
-void soften_floats(float* scores, int count, int span, float scale, float& m, float& l) {
-  soften<SCALED>(scores, count, span, scale, m, l, [&](int i, F p, int) {
-    if constexpr (BF16) {
-      const I bits = to_bf16(p);
-      store_u16(reinterpret_cast<uint16_t*>(scores) + i, bits);
-      return as_float(shift_left(bits, 16));
-    } else {
-      store(scores + i, p);
-      return p;
-    }
-  });
-}
-
 // fp8: the rounded p is summed, and kept times the scales of the row's own values, which are powers of two.
-inline void soften_scaled(AttentionTile& t, const SpanScales& scales, int r, int count, int span, float& m, float& l) {
-  soften<true>(t.scores[r], count, span, 1.0f, m, l, [&](int i, F p, int n) {
+inline void soften_scaled(AttentionTile& t, const SpanScales& scales, int r, Own own, int span, float& m, float& l) {
+  soften<true>(t.scores[r], own, span, 1.0f, m, l, [&](int i, F p, int begin, int end) {
     const F rounded = as_float(shift_left(to_bf16(p), 16));
-    const F w = rounded * load(scales.at(i));
-    store_u16(reinterpret_cast<uint16_t*>(t.scores[r]) + i, to_bf16(n == 16 ? w : first(w, n, zero())));
+    const F w = begin < end ? among(rounded * load(scales.at(i)), begin, end, zero()) : zero();
+    store_u16(reinterpret_cast<uint16_t*>(t.scores[r]) + i, to_bf16(w));
     return rounded;
   });
 }
 
-// o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
+// o = sum of p v over `own` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
 template <KvFormat Format, int R, int NV>
-void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
+void weigh_columns(AttentionTile& t, int row, int from, Own own, int64_t d) {
   constexpr bool BF16 = kPairs<Format>;
   constexpr int kColumnBytes = kLaneBytes<Format> / 16;
   const int64_t line_bytes = t.cache->layout.value_width() * kColumnBytes, column = d * kColumnBytes;
   F acc[R][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = zero();
-  for (int page = 0; page * kPageTokens < count; ++page) {
+  for (int page = own.begin / kPageTokens; page * kPageTokens < own.end; ++page) {
     const uint8_t* line = block_of(t, from + page * kPageTokens) + t.cache->layout.key_bytes() + column;
     const uint8_t* ahead = keys_after(t, from + page * kPageTokens, line - column) + column;
-    const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
+    const int keys = own.end - page * kPageTokens < kPageTokens ? own.end - page * kPageTokens : kPageTokens;
+    const int before = own.begin > page * kPageTokens ? own.begin - page * kPageTokens : 0;
     const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
-    const auto add_line = [&](int i, I mask) {
+    const auto add_line = [&] [[gnu::always_inline]] (int i, I mask) {  // called in several places: sums stay in registers
       I values[NV];
       load_lines<Format>(values, line, ahead, t.near);
 #pragma GCC unroll 4
@@ -149,7 +112,14 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
       for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], values, weights + r * kSpan + i);
     };
     const int whole = BF16 ? keys / 2 : keys;
-    for (int i = 0; i < whole; ++i) add_line(i, splat_i(-1));
+    int i = BF16 ? before / 2 : before;
+    line += i * line_bytes;
+    ahead += i * line_bytes;
+    if (BF16 && before % 2) {  // the even neighbour is not in the window
+      add_line(i, splat_i(i < whole ? static_cast<int32_t>(0xffff0000) : 0));
+      ++i;
+    }
+    for (; i < whole; ++i) add_line(i, splat_i(-1));
     if (BF16 && keys % 2) add_line(whole, splat_i(0xffff));  // the odd neighbour was never written, or by another
   }
 #pragma GCC unroll 32
@@ -157,8 +127,8 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
 }
 
 template <KvFormat Format, int R>
-void weigh_values(AttentionTile& t, int row, int from, int count) {
-  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_columns<Format, R, NV>(t, row, from, count, d); });
+void weigh_values(AttentionTile& t, int row, int from, Own own) {
+  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_columns<Format, R, NV>(t, row, from, own, d); });
 }
 
 inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
@@ -178,19 +148,36 @@ inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
   for (int64_t d = 0; d < width; d += 16) store(t.out[r] + d, load(t.out[r] + d) * keep + load(t.span_out[r] + d) * add);
 }
 
-// work(r, count) for each row with so many keys of its own among the `reach` of a span.
+inline bool meets(const AttentionTile& t, int r, int span) {
+  return t.positions[r] >= span * kSpan && t.begins[r] < (span + 1) * kSpan;
+}
+
+// The keys of row r among the first `reach` of a span; it may have none.
+inline Own own_of(const AttentionTile& t, int r, int from, int reach) {
+  const int begin = t.begins[r] - from, end = t.positions[r] + 1 - from;
+  if (end <= 0 || begin >= reach) return {0, 0};
+  return {begin > 0 ? begin : 0, end < reach ? end : reach};
+}
+
 template <class Work>
 [[gnu::always_inline]] inline void each_own(const AttentionTile& t, int from, int reach, Work work) {
-  for (int r = 0; r < t.rows; ++r) {
-    const int own = t.positions[r] + 1 - from;
-    work(r, own < reach ? (own > 0 ? own : 0) : reach);
-  }
+  for (int r = 0; r < t.rows; ++r) work(r, own_of(t, r, from, reach));
+}
+
+// Scores of a row saturate. Those that are not its own may be anything.
+template <bool SCALED>
+inline void cap_scores(AttentionTile& t, int r, Own own) {
+  const F cap = splat(t.a->softcap), inverse = splat(SCALED ? 1.0f / t.a->softcap : t.a->scale / t.a->softcap);
+  for (int i = own.begin / 16 * 16; i < own.end; i += 16)
+    store(t.scores[r] + i, cap * tanh(load(t.scores[r] + i) * inverse));
 }
 
 // How each format takes its steps: `score` and `weigh` for several rows at once. One lives for a tile of rows.
 template <KvFormat Format>
 struct FloatSteps {
   static constexpr bool kZeroTimesNan = Format != KvFormat::fp8;  // E4M3 is read as numbers, and scales as of CodeSteps
+  static constexpr int kTogether = 1;  // keys of which a product takes all or none
+  static constexpr bool kScaled = true;  // scores are, by `score`
   explicit FloatSteps(const AttentionTile&) {}
   static void load(AttentionTile& t) { load_queries(t); }
   static void score(AttentionTile& t, uint8_t* block, int at) {
@@ -199,25 +186,28 @@ struct FloatSteps {
   static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
     if constexpr (Format == KvFormat::fp8) {
       const SpanScales scales(t, from, span);
-      each_own(t, from, reach, [&](int r, int count) { soften_scaled(t, scales, r, count, span, m[r], l[r]); });
+      each_own(t, from, reach, [&](int r, Own own) { soften_scaled(t, scales, r, own, span, m[r], l[r]); });
     } else {
-      each_own(t, from, reach, [&](int r, int count) { soften_floats<kPairs<Format>>(t.scores[r], count, span, 1.0f, m[r], l[r]); });
+      each_own(t, from, reach, [&](int r, Own own) { soften_floats<kPairs<Format>>(t.scores[r], own, span, 1.0f, m[r], l[r]); });
     }
   }
-  static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
-    each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<Format, R>(t, row, from, count); });
+  static void weigh(AttentionTile& t, int first, int rows, int from, Own own) {
+    each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<Format, R>(t, row, from, own); });
   }
 };
 struct TiledSteps : TileSteps {
   using TileSteps::TileSteps;
   static void load(AttentionTile& t) { load_queries(t); }
   static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
-    each_own(t, from, reach, [&](int r, int count) { soften_floats<true, false>(t.scores[r], count, span, t.a->scale, m[r], l[r]); });
+    const float scale = t.a->softcap != 0 ? 1.0f : t.a->scale;
+    each_own(t, from, reach, [&](int r, Own own) { soften_floats<true, false>(t.scores[r], own, span, scale, m[r], l[r]); });
   }
 };
 template <KvFormat Format>
 struct CodeSteps {
   static constexpr bool kZeroTimesNan = false;  // codes are integers, and scales are taken of the row's own keys alone
+  static constexpr int kTogether = kPageTokens;
+  static constexpr bool kScaled = true;
   explicit CodeSteps(const AttentionTile&) {}
   static void load(AttentionTile& t) { load_code_queries(t); }
   static void score(AttentionTile& t, uint8_t* block, int at) {
@@ -225,47 +215,49 @@ struct CodeSteps {
   }
   static void soften(AttentionTile& t, int from, int reach, int span, float* m, float* l) {
     const SpanScales scales(t, from, span);
-    each_own(t, from, reach, [&](int r, int count) {
+    each_own(t, from, reach, [&](int r, Own own) {
       CodeWeights<Format> weights(t, scales, r);
       const KeysMeanwhile keys(t, r, from);
-      const auto keep = [&] [[gnu::always_inline]] (int i, F p, int n) {
+      const auto keep = [&] [[gnu::always_inline]] (int i, F p, int begin, int end) {
         keys.fetch_beside(i);
-        return weights(i, p, n);
+        return weights(i, p, begin, end);
       };
-      MILLRACE_ISA::soften<true>(t.scores[r], count, span, 1.0f, m[r], l[r], keep);
+      MILLRACE_ISA::soften<true>(t.scores[r], own, span, 1.0f, m[r], l[r], keep);
       weights.round_to(span);
     });
   }
-  static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
-    each_tile<kWordRows>(first + rows, first, [&]<int R>(int row) { weigh_code_values<Format, R>(t, row, from, count); });
+  static void weigh(AttentionTile& t, int first, int rows, int from, Own own) {
+    each_tile<kWordRows>(first + rows, first, [&]<int R>(int row) { weigh_code_values<Format, R>(t, row, from, own); });
   }
 };
 
-// One span of all rows of a tile: o into span_out, maxima into m, sums into l. Rows share their passes over the keys up
-// to the last row's; what lies beyond a row's own has weight 0. Where such a value is not finite 0 times it is NaN, and
-// the row is weighed again by itself: a token has no part in what was said before it.
+// One span of all rows of a tile: o into span_out, maxima into m, sums into l. Rows share their passes over the keys from
+// the first row's to the last row's; what lies beyond a row's own has weight 0. Where such a value is not finite 0 times
+// it is NaN, and the row is weighed again by itself: a token has no part in what was said before it.
 template <class Steps>
 void attend_span(AttentionTile& t, int from, float* m, float* l) {
   const int reach = t.last + 1 - from < kSpan ? t.last + 1 - from : kSpan;
   const int span = static_cast<int>(up(reach, kPageTokens));
-  for (int at = 0; at < span; at += kPageTokens) {
+  for (int at = first_page(t, from); at < span; at += kPageTokens) {
     t.next_keys = keys_beside(t, from + at);
     Steps::score(t, block_of(t, from + at), at);
   }
+  if (t.a->softcap != 0) each_own(t, from, reach, [&](int r, Own own) { cap_scores<Steps::kScaled>(t, r, own); });
   Steps::soften(t, from, reach, span, m, l);
-  Steps::weigh(t, 0, t.rows, from, reach);
+  const Own all{t.first > from ? (t.first - from) / Steps::kTogether * Steps::kTogether : 0, reach};
+  Steps::weigh(t, 0, t.rows, from, all);
   if (!Steps::kZeroTimesNan) return;
-  const auto each_short = [&](auto work) {  // rows that end before the last one does
+  const auto each_short = [&](auto work) {  // rows with fewer keys than all have together
     for (int r = 0; r < t.rows; ++r) {
-      const int own = t.positions[r] + 1 - from;
-      if (own > 0 && own < reach) work(r, own);
+      const Own own = own_of(t, r, from, reach);
+      if (own.begin < own.end && (own.begin > all.begin || own.end < all.end)) work(r, own);
     }
   };
   F check = zero();
-  each_short([&](int r, int) {
+  each_short([&](int r, Own) {
     for (int64_t d = 0; d < t.cache->layout.value_width(); d += 16) check = fma(load(t.span_out[r] + d), zero(), check);
   });
-  if (sum(check) != 0.0f) each_short([&](int r, int own) { Steps::weigh(t, r, 1, from, own); });
+  if (sum(check) != 0.0f) each_short([&](int r, Own own) { Steps::weigh(t, r, 1, from, own); });
 }
 
 inline void finish(const AttentionTile& t) {
@@ -294,9 +286,9 @@ void attend_tile(AttentionTile& t, const Part& part) {
   for (int span = part.begin; span < part.end; ++span) {
     attend_span<Steps>(t, span * kSpan, m, l);
     for (int r = 0; r < t.rows; ++r) {
-      if (t.positions[r] < span * kSpan) continue;
+      if (!meets(t, r, span)) continue;
       if (!part.partials) {
-        merge(t, r, span == 0, m[r], l[r]);
+        merge(t, r, span == t.begins[r] / kSpan, m[r], l[r]);
         continue;
       }
       float* partial = part.of(span, r, width);
@@ -307,14 +299,14 @@ void attend_tile(AttentionTile& t, const Part& part) {
   }
   const int done = part.end - part.begin;
   if (part.partials) {
-    if (__atomic_add_fetch(part.counter, done, __ATOMIC_ACQ_REL) < part.spans) return;
+    if (__atomic_add_fetch(part.counter, done, __ATOMIC_ACQ_REL) < part.last - part.first) return;
     *part.counter = 0;
-    for (int span = 0; span < part.spans; ++span)
+    for (int span = part.first; span < part.last; ++span)
       for (int r = 0; r < t.rows; ++r) {
-        if (t.positions[r] < span * kSpan) continue;
+        if (!meets(t, r, span)) continue;
         const float* partial = part.of(span, r, width);
         __builtin_memcpy(t.span_out[r], partial, static_cast<size_t>(width) * 4);
-        merge(t, r, span == 0, partial[width], partial[width + 1]);
+        merge(t, r, span == t.begins[r] / kSpan, partial[width], partial[width + 1]);
       }
   }
   finish(t);
@@ -344,24 +336,27 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   task.next();
   int64_t first_task = 0, first_tile = 0;
   for (int s = 0; s < c.sequences.count; ++s) {
-    const int parts = cut.parts(c, s);
+    const int parts = cut.parts(a, c, s);
     const int64_t rows = rows_of(a, c, s), tiles = cut.tiles(a, c, s);
     for (; task.begin < first_task + tiles * parts; task.next()) {
       const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * cut.tile_rows;
       t.sequence = s;
       t.kv_head = static_cast<int>(tile % a.kv_heads);
       t.rows = static_cast<int>(rows - from < cut.tile_rows ? rows - from : cut.tile_rows);
+      t.first = INT32_MAX;
       t.last = 0;
       for (int r = 0; r < t.rows; ++r) {
         t.tokens[r] = c.sequences.starts[s] + (from + r) / group;
         t.heads[r] = t.kv_head * group + static_cast<int>((from + r) % group);
         t.positions[r] = a.causal ? c.sequences.positions[t.tokens[r]] : last_position(c, s);
+        t.begins[r] = window_begin(a, t.positions[r]);
+        t.first = t.begins[r] < t.first ? t.begins[r] : t.first;
         t.last = t.positions[r] > t.last ? t.positions[r] : t.last;
       }
       const Part part = cut.part(t, first_tile + tile, static_cast<int>((task.begin - first_task) % parts), parts);
       if (part.begin == part.end) continue;
       t.begin = part.begin * kSpan;
-      t.end = part.end == part.spans ? t.last + 1 : part.end * kSpan;
+      t.end = part.end == part.last ? t.last + 1 : part.end * kSpan;
       attend_part(t, part);
     }
     first_task += tiles * parts;

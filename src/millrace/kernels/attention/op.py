@@ -1,5 +1,7 @@
 """The operators attention (causal, over a cache), rope_attention (with the rotation in it), full_attention."""
 
+import math
+
 import numpy as np
 
 from millrace.errors import GraphError
@@ -7,7 +9,7 @@ from millrace.graph.rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.attention.ref import attention
 from millrace.kernels.convert.op import packs_elements
-from millrace.kernels.declare import MAX_HEAD, RowFormat
+from millrace.kernels.declare import MAX_HEAD, MAX_PARAM, RowFormat
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
 from millrace.kernels.places import Operands, View
 from millrace.kernels.precision import BF16_BY_TILES
@@ -34,11 +36,29 @@ def _heads(op: str, inputs: Inputs) -> tuple[Shape, ...]:
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     q, k, v, positions, lengths = inputs[:5]
     check_positions("attention", positions, q)
+    window = attrs.get("window", 1)
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= MAX_PARAM:
+        raise illegal("attention", f"a window of {window!r:.60}", "at least 1 token; leave it out to attend to all")
+    softcap = attrs.get("softcap", 1.0)
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap < math.inf:
+        raise illegal(
+            "attention", f"a softcap of {softcap!r:.60}", "a number above 0; leave it out for scores as they are"
+        )
     return _heads("attention", (q, k, v, lengths))
 
 
 def _full_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return _heads("full_attention", inputs)
+
+
+def window_of(node: Node) -> int:
+    """Of how many keys a row attends to at most, its own among them; 0: to all before it."""
+    return whole(node, "window") if "window" in node.attrs else 0
+
+
+def softcap_of(node: Node) -> float:
+    """At which scores saturate; 0: at none."""
+    return number(node, "softcap") if "softcap" in node.attrs else 0.0
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -48,14 +68,18 @@ def _reference(node: Node, values: Values) -> Held:
         for x in node.inputs[:2]
     ]
     q, k, v_rows = values.as_kept(heads[0], heads[1], values.rows(v))
-    layer, scale, rounded = whole(node, "layer"), number(node, "scale"), values.bf16_weights
+    layer, window, scale = whole(node, "layer"), window_of(node), number(node, "scale")
+    rounded = values.bf16_weights
     y = np.zeros((*q.shape[:2], v_rows.shape[2]))
-    at, places = 0, values.numbers(positions)
+    at, places = 0, values.cache_positions(positions)
     for sequence, length in enumerate(values.numbers(lengths)):
         part = slice(at, at := at + int(length))
         first = int(places[part][0])
-        keys, kept = values.remember(layer, sequence, first, k[part], v_rows[part])
-        y[part] = attention(q[part], keys, kept, first, scale, bf16_weights=rounded)
+        keys, kept = values.remember(layer, window, sequence, first, k[part], v_rows[part])
+        before = len(keys) - int(length)
+        y[part] = attention(
+            q[part], keys, kept, before, scale, window=window, softcap=softcap_of(node), bf16_weights=rounded
+        )
     return values.stored(y, node)
 
 
@@ -108,11 +132,16 @@ def _check_step(writer: Writer, q: Value, **named: Value) -> None:
 def _attend(
     node: Node, writer: Writer, views: tuple[View, View], rotation: Operands, *, causal: bool, context: int = 1
 ) -> None:
-    """Two calls: keys are rotated and written with their values, then all are attended to."""
+    """Two calls: keys are rotated and written with their values, then all are attended to.
+
+    Of layers that share a cache only the first one writes.
+    """
     (q, k), v = views, writer.view(node.inputs[2])
     heads, head_dim = size(node.inputs[0], 1), size(node.inputs[0], 2)
     kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
-    cache = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
+    window = window_of(node)
+    written = writer.written_cache(node) if causal else None
+    cache = written or writer.cache(kv_heads, head_dim, value_dim, kept=causal, window=window)
     shape: Params = {
         "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.row_floats,
     }  # fmt: skip
@@ -121,28 +150,34 @@ def _attend(
         **shape, "heads": heads if rotates else 0, "q_stride": q.row_floats if rotates else 0, "k_stride": k.row_floats,
         "v_stride": v.row_floats, "context": context,
     }  # fmt: skip
-    writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write", cache)
+    assert not (written and rotates), "keys that several layers read are rotated by a call of their own"
+    if written is None:
+        writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write", cache)
+    if causal:
+        writer.writes_cache(node, cache)
     storage = storage_of(node)
     y, packed = writer.new(node.output, node.origin[0], storage), storage.format == RowFormat.BF16
     tiles = writer.tiles and cache.format == "bf16"
     attend: Params = {
         **shape, "heads": heads, "packed": int(packed), "y_stride": y.row_elements,
-        "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
+        "causal": int(causal), "window": window, "tiles": int(tiles), "scale": number(node, "scale"),
+        "softcap": softcap_of(node),
     }  # fmt: skip
-    note = BF16_BY_TILES if tiles else cache.format
+    note = (BF16_BY_TILES if tiles else cache.format) + (f", window of {window}" if window else "")
     writer.add("attention", {"q": q, "y": y}, attend, node, note, cache)
 
 
+_ATTRS = frozenset({"layer", "scale", "storage", "window", "softcap"})
 ATTENTION = Runnable(
-    name="attention", inputs=(5, 5), attrs=frozenset({"layer", "scale", "storage"}), shapes=_shapes,
+    name="attention", inputs=(5, 5), integers=frozenset({3, 4}), attrs=_ATTRS, shapes=_shapes,
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 ROPE_ATTENTION = Runnable(
-    name="rope_attention", inputs=(6, 6), attrs=frozenset({"layer", "scale", "storage"}), fused=True, shapes=_shapes,
+    name="rope_attention", inputs=(6, 6), integers=frozenset({3, 4}), attrs=_ATTRS, fused=True, shapes=_shapes,
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 FULL_ATTENTION = Runnable(
-    name="full_attention", inputs=(4, 4), attrs=frozenset({"scale", "storage"}), shapes=_full_shapes,
-    reference=_full_reference, lower=_full_lower, packs=packs_elements, whole_sequences=True,
+    name="full_attention", inputs=(4, 4), integers=frozenset({3}), attrs=frozenset({"scale", "storage"}),
+    shapes=_full_shapes, reference=_full_reference, lower=_full_lower, packs=packs_elements, whole_sequences=True,
 )  # fmt: skip
 OPERATORS = (ATTENTION, ROPE_ATTENTION, FULL_ATTENTION)

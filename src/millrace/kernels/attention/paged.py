@@ -62,10 +62,10 @@ class LayerPages:
 class Work:
     """Programs of attention that take `rows` rows (tokens of a sequence x query heads of a KV head); i32 on the device.
 
-    items (n, 8), one for each program of a KV head: where the sequence's pages begin in `tables`, the first page of it
-    to attend to and that behind the last, which part of a block's pages that is (-1: all of them), the sequence's first
-    token in the step, how many it has, the first one's position, the block's first row. Where the pages are none, and
-    all else 0, there is nothing to do.
+    items (n, 8), one for each program of a KV head: where the sequence's page 0 would be in `tables`, the first page
+    of it to attend to and that behind the last, which part of a block's pages that is (-1: all of them), the
+    sequence's first token in the step, how many it has, the first one's position, the block's first row. Where the
+    pages are none, and all else 0, there is nothing to do.
     merges (m, 5), one for each block that has several parts: the first of these, how many (0: nothing to do), the
     sequence's first token, how many it has, the block's first row
     most_rows: that any block has, of its `rows` | parts: of all blocks that have several, at most
@@ -85,13 +85,17 @@ class StepTables:
     """All i32 on the device; T tokens, S sequences.
 
     positions, slots (T,): a slot is a page's number times its tokens, and the place in it
-    starts, table_starts (S + 1,): for plain PyTorch alone | tables: the sequences' pages, one after the other
+    rotary (T,): by which queries and keys are rotated
+    starts, table_starts (S + 1,), first (S,), which page of its sequence each one's first is: for plain PyTorch alone
+    tables: the sequences' pages, one after the other; those before a window may be gone
     work: for kernels, each token's in one of these
     """
 
     positions: Tensor
+    rotary: Tensor
     slots: Tensor
     starts: Tensor
     tables: Tensor
     table_starts: Tensor
+    first: Tensor
     work: tuple[Work, ...]

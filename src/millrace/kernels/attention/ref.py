@@ -12,20 +12,28 @@ from millrace.kernels.declare import NOTHING
 from millrace.kernels.matmul.pack import hadamard
 
 
-def attention(q: Array, k: Array, v: Array, first: int | None, scale: float, *, bf16_weights: bool = False) -> Array:
+def attention(
+    q: Array, k: Array, v: Array, first: int | None, scale: float, *, window: int = 0, softcap: float = 0.0,
+    bf16_weights: bool = False,
+) -> Array:  # fmt: skip
     """Causal attention of the last rows of a sequence; `first` None: of all rows to all keys.
 
     q (T, H, D) at positions first, first+1, ...; k (first+T, K, D) and v (first+T, K, Dv) from position 0; H a multiple
     of K -> (T, H, Dv)
+    window: keys that a row attends to at most, its own among them; 0: all before it
+    softcap: scores become softcap * tanh(score / softcap); 0: they stay as they are
     bf16_weights: exp(score - max) is rounded to bfloat16, as over pages of bfloat16 and fp8 (there by spans of 256)
     """
     T, H, D = q.shape
     K = k.shape[1]
     grouped = q.reshape(T, K, H // K, D)
     scores = np.einsum("tkgd,ukd->tkgu", grouped, k) * q.dtype.type(scale)
+    if softcap:
+        scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
     if first is not None:
-        future = np.arange(k.shape[0])[None, :] > first + np.arange(T)[:, None]
-        scores = np.where(future[:, None, None, :], -np.inf, scores)
+        ages = first + np.arange(T)[:, None] - np.arange(k.shape[0])[None, :]
+        outside = (ages < 0) | (ages >= window) if window else ages < 0
+        scores = np.where(outside[:, None, None, :], -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     if bf16_weights:
         weights = to_bf16(weights)

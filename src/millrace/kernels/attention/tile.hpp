@@ -26,11 +26,12 @@ struct AttentionTile {
   StepContext* c;
   const Cache* cache;
   int sequence, kv_head;
-  int rows, last;  // last: the largest of their positions
+  int rows, first, last;  // first: where the earliest row's window begins; last: the largest position
   int begin, end;  // of the keys that its task takes
   const uint8_t* next_keys;  // what is fetched besides values while a page's keys are read, or null
   bool near;                 // into the first level of caches
-  int positions[kAttentionRows];  // up to which a row attends: its own, or its sequence's last
+  int begins[kAttentionRows];     // from where a row attends: 0, or where its window begins
+  int positions[kAttentionRows];  // up to which it does: its own, or its sequence's last
   int64_t tokens[kAttentionRows];
   int heads[kAttentionRows];
   float scores[kAttentionRows][kSpan];
@@ -51,18 +52,35 @@ inline uint8_t* block_of(const AttentionTile& t, int position) {
   return t.cache->block(t.a->layer, t.sequence, position, t.kv_head);
 }
 
+// The page of a span in which a tile's first key lies: earlier pages may be another sequence's by now, and are not read.
+inline int first_page(const AttentionTile& t, int from) {
+  return t.first > from ? (t.first - from) / kPageTokens * kPageTokens : 0;
+}
+
 // The scales of values that a span's weights meet; each page's is looked up once.
 struct SpanScales {
   const float* pages[kSpan / kPageTokens];
 
   SpanScales(const AttentionTile& t, int from, int span) {
-    for (int at = 0; at < span; at += kPageTokens) pages[at / kPageTokens] = t.cache->layout.value_scales(block_of(t, from + at));
+    for (int at = first_page(t, from); at < span; at += kPageTokens)
+      pages[at / kPageTokens] = t.cache->layout.value_scales(block_of(t, from + at));
   }
   [[gnu::always_inline]] const float* at(int key) const {
     const auto place = static_cast<unsigned>(key);
     return pages[place / kPageTokens] + place % kPageTokens;
   }
 };
+
+// The keys of a span that count for some rows: a row's own, or those of all together: [begin, end).
+struct Own {
+  int begin, end;
+};
+
+// x in the lanes from `begin` to `end`, `other` in the rest.
+[[gnu::always_inline]] inline F among(F x, int begin, int end, F other) {
+  const F below = end < 16 ? first(x, end, other) : x;
+  return begin > 0 ? first(other, begin, below) : below;
+}
 
 // Pages lie apart, so the hardware does not see what is read next. While keys are read, the values behind them are
 // fetched, and in a task's first span the next page's keys; while values are read, the keys of the task's next span:

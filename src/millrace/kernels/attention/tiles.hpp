@@ -22,15 +22,16 @@ inline void score_row_by_tiles(AttentionTile& t, int r, const uint8_t* keys, int
   for (int v = 0; v < 4; ++v) store(t.scores[r] + at + v * 16, acc[0][v]);  // `soften` scales them
 }
 
-// o of row r, 16 columns from d on, over `count` keys of the span that starts at `from`.
-inline void weigh_row_by_tiles(AttentionTile& t, int r, int from, int count, int64_t d) {
+// o of row r, 16 columns from d on, over `own` keys of the span that starts at `from`.
+inline void weigh_row_by_tiles(AttentionTile& t, int r, int from, Own own, int64_t d) {
   const int64_t line_bytes = t.cache->layout.value_width() * 4;
   F acc[1][1] = {{zero()}};
-  for (int at = 0; at < count; at += kTileKeys) {
-    const int keys = count - at < kTileKeys ? count - at : kTileKeys;
+  for (int at = own.begin / kTileKeys * kTileKeys; at < own.end; at += kTileKeys) {
+    const int keys = own.end - at < kTileKeys ? own.end - at : kTileKeys;
     const uint8_t* values = block_of(t, from + at) + t.cache->layout.key_bytes() + at % kPageTokens / 2 * line_bytes + d * 4;
     add_pairs(acc, (keys + 1) / 2, pairs(t.scores[r] + at / 2), 0, [&](int64_t k, int) {
-      return load_i(values + k * line_bytes) & splat_i(2 * k + 1 < keys ? -1 : 0xffff);
+      const uint32_t even = at + 2 * k >= own.begin ? 0xffff : 0, odd = 2 * k + 1 < keys && at + 2 * k + 1 >= own.begin;
+      return load_i(values + k * line_bytes) & splat_i(static_cast<int32_t>(even | odd * 0xffff0000));
     });
   }
   store(t.span_out[r] + d, acc[0][0]);
@@ -80,14 +81,14 @@ struct LastValues {
   }
 };
 
-// o of all rows, 32 columns from d on or, where the head ends there, 16.
+// o of all rows, 32 columns from d on or, where the head ends there, 16. The first of `own` begins a product.
 template <bool kTwo>
-void weigh_by_tiles(AttentionTile& t, int from, int count, int64_t d) {
+void weigh_by_tiles(AttentionTile& t, int from, Own own, int64_t d) {
   const int64_t line_bytes = t.cache->layout.value_width() * 4;
   _tile_zero(0);
   if (kTwo) _tile_zero(1);
-  for (int at = 0; at < count; at += kTileKeys) {
-    const int keys = count - at;
+  for (int at = own.begin; at < own.end; at += kTileKeys) {
+    const int keys = own.end - at;
     const uint8_t* block = block_of(t, from + at) + t.cache->layout.key_bytes();
     const uint8_t* values = block + at % kPageTokens / 2 * line_bytes + d * 4;
     if (reads_first(t)) {
@@ -125,6 +126,8 @@ struct TileSteps {
   explicit TileSteps(const AttentionTile&) {}
 #endif
   static constexpr bool kZeroTimesNan = true;
+  static constexpr int kTogether = kTileKeys;
+  static constexpr bool kScaled = false;
 
   static void score(AttentionTile& t, uint8_t* block, int at) {
 #if defined(MILLRACE_TILES)
@@ -133,18 +136,18 @@ struct TileSteps {
     for (int r = 0; r < t.rows; ++r) score_row_by_tiles(t, r, block, at);
   }
 
-  static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
+  static void weigh(AttentionTile& t, int first, int rows, int from, Own own) {
     const int64_t width = t.cache->layout.value_width();
 #if defined(MILLRACE_TILES)
-    if (rows == t.rows) {
+    if (rows == t.rows && own.begin % kTileKeys == 0) {
       int64_t d = 0;
-      for (; d + 32 <= width; d += 32) weigh_by_tiles<true>(t, from, count, d);
-      if (d < width) weigh_by_tiles<false>(t, from, count, d);
+      for (; d + 32 <= width; d += 32) weigh_by_tiles<true>(t, from, own, d);
+      if (d < width) weigh_by_tiles<false>(t, from, own, d);
       return;
     }
 #endif
     for (int r = first; r < first + rows; ++r)
-      for (int64_t d = 0; d < width; d += 16) weigh_row_by_tiles(t, r, from, count, d);
+      for (int64_t d = 0; d < width; d += 16) weigh_row_by_tiles(t, r, from, own, d);
   }
 };
 

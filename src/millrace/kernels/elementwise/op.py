@@ -1,33 +1,35 @@
-"""The operator elementwise: an expression of up to four values, element by element."""
+"""The operator elementwise: an expression of up to four values, element by element; shapes broadcast as NumPy's."""
 
 import numpy as np
 
-from millrace.graph.rules import check_tree, illegal
+from millrace.graph.dims import product
+from millrace.graph.rules import broadcast_shape, check_tree
+from millrace.graph.tree_types import is_integer, type_of
 from millrace.graph.trees import as_tree, evaluate
-from millrace.graph.types import Attrs, Inputs, Node, Shape
+from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
+from millrace.kernels.broadcast.op import lower_broadcast
 from millrace.kernels.declare import MAX_INPUTS
-from millrace.kernels.expression import compile_tree
+from millrace.kernels.expression import compile_tree, needs_broadcast
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
 from millrace.kernels.places import Place, View
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     check_tree("elementwise", attrs, len(inputs))
-    whole = next((v for v in inputs if not v.constant), inputs[0])
-    for v in inputs:
-        row = v.constant is not None and len(whole.shape) == 2 and v.shape == whole.shape[1:]
-        if v.shape != whole.shape and not row:
-            raise illegal(
-                "elementwise",
-                f"operands {[list(v.shape) for v in inputs]}",
-                "equal shapes, or a constant row for a matrix",
-            )
-    return (whole.shape,)
+    return (broadcast_shape("elementwise", [v.shape for v in inputs]),)
+
+
+def _dtypes(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
+    tree, types = as_tree(attrs["tree"]), [v.dtype for v in inputs]
+    is_integer(tree, types)
+    return (type_of(tree, types),)
 
 
 def _reference(node: Node, values: Values) -> Held:
-    inputs = [values.rows(v) for v in node.inputs]
-    return values.stored(evaluate(as_tree(node.attrs["tree"]), inputs).astype(np.float64), node)
+    tree = as_tree(node.attrs["tree"])
+    whole = is_integer(tree, [v.dtype for v in node.inputs])
+    found = evaluate(tree, [values.integers(v) if whole else values.rows(v) for v in node.inputs])
+    return values.stored(np.broadcast_to(found, values.sized(node.output.shape)), node)
 
 
 def expression_params(tree: object, inputs: list[View | Place], width: int) -> Params:
@@ -41,15 +43,29 @@ def expression_params(tree: object, inputs: list[View | Place], width: int) -> P
 
 
 def _lower(node: Node, writer: Writer) -> None:
+    if not _in_rows(node):
+        return lower_broadcast(node, writer, as_tree(node.attrs["tree"]))
     inputs = [writer.vector(v) if v.constant else writer.view(v) for v in node.inputs]
     params = expression_params(node.attrs["tree"], inputs, node.output.width)
     operands: dict[str, View | Place | None] = dict(zip("abcd", inputs, strict=False))
     operands["y"] = writer.new(node.output, node.origin[0])
-    writer.add("elementwise", operands, params, node)
+    return writer.add("elementwise", operands, params, node)
+
+
+def _in_rows(node: Node) -> bool:
+    """Whether all is rows of floats of one width: matrices alike, and constant rows for all of theirs."""
+    shape = node.output.shape
+    if not shape or isinstance(shape[0], int) or not isinstance(product(shape[1:]), int):
+        return False
+    if any(v.dtype != DType.F32 for v in (*node.inputs, node.output)) or all(v.constant for v in node.inputs):
+        return False
+    if any(v.shape != (shape[1:] if v.constant else shape) for v in node.inputs):
+        return False
+    return not needs_broadcast(compile_tree(as_tree(node.attrs["tree"]), len(node.inputs))[0])
 
 
 ELEMENTWISE = Runnable(
-    name="elementwise", inputs=(1, MAX_INPUTS), attrs=frozenset({"tree"}), shapes=_shapes, reference=_reference,
-    lower=_lower,
+    name="elementwise", inputs=(1, MAX_INPUTS), attrs=frozenset({"tree"}), shapes=_shapes, dtypes=_dtypes,
+    reference=_reference, lower=_lower,
 )  # fmt: skip
 OPERATORS = (ELEMENTWISE,)

@@ -21,9 +21,12 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 def _reference(node: Node, values: Values) -> Held:
     ids, table = node.inputs
-    rows = values.rows(table)[values.numbers(ids)]
-    stored = to_bf16(rows).astype(np.float64) if values.bf16_table else rows
-    return values.stored(stored * number(node, "scale"), node)
+    numbers = values.numbers(ids)
+    rows = values.rows(table)[np.maximum(numbers, 0)]
+    scaled = (to_bf16(rows).astype(np.float64) if values.bf16_table else rows) * number(node, "scale")
+    if values.embeddings is not None:
+        scaled = np.where(numbers[:, None] < 0, values.embeddings[np.maximum(-1 - numbers, 0)], scaled)
+    return values.stored(scaled, node)
 
 
 def _lower(node: Node, writer: Writer) -> None:
@@ -39,6 +42,12 @@ def _lower(node: Node, writer: Writer) -> None:
 
 
 EMBEDDING = Runnable(
-    name="embedding", inputs=(2, 2), attrs=frozenset({"scale"}), shapes=_shapes, reference=_reference, lower=_lower
+    name="embedding",
+    inputs=(2, 2),
+    integers=frozenset({0}),
+    attrs=frozenset({"scale"}),
+    shapes=_shapes,
+    reference=_reference,
+    lower=_lower,
 )
 OPERATORS = (EMBEDDING,)

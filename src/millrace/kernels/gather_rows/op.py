@@ -20,5 +20,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("gather_rows", {"x": x, "index": index, "y": y}, params, node)
 
 
-GATHER_ROWS = Runnable(name="gather_rows", inputs=(2, 2), shapes=_shapes, reference=_reference, lower=_lower)
+GATHER_ROWS = Runnable(
+    name="gather_rows", inputs=(2, 2), integers=frozenset({1}), shapes=_shapes, reference=_reference, lower=_lower
+)
 OPERATORS = (GATHER_ROWS,)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.kernels.declare import NOTHING
+from millrace.kernels.declare import NOTHING, RowFormat
 from millrace.kernels.matmul.pack import hadamard
+from millrace.kernels.storage import Storage
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # that E4M3 has
@@ -134,3 +135,10 @@ def transformed(x: Tensor, group: int) -> Tensor:
 @cache
 def _matrix(size: int, device: torch.device) -> Tensor:
     return torch.from_numpy(hadamard(np.eye(size, dtype=np.float32), size)).to(device)
+
+
+def coding_of(storage: Storage) -> Coding | None:
+    """Of INT8 rows that a conversion makes; None: it gives 16 bits, of which products may still make E4M3."""
+    if storage.format == RowFormat.BF16:
+        return None
+    return Coding(e4m3=False, group=storage.group, transform=storage.hadamard)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
-from millrace.graph.trees import as_tree, evaluate
+from millrace.graph.trees import Tree, as_tree, evaluate
 from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.convert.ref import Quantised
@@ -33,6 +33,8 @@ from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
 
+PRODUCTS = ("linear", "gated_linear")
+SILU_MUL: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
 BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may hold
 
 
@@ -68,6 +70,20 @@ def precision_of(node: Node) -> Precision:
 def group_of(node: Node) -> int:
     """Inputs that share a scale in a product's weights; 0 where these have none."""
     return whole(node, "group") if "group" in node.attrs else 0
+
+
+def matrix_size(value: Value) -> tuple[int, int]:
+    """Rows and width of a constant."""
+    return size(value, 0), size(value, 1)
+
+
+def transform_of(rows: Node | None) -> int:
+    """The groups in which weights are transformed, as the rows are that they meet. rows: what made these; 0: not"""
+    return storage_of(rows).hadamard_group if rows else 0
+
+
+def is_silu_mul(node: Node) -> bool:
+    return node.op == "gated_linear" and as_tree(node.attrs["tree"]) == SILU_MUL
 
 
 def matrices_of(node: Node) -> tuple[Value, ...]:

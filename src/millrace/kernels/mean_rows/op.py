@@ -22,5 +22,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("mean_rows", {"x": x, "lengths": lengths, "y": y}, params, node)
 
 
-MEAN_ROWS = Runnable(name="mean_rows", inputs=(2, 2), shapes=_shapes, reference=_reference, lower=_lower)
+MEAN_ROWS = Runnable(
+    name="mean_rows", inputs=(2, 2), integers=frozenset({1}), shapes=_shapes, reference=_reference, lower=_lower
+)
 OPERATORS = (MEAN_ROWS,)

@@ -41,5 +41,5 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.share(node.output, view)
 
 
-ROPE = Runnable(name="rope", inputs=(3, 3), shapes=_shapes, reference=_reference, lower=_lower)
+ROPE = Runnable(name="rope", inputs=(3, 3), integers=frozenset({1}), shapes=_shapes, reference=_reference, lower=_lower)
 OPERATORS = (ROPE,)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from millrace.graph.dims import product
 from millrace.graph.rules import illegal
-from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
-from millrace.kernels.operators import Held, Runnable, Values, Writer, size
+from millrace.graph.types import NUMPY, Attrs, DType, Inputs, Node, Shape
+from millrace.kernels.operators import Held, Runnable, Values, Writer
 from millrace.kernels.places import ELEMENT_BYTES
 
 
@@ -14,18 +15,29 @@ def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     (x,) = inputs
     shape = attrs["shape"]
     assert isinstance(shape, tuple)
-    if Value(shape).width != x.width or shape[0] != x.shape[0]:
-        raise illegal("reshape", f"{list(x.shape)} to {list(shape)}", "the same first dimension and as many elements")
+    if product(shape) != x.elements:
+        what = f"{list(x.shape)} to {list(shape)}, of {x.elements} and {product(shape)} elements"
+        raise illegal("reshape", what, "as many elements")
     return (shape,)
 
 
 def _reshape_reference(node: Node, values: Values) -> Held:
-    sizes = [size(node.output, axis) for axis in range(1, len(node.output.shape))]
-    return values.rows(node.inputs[0]).reshape(-1, *sizes)
+    held = values.held(node.inputs[0])
+    assert isinstance(held, np.ndarray), f"{node.inputs[0]} is packed"
+    return held.reshape(values.sized(node.output.shape))
+
+
+def _same_dtype(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
+    return (inputs[0].dtype,)
 
 
 def _reshape_lower(node: Node, writer: Writer) -> None:
-    writer.share(node.output, writer.view(node.inputs[0]))
+    (x,), y = node.inputs, node.output
+    if y.rows == x.rows:
+        return writer.share(y, writer.view(x))
+    view = writer.dense(x, node)
+    of_row = y.run * NUMPY[y.dtype].itemsize
+    return writer.share(y, replace(view, rows=writer.extent(y.rows), row_bytes=of_row))
 
 
 def _split_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -52,7 +64,7 @@ def _split_lower(node: Node, writer: Writer) -> None:
 
 RESHAPE = Runnable(
     name="reshape", inputs=(1, 1), attrs=frozenset({"shape", "storage"}), shapes=_reshape_shapes,
-    reference=_reshape_reference, lower=_reshape_lower, is_view=True,
+    dtypes=_same_dtype, reference=_reshape_reference, lower=_reshape_lower, is_view=True,
 )  # fmt: skip
 SPLIT = Runnable(
     name="split", inputs=(1, 1), attrs=frozenset({"widths"}), shapes=_split_shapes, reference=_split_reference,

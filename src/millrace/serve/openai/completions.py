@@ -1,48 +1,70 @@
 """POST /v1/completions: one or several prompts, as texts or token ids, to their continuations."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, check_context
+from millrace.runtime.prompt_embeds import EmbeddedPrompt
+from millrace.runtime.request import Request
+from millrace.runtime.resume import FIELD, parse_resume_token_ids
 from millrace.serve.blocks import Kind
 from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, TextEvents, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
+from millrace.serve.openai.embedding_rows import embedding_rows
 from millrace.serve.openai.replies import CompletionChoice, CompletionReply
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionLogprobs, Usage
+from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.whole import Whole, whole_answer
 from millrace.serve.wire import Call
+
+_ID_BYTES = 8  # of a token id, as text
 
 
 async def completions(backend: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
     params, terms = completion_params(asked), terms_of(asked)
+    if delivered := parse_resume_token_ids(asked.resume_token_ids):
+        terms = replace(terms, delivered=delivered)
     max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
-    given = _prompts(asked.prompt, params.n, max_tokens, backend)
     special = asked.add_special_tokens is not False
-    prompts = await _tokens(backend, given, max_tokens, special)
+    rows = await _rows(asked, call, backend)
+    given = _prompts(asked.prompt, params.n, max_tokens, backend) if rows is None else []
+    tokens = await _tokens(backend, given, max_tokens, special)
+    prompts: Sequence[list[int] | EmbeddedPrompt] = tokens if rows is None else [rows]
     echoes = None
     if asked.echo:
-        pairs = zip(given, prompts, strict=True)
+        pairs = zip(given, tokens, strict=True)
         echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
     let_go(asked)
     given = []
     whole_bytes = None if asked.stream else COMPLETION_BYTES
     with_receipt = wants_receipt(asked, len(prompts))
+    if delivered and (len(prompts) > 1 or with_receipt or asked.echo):
+        what = "echo" if asked.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
+        raise RequestError(
+            f"{FIELD} cannot be combined with {what}",
+            "one prompt, without echo or receipt",
+            f"leave {FIELD} out",
+            FIELD,
+        )
     generation = await start(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
     if with_receipt:
         generation.keep_receipt()
-    answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
+    prompt_only, with_ids = asked.max_tokens == 0, bool(asked.return_token_ids)
+    answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=prompt_only, with_ids=with_ids)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
@@ -52,25 +74,26 @@ class _Answer:
     """One completion request under way.
 
     echoes: each prompt, where that is asked for. prompt_only: nothing else is: the token that was drawn, for
-    the engine draws one at least, is not told
+    the engine draws one at least, is not told. with_ids: token ids are
     """
 
     def __init__(
         self, backend: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[Echo] | None,
-        prompt_only: bool,
+        prompt_only: bool, with_ids: bool,
     ) -> None:  # fmt: skip
         self._backend, self._generation = backend, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
         self._echoes, self._prompt_only = echoes, prompt_only
+        self._with_ids, self._begun = with_ids, set[int]()  # choices whose prompt_token_ids have been sent
         self._with_top = bool(generation.params.logprobs)
         self._offsets: list[OffsetLogprobs] = []
         params = generation.params
         if params.logprobs is not None:
             tokenizer, skip = backend.model.tokenizer, params.skip_special_tokens
             self._offsets = [
-                OffsetLogprobs(tokenizer, request.prompt.tolist(), skip, echoes[i] if echoes else None)
+                OffsetLogprobs(tokenizer, _text_before(request, delivered), skip, echoes[i] if echoes else None)
                 for i, request in enumerate(generation.handle.requests)
-                for _ in range(params.n)
+                for delivered in request.terms.delivered or [()] * params.n
             ]
 
     async def whole(self) -> Response:
@@ -79,17 +102,25 @@ class _Answer:
         for choice, piece in self._first_logprobs():
             logprobs[choice].add(piece)
 
+        ids: list[list[int]] = [[] for _ in logprobs]
+
         def named(delta: Delta) -> int:
-            return sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
+            n_bytes = 0
+            if self._with_ids:
+                ids[delta.index] += delta.token_ids
+                n_bytes = _ID_BYTES * len(delta.token_ids)
+            return n_bytes + sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
             choices = await whole_answer(self._generation, self._backend, named)
             content = await self._backend.written(
-                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs))
+                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs, ids))
             )
         return Response(content, media_type="application/json")
 
-    def _whole_reply(self, wholes: list[Whole], logprobs: list[WholeCompletion]) -> CompletionReply:
+    def _whole_reply(
+        self, wholes: list[Whole], logprobs: list[WholeCompletion], ids: list[list[int]]
+    ) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
@@ -97,6 +128,8 @@ class _Answer:
                 logprobs=logprobs[i].whole() if self._offsets else None,
                 finish_reason="length" if self._prompt_only else _finish(whole.end),
                 stop_reason=None if self._prompt_only else whole.end.stop_reason,
+                token_ids=([] if self._prompt_only else ids[i]) if self._with_ids else UNSET,
+                prompt_token_ids=self._prompt(i) if self._with_ids else UNSET,
             )
             for i, whole in enumerate(wholes)
         ]
@@ -112,7 +145,7 @@ class _Answer:
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
         asked: Asked | None = self._generation.asked  # told in the first event
-        is_plain = not (self._offsets or self._prompt_only or usage.always)
+        is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
         plain = TextEvents(b'"text"', partial(self._empty, usage)) if is_plain else None
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
         if self._echoes is not None:
@@ -138,7 +171,9 @@ class _Answer:
 
     def _block(self, deltas: list[Delta], usage: StreamUsage, asked: Asked | None) -> bytes:
         choices = [choice for delta in deltas for choice in self._choices(delta)]
-        said = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
+        said = [
+            [choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids
+        ]
         return self._events(said, usage, asked) if said else b""
 
     def _empty(self, usage: StreamUsage, choice: int) -> CompletionReply:
@@ -164,6 +199,11 @@ class _Answer:
         choices = [CompletionChoice(delta.index, "", piece, None) for piece in pieces]
         if not self._prompt_only:
             choices[-1].text = delta.text
+        if self._with_ids:
+            choices[-1].token_ids = [] if self._prompt_only else list(delta.token_ids)
+            if delta.index not in self._begun:
+                self._begun.add(delta.index)
+                choices[0].prompt_token_ids = self._prompt(delta.index)
         if delta.finish_reason is not None:
             choices[-1].finish_reason = "length" if self._prompt_only else _finish(delta)
             choices[-1].stop_reason = None if self._prompt_only else delta.stop_reason
@@ -181,8 +221,22 @@ class _Answer:
         offsets = self._offsets[delta.index] if self._offsets else None
         return [offsets.take(tokens, self._with_top) for tokens in told if offsets is not None and tokens]
 
+    def _prompt(self, choice: int) -> list[int]:
+        return _ids(self._generation.handle.requests[choice // self._generation.params.n])
+
     def _echo(self, choice: int) -> str:
         return "" if self._echoes is None else self._echoes[choice // self._generation.params.n].text
+
+
+def _text_before(request: Request, delivered: Sequence[int]) -> Sequence[int] | None:
+    """Return the tokens that an answer's text continues; None if there are only embedding rows."""
+    return None if request.rows is not None and not delivered else [*_ids(request), *delivered]
+
+
+def _ids(request: Request) -> list[int]:
+    """Return the token ids of a prompt; none of one that is embedding rows."""
+    ids: list[int] = request.prompt.tolist() if request.rows is None else []
+    return ids
 
 
 def _finish(delta: Delta) -> Literal["stop", "length"]:
@@ -191,10 +245,27 @@ def _finish(delta: Delta) -> Literal["stop", "length"]:
     return "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
 
 
+async def _rows(asked: CompletionRequest, call: Call, backend: TextBackend) -> EmbeddedPrompt | None:
+    """Decode embedding rows, off the event loop if they are large. raises RequestError, BusyError"""
+    given = asked.prompt_embeds
+    if given is None:
+        return None
+    _check_number(asked.n or 1, backend)
+    beside = "prompt" if asked.prompt else "echo" if asked.echo else "receipt" if asked.receipt else ""
+    if beside:
+        raise RequestError(f"prompt_embeds and {beside} are both set", "one of them", f"leave {beside} out", beside)
+    limits = backend.model.engine.limits
+    return await backend.off_loop(
+        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.of(embedding_rows(given, limits), limits)
+    )
+
+
 def _prompts(
-    given: str | list[str | int | list[int]], n: int, max_tokens: int | None, backend: TextBackend
+    given: str | list[str | int | list[int]] | None, n: int, max_tokens: int | None, backend: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
+    if given is None:
+        raise RequestError("prompt is missing", "a text, token ids, or several", "add prompt", "prompt")
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     _check_number((1 if is_one else len(given)) * n, backend)
     if is_one and not isinstance(given, str):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from millrace.serve import management, timeline, trace
 from millrace.serve.embeddings import EncoderBackend, embeddings
+from millrace.serve.encoder_requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from millrace.serve.errors import Problem
 from millrace.serve.nearness import rerank, score
 from millrace.serve.openai.chat import chat_completions
@@ -16,9 +17,6 @@ from millrace.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
     TokenizeRequest,
 )
 from millrace.serve.replies import (

@@ -103,6 +103,8 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None  # null: more is to come (streams only)
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in a stream with its first piece
 
 
 class CompletionReply(Struct):

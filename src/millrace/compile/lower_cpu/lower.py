@@ -1,0 +1,22 @@
+"""From the graph to the program: each node becomes the calls that its operator says, values become places."""
+
+from collections.abc import Mapping
+
+from millrace.compile.lower_cpu.placement import Placement
+from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.engine.kv import KvFormat
+from millrace.graph.types import Graph, Symbol
+from millrace.kernels.operators import runnable
+
+
+def lower(
+    graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, *, tiles: bool = False
+) -> Program:
+    """Placement says what the arguments are. raises GraphError for a graph that no program can be of"""
+    placement, read = Placement(graph, bounds, kv_format, table, tiles), {*graph.consumers(), *graph.results}
+    for port in graph.inputs:
+        if port.value in read:
+            placement.new(port.value, port.name)
+    for node in graph.nodes:
+        runnable(node).lower(node, placement)
+    return placement.program()

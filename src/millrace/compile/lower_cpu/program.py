@@ -1,0 +1,68 @@
+"""A program as data: a flat list of kernel calls over planned buffers, and the weights they read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from millrace.compile.lower_cpu.memory import MemoryPlan
+from millrace.engine.kv import CacheSpec, StateSpec
+from millrace.engine.slots import Size, Slot
+from millrace.graph.types import Symbol
+from millrace.kernels.declare import Param, Space
+from millrace.kernels.encode import Ref, encode
+from millrace.kernels.places import Packed, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel at work."""
+
+    kernel: str
+    operands: Mapping[str, Place | None]
+    params: Mapping[str, Param]
+    origin: tuple[str, ...]
+    note: str = ""  # the numerics class or row format, for people
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """An optimisation profile of one symbol: how small and how large it may be, and for what an engine is tuned."""
+
+    low: int
+    usual: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Calls with their operands placed. `weights_offsets` and `memory.offsets` count bytes in their spaces."""
+
+    calls: tuple[Call, ...]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    symbols: Mapping[Symbol, Bounds]
+    sizes: tuple[Size, ...]  # numbered behind the symbols
+    weights: tuple[Packed, ...]
+    weights_offsets: tuple[int, ...]
+    weights_bytes: int
+    memory: MemoryPlan  # of the activations
+    caches: tuple[CacheSpec, ...]
+    states: tuple[StateSpec, ...]
+    passes: tuple[str, ...] = field(default=())
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the weights of matrix products, which each step reads whole."""
+        places = (call.operands["w"] for call in self.calls if call.kernel == "matmul")
+        return sum(self.weights[place.number].nbytes for place in places if place)
+
+    def encoded(self) -> bytes:
+        return b"".join(encode(call.kernel, self._refs(call), call.params) for call in self.calls)
+
+    def _refs(self, call: Call) -> dict[str, Ref | None]:
+        return {name: self._ref(place) for name, place in call.operands.items()}
+
+    def _ref(self, place: Place | None) -> Ref | None:
+        if place is None:
+            return None
+        offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.memory.offsets
+        return Ref(place.space, offsets[place.number] + place.offset)

@@ -1,0 +1,76 @@
+"""The sizes of a program: its symbols, and behind them every dimension that its calls ask for, each with its bound."""
+
+from collections.abc import Mapping
+
+from millrace.compile.lower_cpu.program import Bounds
+from millrace.engine.slots import Size
+from millrace.errors import ConfigError
+from millrace.graph.dims import Dim, NotWholeError, Symbol, operands, range_of, symbols_of, value_of
+from millrace.graph.types import Graph, Value
+from millrace.kernels.declare import MAX_SIZES
+
+MOST = 2**31 - 1  # of anything that a run counts
+
+
+class SizeTable:
+    """Numbers are given in the order in which dimensions are asked for; a dimension comes behind what it is made of."""
+
+    def __init__(self, bounds: Mapping[Symbol, Bounds]) -> None:
+        self._ranges = {symbol: (b.low, b.high) for symbol, b in bounds.items()}
+        self._numbers: dict[Dim, int] = {symbol: i for i, symbol in enumerate(bounds)}
+        self._made: list[Size] = []
+
+    def number(self, dim: Dim) -> int:
+        """raises ConfigError for a dimension that no run could count"""
+        if dim not in self._numbers:
+            for part in operands(dim):
+                self.number(part)
+            if len(self._made) == MAX_SIZES:
+                raise ConfigError(
+                    f"the network has more than {MAX_SIZES} distinct dimensions", "fewer distinct dimensions",
+                    "split the network",
+                )  # fmt: skip
+            self._made.append(Size(dim, self.most(dim)))
+            self._numbers[dim] = len(self._numbers)
+        return self._numbers[dim]
+
+    def most(self, dim: Dim) -> int:
+        """That it can be. raises ConfigError"""
+        _, most = range_of(dim, self._ranges)
+        if most > MOST:
+            raise ConfigError(
+                f"a value has up to {dim} = {most:,} elements", f"at most {MOST:,}", "lower the bounds of its symbols"
+            )
+        return most
+
+    @property
+    def made(self) -> tuple[Size, ...]:
+        """Those that are no symbols, in the order of their numbers."""
+        return tuple(self._made)
+
+
+def check_dims(graph: Graph, bounds: Mapping[Symbol, Bounds]) -> None:
+    """Check that each dimension is a whole number from 1 on, where symbols are at their bounds. raises ConfigError"""
+    dims = {d for v in _values(graph) for d in v.shape if not isinstance(d, int | Symbol)}
+    for dim in sorted(dims, key=repr):
+        for name in ("low", "usual", "high"):
+            sizes: dict[Symbol, int] = {s: getattr(b, name) for s, b in bounds.items()}
+            at = ", ".join(f"{s} = {sizes[s]}" for s in dict.fromkeys(symbols_of(dim)))
+            try:
+                found = value_of(dim, sizes)
+            except NotWholeError:
+                raise ConfigError(
+                    f"the dimension {dim} is not an integer for {at}",
+                    "bounds for which it is an integer",
+                    f"change the {name} bounds in the profile",
+                ) from None
+            if found < 1:
+                raise ConfigError(
+                    f"the dimension {dim} is {found} where {at}",
+                    "1 at least",
+                    f"raise the {name} bounds in the profile",
+                )
+
+
+def _values(graph: Graph) -> list[Value]:
+    return [*(p.value for p in graph.inputs), *(v for node in graph.nodes for v in node.outputs)]

@@ -1,0 +1,41 @@
+"""`millrace build --device`: whether that GPU has the precisions that a start will ask of it, before a build."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, settled
+from millrace.compile.builder import asked_precision
+from millrace.compile.lower_gpu.precision import gpu_precision
+from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
+from millrace.engine.cuda.found import known_gpu
+from millrace.engine.cuda.precisions import check_keeps, multiplied_by
+from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.machine.devices import check_architecture
+from millrace.model.families import HEAD
+
+
+def check_gpu_has(
+    device: str, folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None
+) -> None:  # fmt: skip
+    """raises ConfigError, EngineError for what such a GPU has not or no GPU here; MachineError where none is to ask"""
+    gpu = known_gpu(device)
+    check_architecture(gpu.about, gpu.architecture, _needed(folder, build, precisions))
+
+
+def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | None) -> list[str]:
+    """What a GPU would multiply, of these precisions and of what the checkpoint says where nothing is asked."""
+    source = Source.from_checkpoint(Checkpoint.open(folder), build.max_context)
+    kv = KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None
+    alone, build = gpu_precision(build, source, precisions)
+    alone.check_kept(build.kv_cache_dtype)
+    asked = asked_precision(build, source.own_precision, precisions)
+    chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
+    check_keeps(None if chosen.kv_format == KvFormat[chosen.table.upper()] else chosen.kv_format)
+    dtype = alone.floats(chosen.table)
+    of = chosen.precision
+    used = (of.default, of.of(HEAD, is_head=True), *(p for _, p in of.patterns))
+    meets_fp8 = alone.name == "fp8"
+    needed = [name for precision in used for name in multiplied_by(precision, dtype, meets_fp8=meets_fp8)]
+    return [*needed, "fp8"] if chosen.kv_format == KvFormat.FP8 else needed

@@ -1,0 +1,37 @@
+"""What lies between two products and is one kernel on a GPU, by who reads what."""
+
+from collections.abc import Collection
+
+from millrace.engine.cuda.lowered import Fusions
+from millrace.graph.types import Graph, Node, Value
+from millrace.kernels.matmul.coded import AS_E4M3, Coding, coding_of
+from millrace.kernels.matmul.op import PRODUCTS, is_silu_mul
+from millrace.kernels.storage import storage_of
+
+
+def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:
+    """e4m3: products whose rows become E4M3"""
+    readers = graph.consumers()
+    outputs = {port.value for port in graph.outputs}
+
+    def wants(node: Node, value: Value) -> Coding | None:
+        if node.op in PRODUCTS:
+            return AS_E4M3 if node in e4m3 and value == node.inputs[0] else None
+        if node.op != "convert":
+            return None
+        return coding_of(storage_of(node)) or wanted(node.output)
+
+    def wanted(value: Value) -> Coding | None:
+        """By all that read it, at least one."""
+        found = {wants(node, value) for node in readers.get(value, [])}
+        return found.pop() if len(found) == 1 and value not in outputs else None
+
+    norms = {
+        n: reader
+        for n in graph.nodes
+        if n.op == "linear" and n.attrs.get("residual")
+        for reader in readers.get(n.output, [])
+        if reader.op == "rms_norm" and reader.inputs[0] == n.output
+    }
+    made = {n.output for n in norms.values()} | {n.output for n in graph.nodes if is_silu_mul(n)}
+    return Fusions(norms, {value: coding for value in made if (coding := wanted(value)) is not None})

@@ -1,0 +1,162 @@
+"""What a lowered graph takes of a device's memory.
+
+Weights, pages and the inputs of decode steps are counted to the byte. What a step computes is bounded from above: of
+each value the bytes that it has, as long as somebody will read it, and room for what its node needs meanwhile.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from millrace.engine.cuda.layers import ATTENTION, STATE, embedding_width, kinds_of, state_shape
+from millrace.engine.cuda.lowered import LoweredGraph, Placement
+from millrace.engine.cuda.memory import Needs, WindowNeeds
+from millrace.engine.cuda.work import PROGRAMS, aligned, bounds, bucket_parts, room, windows_in
+from millrace.engine.executor import SAMPLING, ExecutorLimits
+from millrace.engine.kv import SLOTS_PER_SEQUENCE, KvFormat, max_window_pages
+from millrace.graph.dims import value_of
+from millrace.graph.types import Graph, Node, Symbol, Value
+from millrace.kernels.attention.op import window_of
+from millrace.kernels.declare import RowFormat
+from millrace.kernels.layout import SLAB, n_groups
+from millrace.kernels.matmul.op import PRODUCTS, group_of, matrices_of, matrix_size, precision_of, transform_of
+from millrace.kernels.matmul.pack import kept_format
+from millrace.kernels.operators import size, whole
+from millrace.kernels.places import constant_of
+from millrace.kernels.storage import storage_of
+
+# Operators whose results are in the engine's type. Others are counted as float32, which no result is wider than.
+NARROW = ("attention", "full_attention", "gated_linear", "linear", "rms_norm", "rope_attention", "short_conv")
+ELEMENTS: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes, by the engine's type
+DRAWN, CAPTURED = 72, 24  # bytes for each row and token of the vocabulary while tokens are drawn; in a graph
+_WORKED = 8  # bytes a node takes beside its result for each element that it reads or writes: two of float32
+_CODED = 16  # of a slab of codes that become floats, for each
+
+
+def needs_of(
+    lowered: LoweredGraph, limits: ExecutorLimits, *, kv: KvFormat | None = None, buckets: Sequence[int] = (),
+    multiprocessors: int = 1,
+) -> Needs:  # fmt: skip
+    """As of CudaExecutor. limits: but for how many pages there are"""
+    graph, element, vocab = lowered.graph, ELEMENTS[lowered.dtype], limits.vocab_size
+    most_pages = -(-limits.max_context // limits.page_tokens)
+    largest = {"T": limits.max_step_tokens, "S": limits.max_sequences, "R": limits.max_rows}
+    rows = 4 * limits.max_step_tokens * embedding_width(graph) if limits.max_rows else 0  # in place of all its tokens
+    step = max(_computed(graph, largest, element, multiprocessors) + rows, DRAWN * limits.max_rows * vocab)
+    captured = [
+        max(_computed(graph, dict.fromkeys("TSR", n), element, multiprocessors), CAPTURED * n * vocab) for n in buckets
+    ]
+    page = limits.page_tokens
+    inputs = sum(bucket_bytes(graph, n, most_pages, multiprocessors, page) for n in buckets)
+    return Needs(
+        weights_bytes=weights_bytes(lowered.placement, element), step_bytes=step,
+        graphs_bytes=inputs + sum(4 * n * vocab for n in buckets) + max(captured, default=0),
+        page_bytes=page_bytes(graph, page, element, kv), least_pages=most_pages,
+        windows=tuple(
+            WindowNeeds(w, page_bytes(graph, page, element, kv, w),
+                        max_window_pages(w, limits.max_context, limits.max_step_tokens, page))
+            for w in windows_in(kinds_of(graph))
+        ),
+        states_bytes=(SLOTS_PER_SEQUENCE * limits.max_sequences + 1) * slot_bytes(graph, element),
+    )  # fmt: skip
+
+
+def weights_bytes(placement: Placement, element: int) -> int:
+    """Of all constants. element: bytes of the engine's type"""
+    floats = element * sum(map(elements, placement.narrow)) + 4 * sum(map(elements, placement.wide))
+    return floats + sum(coded_bytes(n, w, rows) for n, rows in placement.coded.items() for w in matrices_of(n))
+
+
+def elements(value: Value) -> int:
+    """Of a constant."""
+    return math.prod(d for d in value.shape if isinstance(d, int))
+
+
+def coded_bytes(node: Node, w: Value, rows: Node | None) -> int:
+    """Of one matrix, codes and scales, as kernels/matmul/coded.py has them. rows: what made those that it meets"""
+    n, k = matrix_size(w)
+    bits, group = precision_of(node).bits, group_of(node)
+    if not group:
+        return n * (k + 4)  # E4M3, a float32 scale for each row
+    held = None if transform_of(rows) else kept_format(constant_of(w), bits, group)
+    scale, kinds = (4 if held.two_levels else 2, 1 + held.minimums) if held else (2, 1)
+    return n * ((-(-k // 2) if bits == 4 else k) + kinds * scale * n_groups(k, group))
+
+
+def page_bytes(graph: Graph, page_tokens: int, element: int, kv: KvFormat | None, window: int = 0) -> int:
+    """Of one page of all layers of a window: keys and values, and where they are codes a float32 scale for each."""
+    layers = {whole(n, "layer"): n for n in graph.nodes if n.op in ATTENTION and window_of(n) == window}
+    heads = [(size(n.inputs[1], 1), size(n.inputs[1], 2) + size(n.inputs[2], 2)) for n in layers.values()]
+    return sum(n * page_tokens * (width * element if kv is None else width + 8) for n, width in heads)
+
+
+def slot_bytes(graph: Graph, element: int) -> int:
+    """Of the states of one sequence, in the engine's type."""
+    shapes = [state_shape(n) for n in graph.nodes if n.op == STATE]
+    return sum(rows * width * element for rows, width in shapes)
+
+
+def bucket_bytes(graph: Graph, sequences: int, most_pages: int, multiprocessors: int, page_tokens: int) -> int:
+    """Of a bucket's inputs: tokens, positions, slots, rows and what they ask for, pages, attention's work."""
+    kinds = kinds_of(graph)
+    _, n = aligned(bucket_parts(sequences, most_pages, kinds, multiprocessors, page_tokens))
+    starts = (2 + len(windows_in(kinds))) * (sequences + 1)  # with zeros, and where a window's tables begin
+    return 8 * len(SAMPLING.names or ()) * sequences + 4 * (n + starts)
+
+
+def _computed(graph: Graph, sizes: Mapping[str, int], element: int, multiprocessors: int) -> int:
+    """The most bytes at a time of what nodes compute. sizes: of the dimensions that only a run knows"""
+    behind = graph.last_reads()
+    owner: dict[Value, Value] = {}  # of a view, whose memory it is
+    readers: dict[Value, int] = {}  # names under which that is still to be read
+    held: dict[Value, int] = {}
+    kinds = {p.value: 4 for p in graph.inputs}
+    now = most = 0
+    for node, gone in zip(graph.nodes, behind, strict=True):
+        for value in node.outputs:
+            kinds[value] = _element(node, kinds, element)
+            viewed = node.op in ("reshape", "split")
+            owner[value] = owner.get(node.inputs[0], node.inputs[0]) if viewed else value
+            readers[owner[value]] = readers.get(owner[value], 0) + 1
+            if not viewed:
+                held[value] = _rows(value, sizes) * value.width * kinds[value]
+                now += held[value]
+        most = max(most, now + _meanwhile(node, sizes, element, multiprocessors))
+        for value in gone:
+            if value in owner:
+                readers[owner[value]] -= 1
+                if not readers[owner[value]]:
+                    now -= held.get(owner[value], 0)
+    return most
+
+
+def _rows(value: Value, sizes: Mapping[str, int]) -> int:
+    return value_of(value.shape[0], {Symbol(name): size for name, size in sizes.items()})
+
+
+def _element(node: Node, kinds: Mapping[Value, int], element: int) -> int:
+    """Bytes of an element of what it gives, at most."""
+    if node.op == "linear" and node.attrs.get("residual"):
+        return 4
+    if node.op in ("gather_rows", "reshape", "split"):
+        return kinds[node.inputs[0]]
+    if node.op == "convert":
+        return 2 if storage_of(node).format == RowFormat.BF16 else 3  # a float32 scale for 4 codes, or more
+    return element if node.op in NARROW else 4
+
+
+def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocessors: int) -> int:
+    """What a node takes beside what it gives."""
+    if node.op in ("reshape", "split"):
+        return 0
+    found = sum(_WORKED * _rows(v, sizes) * v.width for v in (*node.inputs, *node.outputs) if not v.constant)
+    if node.op == "gated_linear":  # both halves, and their product in float32
+        found += (2 * element + _WORKED) * _rows(node.output, sizes) * node.output.width
+    if node.op in PRODUCTS and precision_of(node).coded:
+        found += max(_CODED * min(elements(w), max(SLAB, size(w, 1))) for w in matrices_of(node))
+    if node.op in ATTENTION:  # what the parts of blocks sum
+        kv_heads = size(node.inputs[1], 1)
+        parts = {
+            rows: bounds(_rows(node.inputs[0], sizes), room(rows, kv_heads, multiprocessors))[2] for rows in PROGRAMS
+        }
+        found += 4 * max(rows * n for rows, n in parts.items()) * kv_heads * (size(node.inputs[2], 2) + 2)
+    return found

@@ -1,0 +1,98 @@
+"""Passes over element-wise expressions: constants are folded, expressions grow, rows are gathered before norms."""
+
+import numpy as np
+
+from millrace.graph.rewrite import Instead, Live, joined_origins, make_node, rewrite, tree_of
+from millrace.graph.tree_types import is_integer
+from millrace.graph.trees import Tree, evaluate, substitute
+from millrace.graph.types import Array, Constant, DType, Graph, Node, Value
+from millrace.kernels.declare import MAX_INPUTS
+from millrace.kernels.elementwise.op import ELEMENTWISE
+from millrace.kernels.expression import TooComplexError, compile_tree
+from millrace.kernels.gather_rows.op import GATHER_ROWS
+from millrace.kernels.operators import runnable
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """Element-wise arithmetic on constants alone is done now (Gemma's weight + 1), when the constant is loaded."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "elementwise" or not all(v.constant and v.dtype == DType.F32 for v in node.inputs):
+            return None
+        if node.output.dtype != DType.F32:
+            return None
+        return Instead((), (Value(node.output.shape, constant=_folded(node.inputs, tree_of(node))),))
+
+    return rewrite(graph, rule)
+
+
+def _folded(inputs: tuple[Value, ...], tree: Tree) -> Constant:
+    constants = [v.constant for v in inputs if v.constant]
+
+    def load() -> Array:
+        arrays = [c.load().astype(np.float64) for c in constants]
+        return evaluate(tree, arrays).astype(np.float32)
+
+    return Constant(load, tuple(o for c in constants for o in c.origin))
+
+
+def gather_early(graph: Graph) -> Graph:
+    """The last norm is needed only for the rows that are wanted: they are gathered before it."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        norm = live.producer(node.inputs[0]) if node.op == "gather_rows" else None
+        if not norm or not runnable(norm).row_wise or not live.read_once(norm.output):
+            return None
+        x, *weights = norm.inputs
+        rows = make_node(GATHER_ROWS, (x, node.inputs[1]), {}, norm.origin)
+        return Instead.of(rows, make_node(norm.operator, (rows.output, *weights), norm.attrs, norm.origin))
+
+    return rewrite(graph, rule)
+
+
+def fuse_elementwise(graph: Graph) -> Graph:
+    """An expression read only by another expression becomes part of it, as far as one kernel can hold it."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "elementwise":
+            return None
+        grown = node
+        while fused := _grown(grown, live):
+            grown = fused
+        return None if grown is node else Instead.of(grown)
+
+    return rewrite(graph, rule)
+
+
+def _grown(node: Node, live: Live) -> Node | None:
+    for value in node.inputs:
+        inner = live.producer(value)
+        if inner and inner.op == "elementwise" and live.read_once(value) and _computed_alike(node, inner):
+            fused = _inlined(node, inner)
+            if fused:
+                return fused
+    return None
+
+
+def _computed_alike(outer: Node, inner: Node) -> bool:
+    """Whether the outer one's kernel computes the inner one to the same bits, and no more often."""
+    whole = [is_integer(tree_of(node), [v.dtype for v in node.inputs]) for node in (outer, inner)]
+    exact = (DType.I64 if whole[1] else DType.F32, DType.BOOL)  # that it is stored as changes nothing
+    return inner.output.dtype in exact and whole[0] == whole[1] and inner.output.shape == outer.output.shape
+
+
+def _inlined(outer: Node, inner: Node) -> Node | None:
+    inputs: list[Value] = []
+    for v in outer.inputs:
+        inputs += [w for w in (inner.inputs if v is inner.output else (v,)) if w not in inputs]
+    if len(inputs) > MAX_INPUTS:
+        return None
+    inputs.sort(key=lambda v: v.constant is not None)  # a matrix first: it says how many rows there are
+    body = substitute(tree_of(inner), [inputs.index(v) for v in inner.inputs])
+    tree = substitute(tree_of(outer), [body if v is inner.output else inputs.index(v) for v in outer.inputs])
+    try:
+        compile_tree(tree, len(inputs))
+    except TooComplexError:
+        return None
+    grown = make_node(ELEMENTWISE, tuple(inputs), {"tree": tree}, joined_origins(outer, inner))
+    return grown if grown.output.dtype == outer.output.dtype else None

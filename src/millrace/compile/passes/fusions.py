@@ -1,0 +1,145 @@
+"""Passes that bring products and their neighbours together as kernels compute them, and convert their rows."""
+
+from millrace.compile.passes.products import fits_epilogue, is_plain_linear, kept_format_of
+from millrace.compile.precision import RESCORED, PrecisionMap, check_x_group
+from millrace.graph.rewrite import Instead, Live, head_of, joined_origins, make_node, rewrite, tree_of
+from millrace.graph.types import Graph, Node, Value
+from millrace.kernels.attention.op import ROPE_ATTENTION
+from millrace.kernels.convert.op import CONVERT
+from millrace.kernels.matmul.op import LINEAR, precision_of
+from millrace.kernels.operators import runnable, whole
+from millrace.kernels.precision import Precision
+from millrace.kernels.rescore.op import RESCORE
+from millrace.kernels.storage import DENSE, Storage, storage_of
+
+
+def fuse_epilogue(graph: Graph) -> Graph:
+    """An expression of one product alone (an activation) is computed where the product is."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        linear = live.producer(node.inputs[0]) if node.op == "elementwise" and len(node.inputs) == 1 else None
+        if not linear or linear.op != "linear" or linear.attrs.get("residual") or "tree" in linear.attrs:
+            return None
+        if not fits_epilogue(node):
+            return None
+        if not live.read_once(linear.output):
+            return None
+        attrs = {**linear.attrs, "tree": tree_of(node)}
+        return Instead.of(make_node(LINEAR, linear.inputs, attrs, joined_origins(linear)))
+
+    return rewrite(graph, rule)
+
+
+def fuse_residual(graph: Graph) -> Graph:
+    """x + linear(y) becomes an addition in the product's epilogue."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "elementwise" or len(node.inputs) != 2 or tree_of(node) not in (("add", 0, 1), ("add", 1, 0)):
+            return None  # of one input, 1 is the number 1.0, which is equal
+        for product, other in (node.inputs, node.inputs[::-1]):
+            linear = live.producer(product)
+            if not (linear and linear.op == "linear" and not linear.attrs.get("residual")):
+                continue
+            if live.read_once(product) and not other.constant and _alike(other, product):
+                attrs = {**linear.attrs, "residual": True}
+                return Instead.of(make_node(LINEAR, (*linear.inputs, other), attrs, joined_origins(linear)))
+        return None
+
+    return rewrite(graph, rule)
+
+
+def _alike(a: Value, b: Value) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def fuse_rope_attention(graph: Graph) -> Graph:
+    """attention(rope(q), rope(k), v): the rotation and the write into the KV pages become one kernel."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "attention":
+            return None
+        q, k = live.producer(node.inputs[0]), live.producer(node.inputs[1])
+        if not (q and k and q.op == k.op == "rope" and q.inputs[1:] == k.inputs[1:]):
+            return None
+        if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
+            return None
+        inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:], q.inputs[2])
+        return Instead.of(make_node(ROPE_ATTENTION, inputs, node.attrs, joined_origins(node)))
+
+    return rewrite(graph, rule)
+
+
+def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
+    """Puts the conversion that a product's precision asks for before it; products over one input share it.
+
+    Weights come in groups as `precisions` has them, or where a product keeps a checkpoint's codes in the groups of
+    these; where it does not, weights and activations are both transformed before they are rounded
+    (kernels/matmul/pack.py). Activations come in the same groups, unless smaller ones were asked for.
+    raises ConfigError for such as do not divide these
+    """
+    converted: dict[tuple[Value, Storage], Node] = {}
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op not in ("linear", "gated_linear"):
+            return None
+        x = node.inputs[0]
+        precision = precision_of(node)
+        kept = kept_format_of(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, precisions)
+        own = kept.group if kept else precisions.group
+        x_group = whole(node, "x_group") if "x_group" in node.attrs else own
+        check_x_group(node.origin[0] if node.origin else "a product", x_group, own)
+        storage = precision.storage(x_group, hadamard=not kept)
+        if storage == DENSE:
+            return None
+        fresh = []
+        if (x, storage) not in converted:
+            converted[x, storage] = make_node(CONVERT, (x,), {"storage": storage}, node.origin)
+            fresh = [converted[x, storage]]
+        inputs = (converted[x, storage].output, *node.inputs[1:])
+        attrs = {**node.attrs, "group": own if precision.quantised else 0}
+        return Instead.of(*fresh, make_node(node.operator, inputs, attrs, node.origin))
+
+    return rewrite(graph, rule)
+
+
+def fuse_convert(graph: Graph) -> Graph:
+    """convert(x) becomes an x whose own kernel writes such rows, where it can and nobody else reads it."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        found, storage = live.producer(node.inputs[0]) if node.op == "convert" else None, storage_of(node)
+        if not found or not live.read_once(node.inputs[0]):
+            return None
+        view = found if runnable(found).is_view and len(found.outputs) == 1 else None  # heads side by side
+        if view and view.output.rows != view.inputs[0].rows:
+            return None  # rows are packed as they are written
+        if view:
+            found = live.producer(view.inputs[0])
+        if not found or not live.read_once(found.outputs[0]) or not runnable(found).packs(found, storage):
+            return None
+        packed = make_node(found.operator, found.inputs, {**found.attrs, "storage": storage}, joined_origins(found))
+        if view is None:
+            return Instead.of(packed)
+        attrs = {**view.attrs, "storage": storage}
+        return Instead.of(packed, make_node(view.operator, (packed.output,), attrs, view.origin))
+
+    return rewrite(graph, rule)
+
+
+def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
+    """A W4A8 head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking.
+
+    Not where four bits hold what the checkpoint stores: nothing can come closer to it.
+    """
+    head, results = head_of(graph), graph.results
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if not (head and node.outputs == head.outputs and node.output in results and is_plain_linear(node)):
+            return None
+        x, w = node.inputs
+        if precision_of(node) != Precision.W4A8 or kept_format_of((w,), Precision.W4A8, precisions):
+            return None
+        rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
+        attrs = {"precision": Precision.W8A8, "count": RESCORED}
+        return Instead.of(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))
+
+    return rewrite(graph, rule)

@@ -1,0 +1,151 @@
+"""Passes over matrix products: each gets its precision, and those of one kind over the same rows become one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
+from millrace.compile.precision import PrecisionMap
+from millrace.graph.rewrite import Instead, Live, head_of, joined_origins, make_node, rewrite, tree_of
+from millrace.graph.types import Array, Constant, DType, Graph, Node, Value
+from millrace.kernels.expression import compile_tree, needs_broadcast
+from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
+from millrace.kernels.matmul.pack import stored_codes
+from millrace.kernels.precision import Precision
+from millrace.kernels.views.op import SPLIT
+
+
+def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
+    """Each linear layer gets its precision by its name, or as the head. Not searched: the map is what was asked for.
+
+    raises ConfigError where two things are asked for the head
+    """
+    head = head_of(graph)
+    if head:
+        precisions.check_head(head.origin[0])
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "linear":
+            return None
+        name, is_head = node.origin[0], bool(head and node.output is head.output)
+        own = {"x_group": asked} if (asked := precisions.x_group_of(name, is_head=is_head)) else {}
+        attrs = {**node.attrs, "precision": precisions.of(name, is_head=is_head), **own}
+        return Instead.of(make_node(LINEAR, node.inputs, attrs, node.origin))
+
+    return rewrite(graph, rule)
+
+
+def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
+    """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "elementwise" or len(node.inputs) != 2 or node.inputs[0].shape != node.inputs[1].shape:
+            return None
+        if not fits_epilogue(node):
+            return None
+        gate, up = (live.producer(v) for v in node.inputs)
+        if not (gate and up and is_plain_linear(gate) and is_plain_linear(up) and gate.inputs[0] is up.inputs[0]):
+            return None
+        if _kind(gate, precisions) != _kind(up, precisions) or gate.inputs[1].shape != up.inputs[1].shape:
+            return None
+        if not all(live.read_once(v) for v in node.inputs):
+            return None
+        attrs = {"tree": tree_of(node), **_asked(gate)}
+        inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
+        return Instead.of(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
+
+    return rewrite(graph, rule)
+
+
+def _kind(node: Node, precisions: PrecisionMap) -> object:
+    """Products of one kind can be one: of one precision, of weights that are packed alike."""
+    return tuple(_asked(node).items()), kept_format_of(node.inputs[1:2], precision_of(node), precisions)
+
+
+def _asked(node: Node) -> Mapping[str, object]:
+    """What was asked of a product."""
+    return {name: node.attrs[name] for name in ("precision", "x_group") if name in node.attrs}
+
+
+def kept_format_of(weights: Sequence[Value], precision: Precision, precisions: PrecisionMap) -> QuantisedFormat | None:
+    """The kind of codes that a product takes over as the checkpoint holds them; None: it rounds weights itself."""
+    kept = [precisions.kept(w.constant.format if w.constant else None, precision) for w in weights]
+    kinds = {f and replace(f, bits=precision.bits) for f in kept}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def is_plain_linear(node: Node) -> bool:
+    return node.op == "linear" and not any(node.attrs.get(name) for name in ("bias", "residual", "tree"))
+
+
+def merge_linears(graph: Graph, precisions: PrecisionMap) -> Graph:
+    """Linear layers of one kind over the same input (q, k, v) become one product, which is then split."""
+    families: dict[tuple[Value, object], list[Node]] = {}
+    results = graph.results
+    for node in graph.nodes:
+        if node.op == "linear" and not node.attrs.get("residual") and node.output not in results:
+            families.setdefault((node.inputs[0], _kind(node, precisions)), []).append(node)
+    family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
+    parts: dict[Value, Value] = {}  # of the merged product, by the output that each stands for
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        family = family_of.get(node.outputs[0])
+        if family is None:
+            return None
+        if node.output in parts:
+            return Instead((), (parts[node.output],))
+        merged = _merged(family, node.inputs[0])
+        widths = tuple(n.output.width for n in family)
+        split = make_node(SPLIT, (merged.output,), {"widths": widths}, joined_origins(*family))
+        parts.update(zip((n.output for n in family), split.outputs, strict=True))
+        return Instead((merged, split), split.outputs[:1])
+
+    return rewrite(graph, rule)
+
+
+def _merged(family: list[Node], x: Value) -> Node:
+    inputs = [x, _concatenated([n.inputs[1] for n in family])]
+    biases = [n.inputs[2] if n.attrs.get("bias") else None for n in family]
+    biased = any(b is not None for b in biases)
+    if biased:
+        inputs.append(_concatenated([b or _zeros(n) for b, n in zip(biases, family, strict=True)]))
+    attrs = {"bias": biased, **_asked(family[0])}
+    return make_node(LINEAR, tuple(inputs), attrs, joined_origins(*family))
+
+
+def _zeros(node: Node) -> Value:
+    width = node.output.width
+    return Value((width,), constant=Constant(lambda: np.zeros(width, np.float32), ()))
+
+
+def _concatenated(values: list[Value]) -> Value:
+    constants = [v.constant for v in values]
+    assert all(constants), "only constants are concatenated"
+    total = sum(d for v in values if isinstance(d := v.shape[0], int))
+
+    def load() -> Array:
+        arrays = [c.load() for c in constants if c]
+        if len({array.dtype for array in arrays}) > 1:  # NumPy knows no common type of float16 and bfloat16
+            arrays = [array.astype(np.float32) for array in arrays]
+        return np.concatenate(arrays)
+
+    def stored(bits: int, group: int) -> QuantisedMatrix | None:
+        parts = stored_codes([c for c in constants if c], bits, group)
+        return combined(parts, np.concatenate) if parts else None
+
+    origin = tuple(o for c in constants if c for o in c.origin)
+    constant = Constant(load, origin, stored, _joined_format([c.format for c in constants if c]))
+    return Value((total, *values[0].shape[1:]), constant=constant)
+
+
+def _joined_format(formats: list[QuantisedFormat | None]) -> QuantisedFormat | None:
+    """Of matrices below each other, with room for the widest codes; None for a mixture."""
+    widest = max((f.bits for f in formats if f), default=0)
+    alike = {f and replace(f, bits=widest) for f in formats}
+    return alike.pop() if len(alike) == 1 else None
+
+
+def fits_epilogue(node: Node) -> bool:
+    """Whether products know its operations, and give what it does."""
+    return node.output.dtype == DType.F32 and not needs_broadcast(compile_tree(tree_of(node), len(node.inputs))[0])

@@ -1,0 +1,160 @@
+"""Which steps the tuner times: of how many rows, with what in them, and which knobs are worth a try then."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.dummy import dummy_step
+from millrace.engine.engine import Engine
+from millrace.engine.executor import StepInputs
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.manifest import Manifest, SlotEntry, dims_of
+from millrace.engine.texts import text_inputs
+from millrace.errors import ConfigError
+from millrace.graph.dims import Symbol, value_of
+from millrace.graph.types import NUMPY
+
+ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
+# Keys and values that decode steps read together, at most; in how many steps their pages get something to be read.
+DEEP_PAGES, DEEP_BYTES, FILLING_STEPS = 64, 256 << 20, 32
+SHARED_FROM = 1024  # tokens of a context whose spans attention shares out among workers
+BEFORE_CHUNK = 256  # tokens before a prompt's rows: a whole span of keys
+
+
+@dataclass(frozen=True, slots=True)
+class TunedRows:
+    """Rows of the steps that are timed: of answers, one for each sequence, and of prompts. Each in rising order."""
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str, max_sequences: int, max_tokens: int) -> "TunedRows":
+        """ "1,4,16/64,128". Of a step at most; raises ConfigError for what none has"""
+        try:
+            decode, prefill = (tuple(sorted({int(n) for n in part.split(",")})) for part in text.split("/"))
+        except ValueError:
+            raise ConfigError(
+                f'--tune-rows is "{text:.80}"', "rows of answers, /, rows of prompts", "write it like 1,4,16/64,128"
+            ) from None
+        for name, rows, most in (("answers", decode, max_sequences), ("prompts", prefill, max_tokens)):
+            if not (rows[0] > 0 and rows[-1] <= most and len(rows) <= MOST_CASES):
+                what = f"--tune-rows has {','.join(map(str, rows)):.80} for {name}"
+                raise ConfigError(what, f"up to {MOST_CASES} numbers from 1 to {most}", "leave the others out")
+        return cls(decode, prefill)
+
+    def __str__(self) -> str:
+        return "/".join(",".join(map(str, rows)) for rows in (self.decode, self.prefill))
+
+    @property
+    def n_cases(self) -> int:
+        return len(self.decode) + len(self.prefill)
+
+
+USUAL_ROWS = TunedRows((1, 4, 16), (64, 128))
+MOST_CASES = 8  # for which time suffices
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step with so many rows, and which knobs are worth a try then."""
+
+    rows: int
+    step: Callable[[], Any]  # makes what the loaded program's run() takes
+    knobs: tuple[str, ...]
+    symbols: frozenset[int] | None = None  # by number: those of as many rows; None: all of them
+
+
+def cases_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> list[Case]:
+    """In the order of what matters most, for time may be up."""
+    m = engine.manifest
+    if m.is_encoder:
+        sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
+        return [Case(n, partial(_texts, m, n), _PREFILL) for n in sizes]
+    if not m.is_language_model:
+        step = partial(_anything, m)
+        return [Case(s.usual, step, _knobs(s.usual), frozenset({i})) for i, s in enumerate(m.symbols)]
+    n_pages, vocab = pages_of(engine, rows), m.vocab_size
+    contexts = {n: min(n_pages // n * PAGE_TOKENS, m.max_context) for n in rows.decode if n <= m.max_sequences}
+    decode = [
+        Case(n, partial(dummy_step, [1] * n, length - 1, n_pages, vocab=vocab), _knobs(n, length))
+        for n, length in contexts.items()
+    ]
+    room = min(n_pages * PAGE_TOKENS, m.max_context)
+    prefill = [
+        Case(n, partial(dummy_step, [n], min(BEFORE_CHUNK, room - n), n_pages, vocab=vocab), _PREFILL, frozenset({0}))
+        for n in rows.prefill
+        if n <= min(m.max_step_tokens, m.max_context)
+    ]
+    return [*decode[:1], *prefill[::-1][:1], *decode[1:][::-1], *prefill[::-1][1:]]
+
+
+def _knobs(rows: int, context: int = 0) -> tuple[str, ...]:
+    """What is worth a try where rows are few."""
+    knobs = ("tile_rows", "ahead", "task_panels") if rows >= 8 else ("ahead", "task_panels")
+    return (*knobs, "worker_tasks", "first_level") if context >= SHARED_FROM else knobs
+
+
+_PREFILL = ("tile_rows", "task_panels", "task_rows")
+
+
+def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
+    """A run of the usual sizes: noise for numbers, zeros for whole ones, the rows shared out where sequences are."""
+    found: dict[str, NDArray[np.generic]] = {}
+    rng = np.random.default_rng(0)
+    for slot in m.cpu.inputs:
+        shape, dtype = _usual_shape(m, slot), NUMPY[slot.dtype]
+        floats = slot.dtype.is_float
+        found[slot.name] = rng.standard_normal(shape, np.float32).astype(dtype) if floats else np.zeros(shape, dtype)
+    if "lengths" in found:  # of sequences, which share the rows of the first symbol
+        rows, sequences = m.symbols[0].usual, len(found["lengths"])
+        found["lengths"] = np.diff(np.arange(sequences + 1) * rows // sequences).astype(np.int32)
+    return found
+
+
+def input_bytes(m: Manifest) -> int:
+    """Of all that a run of the usual sizes is given."""
+    return sum(NUMPY[slot.dtype].itemsize * math.prod(_usual_shape(m, slot)) for slot in m.cpu.inputs)
+
+
+def _usual_shape(m: Manifest, slot: SlotEntry) -> list[int]:
+    sizes = {Symbol(s.name): s.usual for s in m.symbols}
+    return [value_of(d, sizes) for d in dims_of(slot)]
+
+
+def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:
+    """A step of so many tokens, in texts of middling length."""
+    length = min(TEXT_TOKENS, m.max_context)
+    lengths = [length] * (n // length) + ([n % length] if n % length else [])
+    rng = np.random.default_rng(0)
+    return text_inputs([rng.integers(0, m.vocab_size, k) for k in lengths], {s.name for s in m.cpu.inputs})
+
+
+def _sequences(m: Manifest, rows: TunedRows) -> int:
+    return max(1, min(rows.decode[-1], m.max_sequences))
+
+
+def pages_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
+    """KV pages that suffice for each case; decode steps share all of them out among their sequences."""
+    m, sequences = engine.manifest, _sequences(engine.manifest, rows)
+    bound = DEEP_BYTES // max(1, engine.page_bytes)
+    each = min(min(DEEP_PAGES, bound) // sequences, FILLING_STEPS, m.max_context // PAGE_TOKENS)
+    return max(sequences * max(each, 2), -(-rows.prefill[-1] // PAGE_TOKENS))
+
+
+def deepest(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
+    """Tokens of the longest context that is timed; 0 where there are none."""
+    m = engine.manifest
+    return min(pages_of(engine, rows) * PAGE_TOKENS, m.max_context) if m.is_language_model else 0
+
+
+def filling(engine: Engine, rows: TunedRows = USUAL_ROWS) -> Iterator[StepInputs]:
+    """Steps that write to each page of a language model: memory that nobody wrote to is read far too fast."""
+    m, n_pages, sequences = engine.manifest, pages_of(engine, rows), _sequences(engine.manifest, rows)
+    for first in range(0, min(n_pages // sequences * PAGE_TOKENS, m.max_context), PAGE_TOKENS):
+        yield dummy_step([1] * sequences, first, n_pages, vocab=m.vocab_size)

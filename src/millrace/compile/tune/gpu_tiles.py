@@ -1,0 +1,176 @@
+"""Tiles of products with coded weights, timed on the GPU that will run them, and kept for starts to come.
+
+A region's products have their weights in every layer, so one pass over all layers meets cold weights, as a step does.
+The tiles take turns, pass by pass: all of them see the device in the same moments. One is chosen where it clearly beats
+the rule, as on a CPU (compile/tune/tuner.py); the timing cache is the same, under the GPU's name.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from millrace.compile.cache.timings import TimingCache
+from millrace.compile.tune.tuner import PLENTY, SAMPLES, choose, summary
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.cuda.found import Gpu
+from millrace.engine.cuda.transfer import there
+from millrace.engine.tactics import Choice, Comparison
+from millrace.kernels.matmul import cuda, cuda_few, gpu_tiles
+from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, region_of, takes, tiles
+
+KNOB = "tile"  # its value is a place among the tiles of so many rows; none is the rule
+ROWS = 1, EIGHT, 16, 32, MANY_ROWS - 1  # of decode steps; up to so many are alike
+MORE_ROWS = 2048  # of rows that the kernel takes however many they are
+AT_MOST = 32  # layers of a pass
+LAUNCH_CLOCKS = 80_000  # of a device at 2 GHz: 40 us, what a launch takes a host at most
+Products = Sequence[Callable[[Tile], object]]
+
+
+class Clock(Protocol):
+    def __call__(self, products: Products, tile: Tile) -> float:
+        """Microseconds of a product, when all are computed by that tile once. raises OutOfResources"""
+
+
+def on_device(products: Products, tile: Tile) -> float:
+    """By the device's own events. It sleeps first, so that all is queued when it begins: a launch takes the host longer
+    than a small product takes the device, and in a step's graph there is no host."""
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LAUNCH_CLOCKS * len(products))
+    begun.record()
+    for product in products:
+        product(tile)
+    done.record()
+    done.synchronize()
+    return float(begun.elapsed_time(done)) * 1e3 / len(products)
+
+
+def machine_key(gpu: Gpu) -> str:
+    """What a time holds for: the device, the compiler, the very kernels that were timed, and the tiles' places."""
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (cuda, cuda_few, gpu_tiles))
+    digest = hashlib.blake2b(sources, digest_size=6).hexdigest()
+    major, minor = gpu.capability
+    return f"{gpu.name}, sm_{major}{minor}, torch {torch.__version__}, triton {triton.__version__}, kernels {digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTuner:
+    """seconds: about how long to time; what is not reached goes by the rule, and is timed at the next start"""
+
+    gpu: Gpu
+    seconds: float
+    cache: TimingCache | None
+    clock: Clock = field(default=on_device, repr=False)
+
+    def __call__(self, executor: CudaExecutor) -> Tiles:
+        """raises MachineError where the timing cache cannot be read"""
+        key, works = machine_key(self.gpu), works_of(executor)
+        known = self.cache.read(key) if self.cache else {}
+        there_are = {region: {choice.rows for choice in choices} for region, choices in known.items()}
+        missing = [work for work in works if work.rows not in there_are.get(work.region, ())]
+        found: dict[str, list[Choice]] = {}
+        ends_s = time.perf_counter() + self.seconds
+        with torch.inference_mode(), there(executor.device):
+            for work in missing:
+                choice = self._timed(work, executor, self.seconds / len(missing), ends_s)
+                if choice is None:
+                    break
+                found.setdefault(work.region, []).append(choice)
+        if self.cache and found:
+            with suppress(OSError):  # a cache that cannot be written: they are timed again at the next start
+                self.cache.merge(key, found)
+        return chosen({region: [*known.get(region, []), *found.get(region, [])] for region in {*known, *found}})
+
+    def _timed(self, work: "Work", executor: CudaExecutor, enough_s: float, ends_s: float) -> Choice | None:
+        """None: time was up before all tiles had samples enough."""
+        products, us = work.products(executor), dict[int, list[float]]()
+        for value, tile in work.tiles.items():
+            try:
+                self.clock(products, tile)  # compiled
+            except OutOfResources:
+                continue  # of shared memory or registers: this device cannot run it
+            us[value] = []
+        until_s = time.perf_counter() + enough_s
+        for passes in range(PLENTY):
+            now_s = time.perf_counter()
+            if now_s > (until_s if passes >= SAMPLES else ends_s):
+                break
+            for value, samples in us.items():
+                samples.append(self.clock(products, work.tiles[value]))
+        if any(len(samples) < SAMPLES for samples in us.values()):
+            return None
+        if not us:
+            return Choice(work.rows, {}, [])
+        tried = [summary(value, samples) for value, samples in us.items()]
+        value = choose(tried)
+        return Choice(work.rows, {} if value == min(work.tiles) else {KNOB: value}, [Comparison(KNOB, tried, value)])
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The products of a region with one number of rows. meets: what makes of rows of 16-bit floats what they meet
+
+    tiles: that take them, by their places among those of so many rows; the first is the rule
+    """
+
+    region: str
+    rows: int
+    tiles: Mapping[int, Tile]
+    weights: Sequence[CodedRows]
+    meets: Callable[[Tensor], Matrix]
+
+    def products(self, executor: CudaExecutor) -> Products:
+        given = torch.randn((self.rows, self.weights[0].width), device=executor.device).to(executor.dtype)
+        x = self.meets(given)
+
+        def of(w: CodedRows) -> Callable[[Tile], object]:
+            return lambda tile: cuda.by_kernel(x, w, executor.dtype, tile)
+
+        return [of(w) for w in self.weights]
+
+
+def works_of(executor: CudaExecutor) -> list[Work]:
+    """What the kernel computes of an executor's steps, those of few rows first."""
+
+    def met(w: CodedRows, meets: Callable[[Tensor], Matrix], rows: int) -> Matrix:
+        return meets(torch.zeros((rows, w.width), dtype=executor.dtype, device=executor.device))
+
+    regions: dict[str, tuple[list[CodedRows], Callable[[Tensor], Matrix]]] = {}
+    for w, meets in executor.coded():
+        regions.setdefault(region_of(met(w, meets, 1), w), ([], meets))[0].append(w)
+    found = []
+    for rows in (*ROWS, MORE_ROWS):
+        for region, (weights, meets) in regions.items():  # whose weights are alike
+            w, x = weights[0], met(weights[0], meets, rows)
+            if cuda.goes_by_kernel(x, w, executor.dtype):
+                which = {value: tile for value, tile in enumerate(tiles(rows)) if takes(tile, x, w)}
+                if rows != EIGHT or EIGHT in (tile.rows for tile in which.values()):  # else as of 16
+                    found.append(Work(region, rows, which, weights[:AT_MOST], meets))
+    return found
+
+
+def check_choice(region: str, choice: Choice) -> None:
+    """raises ValueError for what no kernel of a GPU has"""
+    for name, value in choice.knobs.items():
+        if name != KNOB or value >= len(tiles(choice.rows)):
+            raise ValueError(f"{name} of {region} is {value}, not a tile up to {len(tiles(choice.rows)) - 1}")
+
+
+def chosen(regions: Mapping[str, Sequence[Choice]]) -> Tiles:
+    found = {}
+    for region, choices in regions.items():
+        by_rows = sorted(choices, key=lambda choice: choice.rows)
+        found[region] = tuple(
+            (c.rows if c.rows < MORE_ROWS else inf, tiles(c.rows)[c.knobs[KNOB]] if c.knobs else None) for c in by_rows
+        )
+    return Tiles(found)

@@ -1,0 +1,22 @@
+"""The embedding in plain PyTorch."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from millrace.graph.types import Node
+from millrace.kernels.operators import number
+from millrace.kernels.torch_operators import Run
+
+
+def _embedding(node: Node, run: Run) -> Tensor:
+    (ids, table), rows = (run.tensor(v) for v in node.inputs), run.embeddings
+    found = functional.embedding(ids if rows is None else ids.clamp(min=0), table).float()
+    if (scale := number(node, "scale")) != 1:
+        found = found * scale
+    if rows is None:
+        return found
+    return torch.where(ids[:, None] < 0, rows[(-1 - ids).clamp(min=0)], found)
+
+
+OPERATORS = {"embedding": _embedding}

@@ -1,0 +1,14 @@
+"""Gathering rows in plain PyTorch."""
+
+from torch import Tensor
+
+from millrace.graph.types import Node
+from millrace.kernels.torch_operators import Run
+
+
+def _gather_rows(node: Node, run: Run) -> Tensor:
+    x, rows = (run.tensor(v) for v in node.inputs)
+    return x[rows]
+
+
+OPERATORS = {"gather_rows": _gather_rows}

@@ -1,0 +1,32 @@
+"""The RMS norm in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from millrace.graph.types import Node
+from millrace.kernels.convert.torch_ref import as_wanted
+from millrace.kernels.matmul.coded import Coding, Matrix
+from millrace.kernels.operators import number
+from millrace.kernels.torch_operators import Run
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x (..., N), w (N,) float32 -> (..., N) of `dtype`."""
+    found = x.float()
+    return (found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps) * w).to(dtype)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: Coding | None
+) -> tuple[Tensor, Matrix]:  # fmt: skip
+    """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype` or coded."""
+    total = residual + x.float()
+    return total, as_wanted(rms_norm(total, w, eps, torch.float32), dtype, coding)
+
+
+def _rms_norm(node: Node, run: Run) -> Tensor:
+    x, w = (run.tensor(v) for v in node.inputs)
+    return run.normalised(x, w, number(node, "eps"))
+
+
+OPERATORS = {"rms_norm": _rms_norm}
