@@ -14,13 +14,13 @@ BEGUN = [*ASK, {"role": "assistant", "content": "The mill"}]
 
 def test_an_answer_that_the_client_began_is_gone_on_with(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Anthropic's and Ollama's clients mean it: what is computed is what continue_final_message computes."""
-    prompts, submit = list[list[int]](), EngineLoop.submit
+    prompts, prepare = list[list[int]](), EngineLoop.prepare
 
     def watched(self: EngineLoop, prompt: Any, *given: Any, **named: Any) -> Any:
         prompts.append(list(prompt))
-        return submit(self, prompt, *given, **named)
+        return prepare(self, prompt, *given, **named)
 
-    monkeypatch.setattr(EngineLoop, "submit", watched)
+    monkeypatch.setattr(EngineLoop, "prepare", watched)
     plain = ask(server, "/v1/chat/completions", messages=BEGUN)
     meant = ask(server, "/v1/chat/completions", messages=BEGUN, continue_final_message=True)
     in_blocks = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The mill"}]}]

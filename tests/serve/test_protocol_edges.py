@@ -42,14 +42,14 @@ def ask(server: Running, way: str, **more: object) -> httpx.Response:
 
 @pytest.mark.parametrize("way", BODIES)
 def test_terms_reach_the_engine(server: Running, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, submit = [], EngineLoop.submit
+    seen, prepare = [], EngineLoop.prepare
 
     def watched(self: EngineLoop, *given: Any, **named: Any) -> Any:
-        request = submit(self, *given, **named)
+        request = prepare(self, *given, **named)
         seen.append((request.terms.cache, request.terms.claim.priority))
         return request
 
-    monkeypatch.setattr(EngineLoop, "submit", watched)
+    monkeypatch.setattr(EngineLoop, "prepare", watched)
     assert ask(server, way, cache_salt="s", cache_priority=7, cache_ttl_s=9.5, priority=-3).status_code == 200
     assert ask(server, way, cache_pin=True, cache_ttl_s=0.05).status_code == 200
     assert seen == [(CacheOptions(salt="s", priority=7, ttl_s=9.5), -3), (CacheOptions(pin=True, ttl_s=0.05), 0)]
