@@ -94,6 +94,15 @@ def test_an_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert np.abs(exact).max() > 0.1
 
 
+def test_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="its twin is PyTorch's")
+    (path,) = write("network", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(tmp_path / path), run_name="__main__")
+    assert float(capsys.readouterr().out.removeprefix("largest difference:")) < 1e-5
+    Engine.open(tmp_path / "small_cnn.engine").close()
+
+
 def test_a_family(tmp_path: Path) -> None:
     """Against transformers, and then as any other engine."""
     torch = pytest.importorskip("torch", reason="transformers needs it")
