@@ -78,9 +78,14 @@ class Engine:
         return tuple(entry.spec() for entry in self.manifest.cpu.states)
 
     @property
+    def n_slots(self) -> int:
+        """For the states of a whole batch; 0: the model has none."""
+        return SLOTS_PER_SEQUENCE * self.manifest.max_sequences if self.states else 0
+
+    @property
     def states_bytes(self) -> int:
-        """Of the state slots of a whole batch; 0: the model has no states."""
-        return SLOTS_PER_SEQUENCE * self.manifest.max_sequences * slot_bytes(self.states)
+        """Of these slots."""
+        return self.n_slots * slot_bytes(self.states)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -114,10 +119,6 @@ class Engine:
         most = -(-self.manifest.max_context // PAGE_TOKENS)
         n = bisect_right(range(1, most + 1), kv_bytes, key=lambda pages: self.sequence_bytes(pages * PAGE_TOKENS))
         return min(n * PAGE_TOKENS, self.manifest.max_context)
-
-    def pages_for(self, kv_bytes: int) -> int:
-        """How many KV pages fit into so many bytes."""
-        return kv_bytes // max(self.page_bytes, 1)
 
     def executor(
         self, *, n_pages: int, threads: int | None = None, isa: str | None = None, tuned: bool = True,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.engine.engine import Engine
-from millrace.engine.kv import SLOTS_PER_SEQUENCE, split_budget
+from millrace.engine.kv import split_budget
 from millrace.errors import MachineError, mib
 from millrace.machine.cpu import Memory
 
@@ -44,7 +44,6 @@ def plan_run(engine: Engine, memory: Memory, kv_memory: int | None = None) -> Ru
     """
     engine.check_language_model()
     m = engine.manifest
-    n_slots = SLOTS_PER_SEQUENCE * m.max_sequences if engine.states else 0
     fixed = m.cpu.weights_bytes + m.cpu.activation_bytes + engine.states_bytes
     free = memory.available_bytes - fixed - RESERVE
     pages = _divided(engine, int(max(free, 0) * KV_SHARE) if kv_memory is None else kv_memory, kv_memory is not None)
@@ -52,7 +51,7 @@ def plan_run(engine: Engine, memory: Memory, kv_memory: int | None = None) -> Ru
     if pages[0] < engine.pages_per_sequence or kv_bytes > free:
         raise _too_little(engine, memory, kv_memory, free)
     return RunPlan(
-        pages[0], m.cpu.weights_bytes, m.cpu.activation_bytes, kv_bytes, pages[1:], n_slots, engine.states_bytes
+        pages[0], m.cpu.weights_bytes, m.cpu.activation_bytes, kv_bytes, pages[1:], engine.n_slots, engine.states_bytes
     )
 
 
