@@ -268,19 +268,12 @@ class AsyncEngine:
         matchers: one for each choice of them all, where they are held to something
         """
         self._check_room(sum(own.n for own in params), terms.claim)
-        handle = self.prepare(prompts, params, request_id, stops, terms, matchers)
-        self.queue(handle)
-        return handle
+        return self._queue(self.prepare(prompts, params, request_id, stops, terms, matchers))
 
     def prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        request_id: str | None = None,
-        stops: StopTables | None = None,
-        terms: Terms = FREELY,
-        matchers: Sequence[Matcher] = (),
-    ) -> RequestHandle:
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None,
+        stops: StopTables | None = None, terms: Terms = FREELY, matchers: Sequence[Matcher] = (),
+    ) -> RequestHandle:  # fmt: skip
         """Make the requests of `submit`, in any thread: to resume long answers takes a while. raises RequestError"""
         handle = RequestHandle(self)
         handle._n_choices = handle._unfinished = sum(own.n for own in params)
@@ -297,8 +290,11 @@ class AsyncEngine:
 
     def queue(self, handle: RequestHandle) -> None:
         """Queue prepared requests, or none of them. raises BusyError as `submit`"""
-        assert self._aio is not None, "submit before start"
         self._check_room(handle._n_choices, handle.requests[0].claim)
+        self._queue(handle)
+
+    def _queue(self, handle: RequestHandle) -> RequestHandle:
+        assert self._aio is not None, "submit before start"
         try:
             for request in handle.requests:
                 self.loop.queue(request)
@@ -306,6 +302,7 @@ class AsyncEngine:
             handle.cancel()
             raise
         self._live.add(handle)
+        return handle
 
     def stats(self) -> LoopStats:
         """Counters, queue lengths, pages and health of the engine loop."""
