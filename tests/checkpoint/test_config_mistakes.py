@@ -49,6 +49,7 @@ WRONG: list[tuple[Mapping[str, object], dict[str, object], list[str]]] = [
     (LLAMA_2, {"rope_parameters": NESTED}, ["full_attention", "rope_parameters"]),
     (LLAMA_2, {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ["rope_theta", "500000"]),
     (LLAMA_2, {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}}, ["same"]),
+    (MISTRAL_1, {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, ["sliding_window is None"]),
     (MISTRAL_1, {"sliding_window": 0}, ["sliding_window", "0"]),
     (QWEN_25, {"layer_types": ["sliding_attention"] * 24}, ["layer_types", "full_attention"]),
     (QWEN_3, {"head_dim": None}, ["head_dim", "None"]),

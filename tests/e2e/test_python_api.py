@@ -145,9 +145,10 @@ def test_forgetting_to_close_gives_the_memory_back() -> None:
 MISTAKES = [
     ([5000], "prompt token 0 is 5000"),
     ("mill " * 5000, "maximum context length is 2048"),
-    ({"text": "a"}, "a dict with"),
+    ({"text": "a"}, "a dict with text"),
     ({"prompt_token_ids": "a"}, "prompt_token_ids of type str"),
-    ({"prompt": "a", "prompt_token_ids": [1]}, "a dict with"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, "a dict with .*'prompt', 'prompt_token_ids'"),
+    ({"prompt": "a", "cache_sald": "b"}, "a dict with cache_sald"),
     ([[1.5]], "not a list of token ids"),
     (["a", None], "of type NoneType"),
     ([["a"]], "not a list of token ids"),

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.checkpoint import grammar_limits
@@ -74,19 +75,19 @@ GRAMMAR = StructuredOutputsParams(regex="[a-e]{4}")
 
 
 @pytest.mark.parametrize(("given", "params", "why"), [
-    ([7, VOCAB], {}, f"has token {VOCAB}\n  expected: ids from 0 to {VOCAB - 1}"),
+    ([7, VOCAB], {}, f"has token {VOCAB} at index 1\n  expected: ids from 0 to {VOCAB - 1}"),
     ([7, -1], {}, "has token -1"),
     ([7] * 5, {"max_tokens": 5}, "has 5 tokens\n  expected: fewer than max_tokens, which is 5"),
     ([7] * 10**6, {}, "has 1000000 tokens"),
-    ([7, EOS, 8], {}, f"has tokens after token 1 ({EOS}), which ends the answer"),
-    ([7, 9], {"stop_token_ids": (9,)}, "ends with token 1 (9)"),
+    ([7, EOS, 8], {}, f"has tokens after token {EOS} at index 1, which ends the answer"),
+    ([7, 9], {"stop_token_ids": (9,)}, "ends with token 9 at index 1"),
     ([[7], [8]], {}, "has token ids for 2 choices\n  expected: one list per choice, n = 1"),
     ([7], {"n": 2}, "has token ids for 1 choices\n  expected: one list per choice, n = 2"),
     (["7"], {}, "is not a list of token ids"),
     ([[7], 8], {}, "is not a list of token ids"),
     ("78", {}, "is not a list of token ids"),
     ([True], {}, "is not a list of token ids"),
-    ([7, 8], {"structured_outputs": GRAMMAR}, "which its structured output does not allow"),
+    ([7, 8], {"structured_outputs": GRAMMAR}, "at index 0, which the structured output of this request does not allow"),
 ])  # fmt: skip
 def test_what_cannot_be_continued(given: Any, params: dict[str, Any], why: str) -> None:
     loop = make_loop(limits())
@@ -109,14 +110,14 @@ def test_delivered_tokens_are_no_cached_prompt() -> None:
 
 def test_scores_of_the_prompt_came_before() -> None:
     asked: Any = {"prompt_token_ids": PROMPT, "resume_token_ids": [7]}
-    with pytest.raises(RequestError, match="is given with prompt_logprobs"):
+    with pytest.raises(RequestError, match="together with prompt_logprobs"):
         answered(SamplingParams(prompt_logprobs=1), asked)
 
 
 def test_an_empty_list_resumes_nothing() -> None:
-    ways: list[Any] = [None, [], [[]], [[], []]]
+    ways: list[Any] = [None, [], [[]], [[], []], np.array([], np.int32)]
     for given in ways:
-        n = 2 if given == [[], []] else 1
+        n = 2 if str(given) == "[[], []]" else 1
         params = SamplingParams(seed=1, max_tokens=4, n=n)
         assert (
             answered(params, {"prompt_token_ids": PROMPT, "resume_token_ids": given}).outputs

@@ -25,6 +25,7 @@ from millrace.checkpoint.config_reader import (
 
 ROPE_KINDS = ("default", "linear", "llama3")
 LATER_GEMMAS = ("gemma2", "gemma3_text")
+WINDOWED = ("mistral", *LATER_GEMMAS)  # by default; Qwen has use_sliding_window
 MOST_TAPS = 8  # of a short convolution
 
 
@@ -243,11 +244,7 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
     if types is not None and not named:
         raise wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
     name, first, window = read.family.name, 0, 0
-    if (
-        name in LATER_GEMMAS
-        or name == "mistral"
-        or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False))
-    ):
+    if name in WINDOWED or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False)):
         window = 0 if read.get("sliding_window") is None else read.positive_int("sliding_window")
     if types is not None:
         kinds = cast(list[str], types)
@@ -255,6 +252,8 @@ def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
         if name == "mistral" and window:
             allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
         if not set(kinds) <= allowed:
+            if not window and name in WINDOWED and "sliding_attention" in kinds:
+                raise wrong("sliding_window", read.get("sliding_window"), "tokens of the layers with sliding_attention")
             raise wrong("layer_types", sorted(set(kinds)), "only " + " and ".join(sorted(allowed)))
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
     if name in ("qwen2", "qwen3") and window:

@@ -14,6 +14,7 @@ from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, pr
 from millrace.compile.cache.rooflines import kept_roofline
 from millrace.compile.find import find_built
 from millrace.engine.engine import Engine
+from millrace.engine.kv import PAGE_TOKENS
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
@@ -84,7 +85,16 @@ def _summary(tables: Tables) -> None:
 def _kv_cache(tables: Tables, memory: Mapping[str, int]) -> str:
     m = tables.engine.manifest
     kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
-    return "none" if m.is_encoder else f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})"
+    if m.is_encoder:
+        return "none"
+    full = tables.engine.window_page_bytes(0) // PAGE_TOKENS
+    if not tables.engine.windows:
+        return f"{kv} ({full:,} bytes a token, {m.kv_format})"
+    windows = ", ".join(
+        f"{tables.engine.window_page_bytes(window) // PAGE_TOKENS:,} for each of the last {window:,}"
+        for window in tables.engine.windows
+    )
+    return f"{kv} ({full:,} bytes a token, and {windows}; {m.kv_format})"
 
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:

@@ -46,6 +46,7 @@ from millrace.serve.settings import ServerSettings
 from millrace.serve.text import DecodeClock, TextModel
 from millrace.serve.warm import WarmPrompt, read_warm_prompts
 
+_NO_TEMPLATE = "no chat template: /v1/completions answers, chat requests are refused"
 _DOORS = {"grpc_url": "gRPC", "metrics_url": "metrics"}
 
 
@@ -219,6 +220,7 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
         [
             ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
             *([("sampling", _sampling_text(model))] if isinstance(model, Opened) else []),
+            *([("chat", _NO_TEMPLATE)] if isinstance(model, Opened) and model.chat_template is None else []),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import GraphError
+from millrace.graph.dims import divide, product
 from millrace.graph.rewrite import make_node
 from millrace.graph.rules import named
 from millrace.graph.trees import Tree
@@ -76,8 +77,15 @@ class Tensor:
         return self._value.shape
 
     def reshape(self, *shape: Dim) -> Tensor:
-        """The same elements in another shape, e.g. (T, H*D) to (T, H, D) or (N, H*W/2, 2*C)."""
+        """The same elements in another shape, e.g. (T, H*D) to (T, H, D) or (N, H*W/2, 2*C); one -1: the rest."""
+        if -1 in (known := [d for d in shape if isinstance(d, int)]) and known.count(-1) == 1:
+            rest = divide(product(self.shape), product(d for d in shape if d != -1))
+            shape = tuple(rest if d == -1 else d for d in shape)
         return self.trace.add("reshape", (self,), {"shape": tuple(shape)})
+
+    def flatten(self, first: int = 0) -> Tensor:
+        """Dimension `first` and those behind it as one."""
+        return self.reshape(*self.shape[:first], product(self.shape[first:]))
 
     def transpose(self, *order: int) -> Tensor:
         """Its dimensions in another order: that of this number in `order` comes first, and so on."""

@@ -31,6 +31,9 @@ from millrace.runtime.resume import FIELD, parse_resume_token_ids
 Prompt = str | Sequence[int] | Mapping[str, object]
 
 
+_CONTENT = frozenset(["prompt", "prompt_token_ids", prompt_embeds.FIELD])
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """What is known of one token at one place, in vLLM's shape."""
@@ -236,8 +239,9 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
     """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
     if isinstance(prompt, Mapping):
         said = _content(prompt)
-        if len(said) != 1 or not said.keys() <= {"prompt", "prompt_token_ids"}:
-            raise _not_a_prompt(f"a dict with {sorted(map(str, prompt))}")
+        if len(said) != 1 or not said.keys() <= _CONTENT - {prompt_embeds.FIELD}:
+            other = [name for name in map(str, said) if name not in _CONTENT]
+            raise _not_a_prompt(f"a dict with {other[0]}" if other else f"a dict with {sorted(said) or 'no content'}")
         (key, value), *_ = said.items()
         if isinstance(value, str) != (key == "prompt"):
             raise _not_a_prompt(f"{key} of type {type(value).__name__}")

@@ -293,4 +293,5 @@ INSTEAD: Mapping[str, str] = {
     "function_call": "; tool_choice takes it",
     "grammar": "; structured_outputs takes it",
     "json_schema": "; response_format or structured_outputs takes it",
+    **dict.fromkeys(("prompt_embeds", "resume_token_ids"), "; /v1/completions takes it"),
 }

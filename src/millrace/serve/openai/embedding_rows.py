@@ -20,11 +20,12 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtyp
 _ZIP = b"PK"  # how a file of torch.save begins
 _LENGTH_BYTES = 8
 _MAX_HEADER = 1 << 16
+_MAX_RANK = 8
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
-    shape: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_RANK)]
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
@@ -52,12 +53,14 @@ def _of_safetensors(text: str, limits: ExecutorLimits) -> Rows:
         header.pop("__metadata__", None)
         found = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _wrong(f"is no safetensors file with a matrix: {error}") from None
+        raise _wrong(f"is no safetensors file: {error}") from None
     if len(found) != 1:
         raise _wrong(f"has {len(found)} tensors")
     (tensor,), values = found, memoryview(data)[_LENGTH_BYTES + size :]
     if tensor.dtype not in _DTYPES:
         raise _wrong(f"has a tensor of {tensor.dtype}")
+    if len(tensor.shape) != 2:
+        raise _wrong(f"has a tensor of {len(tensor.shape)} dimensions, {list(tensor.shape)}")
     dtype, (begin, end) = np.dtype(_DTYPES[tensor.dtype]), tensor.data_offsets
     if not begin <= end <= len(values) or end - begin != tensor.shape[0] * tensor.shape[1] * dtype.itemsize:
         raise _wrong(f"has {len(values)} bytes for a tensor of {tensor.dtype}{list(tensor.shape)}")
