@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.record import count, judged, provenance, write_result
 from benchmarks.shapes import SHAPES
+from millrace.env import widest_isa
 
 ROOT = Path(__file__).parents[1]
 WORK = ("prefill-512", "decode-1", "decode-16")
@@ -97,6 +98,7 @@ def main() -> None:
         **provenance("benchmarks.versions"),
         "old": commit.stdout.strip(),
         "threads": args.threads,
+        "isa": widest_isa() or "widest",
     }
     result |= {"shape": ", ".join(args.shapes), "runs": []}
     for shape in args.shapes:
