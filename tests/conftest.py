@@ -3,6 +3,7 @@
 `.ci/run` asks for that; parts of `make nightly` that exist to run what skips elsewhere ask for `--skips none`.
 """
 
+import gc
 import os
 import ssl
 import sys
@@ -54,6 +55,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of N
 for _phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)  # httpx's 5 s may pass on a machine that is busy with other work
 _REASONS = pytest.StashKey[dict[str, Counter[str]]]()  # of tests, and of modules that were not collected
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """Exclude objects of earlier tests from garbage collection, which takes half a second late in a suite."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

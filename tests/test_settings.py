@@ -13,8 +13,8 @@ from millrace.cli.sampling import SamplingFlags
 from millrace.cli.serve_flags import ListenFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.runtime.settings import RunSettings
-from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting
 

@@ -36,6 +36,7 @@ ORDER = [
     "compress",
     "tune",
     "runtime",
+    "model_repository",
     "serve",
     "bench",
     "size",
@@ -48,7 +49,7 @@ LONGER: dict[str, int] = {
     "src/millrace/checkpoint/declared_keys.py": 433,  # a table that is written by a tool
     "src/millrace/runtime/loop.py": 413, "src/millrace/runtime/service.py": 405,
     "src/millrace/runtime/scheduler.py": 418, "src/millrace/serve/connections.py": 409,
-    "src/millrace/serve/inference/lifecycle.py": 407,
+    "src/millrace/model_repository/lifecycle/lifecycle.py": 407,
 }  # fmt: skip
 
 
@@ -116,21 +117,18 @@ def test_no_room_has_an_import_circle() -> None:
     assert not in_circles(edges), "what both need goes into a module of its own, or one of them is handed it"
 
 
-# Within the server: what models and their folders are knows no protocol by which they are asked.
-WITHIN_SERVE = {"repository": ("inference", "kserve"), "inference": ("kserve",)}
-
-
-def test_tensor_models_know_no_protocol() -> None:
+def test_model_configuration_stands_alone() -> None:
+    """config.pbtxt is read and checked without anything else of the model repository."""
     trees = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): tree for path, tree in modules()}
+    here = "millrace.model_repository."
     wrong = [
         f"{name} imports {other}"
-        for part, later in WITHIN_SERVE.items()
         for name, tree in trees.items()
-        if name.startswith(f"millrace.serve.{part}.")
+        if name.startswith(f"{here}config.")
         for other in imported(tree, set(trees), name)
-        if other.split(".")[2:3] != [part] and other.split(".")[2:3] and other.split(".")[2] in later
+        if other.startswith(here) and not other.startswith(f"{here}config")
     ]
-    assert not wrong, "\n".join([*wrong, "what both need belongs to the earlier one"])
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_by_name_stay_in_their_room() -> None:
@@ -144,7 +142,7 @@ def test_imports_by_name_stay_in_their_room() -> None:
         if (isinstance(node, ast.Attribute) and node.attr == "import_module")
         or (isinstance(node, ast.Name) and node.id in ("import_module", "__import__"))
     }
-    outside = "serve/inference/backends/networks.py"
+    outside = "model_repository/backends/framework_backend.py"
     assert found == {"__init__.py", "cli/main.py", "kernels/catalogue.py", outside}
     asked = [
         node.args[0]

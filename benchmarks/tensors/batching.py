@@ -27,11 +27,11 @@ import uvloop
 
 from benchmarks.record import count, judged, provenance, write_result
 from millrace.machine.cpu import usable_cores
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.tensors import Array
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.tensors import Array
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ocr"
 NAME, INPUT, OUTPUT = "classifier", "x", "save_infer_model/scale_0.tmp_1"

@@ -22,11 +22,11 @@ import numpy as np
 import uvloop
 
 from benchmarks.record import count, judged, provenance, write_result
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.tensors import Array
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.tensors import Array
 
 MODEL = """
 import triton_python_backend_utils as pb_utils

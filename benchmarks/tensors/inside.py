@@ -7,10 +7,10 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.tensors.request import NAME, inputs, outputs
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.infer_request import InferRequest
 
 N = 20_000
 

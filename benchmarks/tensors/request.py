@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from millrace.serve.inference.tensors import Array
+from millrace.model_repository.request.tensors import Array
 
 NAME, DIMS = "add_sub", 16
 HTTP_PATH = f"/v2/models/{NAME}/infer"

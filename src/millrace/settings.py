@@ -14,6 +14,8 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from millrace.errors import ConfigError
 
+LOGGER = "millrace"  # the root of the package's loggers
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 

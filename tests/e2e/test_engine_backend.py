@@ -17,14 +17,14 @@ import pytest
 from millrace.compile.cache.engines import EngineCache
 from millrace.compile.find import BUNDLED
 from millrace.env import read_env
+from millrace.model_repository.backends.millrace import sampling
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import objects
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
-from millrace.serve.inference.backends.millrace import sampling
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import objects
 from millrace.serve.key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import connected, one, refusal, request

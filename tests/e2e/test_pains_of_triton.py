@@ -24,9 +24,9 @@ import pytest
 
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
+from millrace.model_repository.backends.identity import _Identity
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
-from millrace.serve.inference.backends.identity import _Identity
 from millrace.serve.listening import bind
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live

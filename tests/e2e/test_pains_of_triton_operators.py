@@ -18,8 +18,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.machine.cpu import usable_cores
+from millrace.model_repository.execution import instance_worker
 from millrace.serve import keys
-from millrace.serve.inference import instances
 from millrace.serve.key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from tests.e2e import triton_users
@@ -102,7 +102,7 @@ def test_03_shared_memory_grows_when_a_model_raises(tmp_path: Path, child_free: 
 
 
 def test_04_a_dead_stub_and_health_stays_200(tmp_path: Path, child_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "RESTARTS_S", (0.3,))
+    monkeypatch.setattr(instance_worker, "RESTARTS_S", (0.3,))
     write(tmp_path, "m", HEAD + "    def execute(self, requests):\n        return [said('x')]\n" + SAY, ANY % OWN)
     with serving(tmp_path) as url:
 

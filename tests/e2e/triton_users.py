@@ -58,6 +58,6 @@ def children() -> set[psutil.Process]:
     found = set()
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it is gone meanwhile
-            if any("guest" in word for word in process.cmdline()):
+            if any("python_backend/stub" in word for word in process.cmdline()):
                 found.add(process)
     return found

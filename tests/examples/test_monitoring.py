@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from millrace.serve.inference.operations import OperationFlags
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from tests.serve.support import Fake, running
 from tests.support.prometheus import Series, series
 from tests.support.repository import REPEAT, identity, in_process, write_models

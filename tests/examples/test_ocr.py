@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.repository import folders
+from millrace.model_repository.repository import repository_reader
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Given
 from tests.support.python_models import loaded
 
 MODELS = Path(__file__).parents[2] / "examples" / "ocr" / "models"
@@ -31,7 +31,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def test_every_model_of_it_can_be_served(models: Path) -> None:
-    read = [folders.read_model([models], name) for name in folders.model_names([models])]
+    read = [repository_reader.read_model([models], name) for name in repository_reader.model_names([models])]
     assert len(read) == 9
     for model in read:
         assert model is not None and model.is_servable and not model.problems, model

@@ -10,19 +10,19 @@ import msgspec
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.serve.inference.batching import BatchRules
-from millrace.serve.inference.check import Checker
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.status import StatusError
+from millrace.model_repository.config.config_json import config_json
+from millrace.model_repository.config.model_config import ModelConfig
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.repository.multi_repository import read_repositories
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.request_validation import Checker
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.scheduling.dynamic_batcher import BatchRules
 from millrace.serve.kserve import grpc_front, http
 from millrace.serve.kserve.messages import config_message, message
-from millrace.serve.repository.config import ModelConfig
-from millrace.serve.repository.config_json import config_json
-from millrace.serve.repository.several import read_repositories
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
-from tests.serve.repository.test_text import Drawn
+from tests.model_repository.config.test_pbtxt_parser import Drawn
 from tests.support.ensembles import ensemble
 from tests.support.kserve import HEADER
 from tests.support.repository import ADD_SUB, identity, write_models

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.serve.inference.operations import OperationFlags
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.serve.settings import ServerSettings
 from tests.support.repository import ADD_SUB, in_process, write_models
 from tests.support.server import Threaded

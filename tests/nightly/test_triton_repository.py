@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.serve.inference.tensors import DTYPES
+from millrace.model_repository.request.tensors import DTYPES
 from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models
 
 pytestmark = pytest.mark.nightly

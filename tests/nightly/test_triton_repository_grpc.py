@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.serve.inference.tensors import DTYPES
+from millrace.model_repository.request.tensors import DTYPES
 from millrace.serve.kserve.messages import message
 from tests.serve.support import until
 from tests.support.python_models import ANY, HEAD, SAY, write

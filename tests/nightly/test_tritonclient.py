@@ -8,7 +8,7 @@ import pytest
 
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.serve.inference.tensors import DTYPES
+from millrace.model_repository.request.tensors import DTYPES
 
 pytestmark = pytest.mark.nightly
 INSTANCES = 3

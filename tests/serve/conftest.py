@@ -1,6 +1,5 @@
 """One server for all tests that only ask it things, and a quick broom for those that wait for it."""
 
-import gc
 import json
 from collections.abc import Iterator
 
@@ -35,14 +34,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenedEncoder]
     opened = open_encoder("encoder", Engine.open(folder / "engine"), RunSettings())
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="module")
-def small_heap() -> Iterator[None]:
-    """What other tests have left is not walked: half a second each time, late in a suite."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError
 from millrace.runtime.embed import embed
-from millrace.runtime.embedding import EncoderLimits, EncoderLoop
+from millrace.runtime.embedding import MAX_INPUTS, EncoderLimits, EncoderLoop
 from millrace.runtime.open import OpenedEncoder
 from millrace.serve import embeddings as serve_embeddings
-from millrace.serve.embeddings import MAX_INPUTS, EncoderModel
+from millrace.serve.embeddings import EncoderModel
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post, until
 from tests.support.server import Threaded, in_thread

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from millrace.engine.engine import Engine
+from millrace.runtime.embedding import MAX_INPUTS
 from millrace.runtime.open import open_encoder
 from millrace.runtime.settings import RunSettings
-from millrace.serve.embeddings import MAX_INPUTS, EncoderModel
+from millrace.serve.embeddings import EncoderModel
 from millrace.serve.nearness import cosines
 from tests.serve.support import post
 from tests.support.checkpoints import random_encoder

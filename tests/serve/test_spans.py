@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.serve.inference.spans import FLUSH_S, Spans
-from millrace.serve.inference.trace_context import parent_of
-from millrace.serve.inference.trace_flags import Exporting
+from millrace.model_repository.tracing.otel_spans import FLUSH_S, Spans
+from millrace.model_repository.tracing.trace_context import parent_of
+from millrace.model_repository.tracing.trace_flags import Exporting
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
 from tests.support.collector import Collected, attributes, collector

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.serve.inference.request import END, START, InferRequest
+from millrace.model_repository.request.infer_request import END, START, InferRequest
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
 from tests.serve.test_keys import written

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.serve.inference.trace_context import parent_of
+from millrace.model_repository.tracing.trace_context import parent_of
 from millrace.serve.wire import joined
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

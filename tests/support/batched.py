@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Given
 from tests.support.loaded import Loaded, infer
 
 # Behind a backend's name.

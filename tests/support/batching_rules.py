@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from millrace.serve.inference.batching import BatchRules, QueueRules
-from millrace.serve.inference.request import InferRequest
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.scheduling.dynamic_batcher import BatchRules, QueueRules
 
 
 def request(size: int = 1, shape: object = None, priority: int = 0, timeout_us: int = 0) -> InferRequest:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.tensors import Array, named_type
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.tensors import Array, named_type
 
 # a model, its inputs' names with tensors, its outputs'
 Link = tuple[str, Mapping[str, str], Mapping[str, str]]

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.common import Common
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.tensors import Array
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.tensors import Array
 from tests.support.repository import identity
 
 BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from millrace.serve.inference.backend_model import BackendModel
-from millrace.serve.inference.backends.python_child import ChildModel
-from millrace.serve.inference.lifecycle import ModelRepository
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.backend_model import BackendModel
+from millrace.model_repository.python_backend.python_process import ChildModel
 
 
 def child_of(repository: ModelRepository, name: str) -> ChildModel:

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.operations import OperationFlags
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.settings import ServerSettings

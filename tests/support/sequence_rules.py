@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from millrace.serve.inference.batching import Batch, BatchRules
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.sequences import SequenceQueue, SequenceRules
-from millrace.serve.inference.status import StatusError
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchRules
+from millrace.model_repository.scheduling.sequence_batcher import SequenceQueue, SequenceRules
 from tests.support.batching_rules import Model as Batcher
 
 START, END = 1, 2

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Given
 
 CONTROLS = """
   control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.serve.inference.tensors import Array
+from millrace.model_repository.request.tensors import Array
 
 CONFIG = """platform: "pytorch_libtorch" max_batch_size: 8
 input { name: "INPUT__0" data_type: TYPE_FP32 dims: [ 16 ] }

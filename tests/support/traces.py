@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.spans import Open
-from millrace.serve.inference.trace_context import Parent
-from millrace.serve.inference.trace_flags import Exporting
-from millrace.serve.inference.tracing import Tracer
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.tracing.otel_spans import Open
+from millrace.model_repository.tracing.trace_context import Parent
+from millrace.model_repository.tracing.trace_flags import Exporting
+from millrace.model_repository.tracing.tracer import Tracer
 from tests.support.python_models import HEAD
 
 ASKS = f"""{HEAD}

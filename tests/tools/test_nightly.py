@@ -247,7 +247,9 @@ def test_a_night_of_schedules_draws_many_more_with_seeds_of_its_own() -> None:
     for part in parts.values():
         assert part.cases and part.command[part.command.index("--hypothesis-seed") + 1] == "{seed}"
     assert "tests/runtime/test_shares.py" in parts["schedules"].files
-    batchers = {f"tests/serve/inference/test_{name}.py" for name in ("batching", "sequences", "ensemble")}
+    batchers = {
+        f"tests/model_repository/test_{name}.py" for name in ("dynamic_batcher", "sequence_batcher", "ensemble")
+    }
     assert batchers <= set(parts["schedules-serve"].files) & set(parts["schedules-serve"].command)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.serve.repository.folders import read_model
-from millrace.serve.repository.problems import Level
+from millrace.model_repository.config.problems import Level
+from millrace.model_repository.repository.repository_reader import read_model
 from tools.triton_tests.__main__ import functions, total
 from tools.triton_tests.catalogue import SUITES, Run
 from tools.triton_tests.repositories import FILES, Repository

@@ -53,13 +53,13 @@ BESIDE_TRITON = (
     "tests/nightly/test_tritonclient.py", "tests/nightly/test_triton_repository.py",
     "tests/nightly/test_triton_repository_grpc.py", "tests/nightly/test_triton_sequences.py",
     "tests/nightly/test_triton_models.py", "tests/nightly/test_triton_operations.py",
-    "tests/serve/repository/test_text.py",
+    "tests/model_repository/config/test_pbtxt_parser.py",
 )  # fmt: skip
 PERF_ANALYZER = "tests/nightly/test_perf_analyzer.py"
 PROMTOOL = "tests/nightly/test_promtool.py"  # the distribution's: apt-get install -y prometheus
 SPANS = "tests/serve/test_spans.py"
-RAISES = "tests/serve/inference/test_python_faults.py"
-MODEL_IMPORTS = "tests/serve/inference/test_model_imports.py"
+RAISES = "tests/model_repository/test_python_faults.py"
+MODEL_IMPORTS = "tests/model_repository/test_model_imports.py"
 OCR = "tests/nightly/test_ocr.py"
 JSON_SCHEMA = "tests/nightly/test_json_schema.py"
 ANSWERS = "tests/nightly/test_answers.py"
@@ -83,8 +83,8 @@ FUZZED: Mapping[str, tuple[str, ...]] = {
     "program": ("src/millrace/compile/lower_cpu/program.py", "src/millrace/engine", "native"),
     "gpu_engines": ("src/millrace/engine", "src/millrace/compile/lower_gpu/built.py"),
     "requests": ("src/millrace/serve", "src/millrace/runtime"),
-    "pbtxt": ("src/millrace/serve/repository",),
-    "tensors": ("src/millrace/serve/kserve", "src/millrace/serve/inference"),
+    "pbtxt": ("src/millrace/model_repository",),
+    "tensors": ("src/millrace/serve/kserve", "src/millrace/model_repository"),
     "structured": ("src/millrace/runtime",),
 }
 
@@ -113,10 +113,10 @@ def _client(name: str) -> Part:
 
 def _backend(name: str, about: str, *packages: str) -> Part:
     """Of a model repository, whose tests skip where its package is not there."""
-    test = f"tests/serve/inference/test_{name}.py"
+    test = f"tests/model_repository/test_{name}.py"
     return Part(
         name, f"a served repository's {about}", ("{python}", "-m", "pytest", "--skips", "none", test),
-        packages=packages, files=(test, "src/millrace/serve/inference"),
+        packages=packages, files=(test, "src/millrace/model_repository"),
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _marked(mark: str) -> tuple[str, ...]:
     return _holding(f"pytest.mark.{mark}")
 
 
-DRAWN_OF_SERVE = _holding("@given", "tests/serve")
+DRAWN_OF_SERVE = (*_holding("@given", "tests/serve"), *_holding("@given", "tests/model_repository"))
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "gpu_engines", "requests", "pbtxt",
            "tensors", "structured")  # fmt: skip
 CLIENTS = (
@@ -170,14 +170,14 @@ PARTS = (
         packages=("tritonclient[http,grpc]==2.73.0",),
         files=(
             *BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py",
-            "src/millrace/serve/kserve", "src/millrace/serve/inference", "src/millrace/serve/repository",
+            "src/millrace/serve/kserve", "src/millrace/model_repository", "src/millrace/model_repository",
         ),
     ),
     Part(
         "perf-analyzer", "Triton's load generator in C++ on a served repository: tensors, shared memory, sequences",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", PERF_ANALYZER),
         packages=("tritonclient[http,grpc]==2.44.0", "nvidia-cuda-runtime-cu12==12.9.79"),
-        files=(PERF_ANALYZER, "src/millrace/serve/kserve", "src/millrace/serve/inference"),
+        files=(PERF_ANALYZER, "src/millrace/serve/kserve", "src/millrace/model_repository"),
     ),
     _backend("onnxruntime", "networks as ONNX, beside NumPy and onnx's own evaluator", "onnxruntime==1.31.1",
              "onnx==1.23.2"),
@@ -190,30 +190,30 @@ PARTS = (
     Part(
         "raises", "a model.py that raises 10,000 times leaves memory flat, in the server's process and in its own",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", RAISES),
-        files=(RAISES, "src/millrace/serve/inference"),
+        files=(RAISES, "src/millrace/model_repository"),
     ),
     Part(
         "model-imports", "a model.py that imports PyTorch, transformers, OpenCV, scikit-learn, ONNX Runtime",
         ("{python}", "-m", "pytest", "--skips", "none", MODEL_IMPORTS),
         packages=("opencv-python-headless==5.0.0.93", "scikit-learn==1.9.1", "onnxruntime==1.31.1"),
-        files=(MODEL_IMPORTS, "src/millrace/serve/inference"),
+        files=(MODEL_IMPORTS, "src/millrace/model_repository"),
     ),
     Part(
         "opentelemetry", "spans of tensor and language models, as a collector gets them over OTLP",
         ("{python}", "-m", "pytest", "--skips", "none", SPANS),
         packages=("opentelemetry-sdk==1.45.2", "opentelemetry-exporter-otlp-proto-http==1.45.2"),
-        files=(SPANS, "src/millrace/serve/inference", "src/millrace/serve/gen_ai.py"),
+        files=(SPANS, "src/millrace/model_repository", "src/millrace/serve/gen_ai.py"),
     ),
     Part(
         "ocr", "examples/ocr, an ensemble and a model that asks models, reads pages as rapidocr does",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", OCR),
         packages=("onnxruntime==1.31.1", "rapidocr-onnxruntime==1.4.4", "pillow==13.0.0"),
-        files=(OCR, "examples/ocr", "src/millrace/serve/inference"),
+        files=(OCR, "examples/ocr", "src/millrace/model_repository"),
     ),
     Part(
         "answers", "examples/answers on all-MiniLM-L6-v2 and SmolLM2: guarded, found, answered and streamed",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", ANSWERS),
-        files=(ANSWERS, "examples/answers", "src/millrace/serve/inference"),
+        files=(ANSWERS, "examples/answers", "src/millrace/model_repository"),
     ),
     Part(
         "json-schema", "random answers held to random schemas, validated by jsonschema",
@@ -256,7 +256,7 @@ PARTS = (
          "--timeout", str(60 * MINUTES), *DRAWN_OF_SERVE),
         TIMES,
         files=(*DRAWN_OF_SERVE, "tests/support/drawn.py", "tests/support/batching_rules.py",
-               "tests/support/sequence_rules.py", "src/millrace/serve/inference", "src/millrace/serve/repository"),
+               "tests/support/sequence_rules.py", "src/millrace/model_repository", "src/millrace/model_repository"),
     ),
     Part(
         "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",

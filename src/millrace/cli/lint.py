@@ -10,10 +10,10 @@ from millrace.cli.main import MISTAKE
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json
 from millrace.errors import plain
-from millrace.serve.repository.folders import Model, Repository
-from millrace.serve.repository.kinds import DataType
-from millrace.serve.repository.problems import Level, Problem
-from millrace.serve.repository.several import finds_batches, read_repositories
+from millrace.model_repository.config.enums import DataType
+from millrace.model_repository.config.problems import Level, Problem
+from millrace.model_repository.repository.multi_repository import finds_batches, read_repositories
+from millrace.model_repository.repository.repository_reader import Model, Repository
 
 EPILOG = """\b
 Examples:
@@ -37,7 +37,7 @@ def command(folders: tuple[Path, ...], model_config_name: str, model_namespacing
     what changes nothing here, with the reason. Exit code 2 where a model would not be served, or not as it is written.
     """
     from millrace.cli.lint_code import code_problems
-    from millrace.serve.inference.backends import without_backend  # numpy, and more
+    from millrace.model_repository.backends import without_backend  # numpy, and more
 
     found = read_repositories(folders, model_config_name, namespacing=model_namespacing)
     for model in (model for repository in found for model in repository.models):

@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.serve.inference.environment import CODE, ENVIRONMENT
-from millrace.serve.repository.folders import Model
-from millrace.serve.repository.problems import Level, Place, Problem
+from millrace.model_repository.config.problems import Level, Place, Problem
+from millrace.model_repository.lifecycle.override_checks import CODE, ENVIRONMENT
+from millrace.model_repository.repository.repository_reader import Model
 from millrace.settings import read_given
 
 CLASS = "TritonPythonModel"

@@ -9,9 +9,9 @@ from millrace.cli.options import GroupedCommand, json_option, settings_options
 from millrace.cli.serve_flags import ListenFlags, ProfileFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.runtime.settings import RunSettings
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.operations import OperationFlags
 from millrace.serve.kserve.guarded import GuardFlags
 
 EPILOG = """\b

@@ -3,15 +3,15 @@
 import time
 
 from millrace.errors import ConfigError
-from millrace.serve.inference.common import Common
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.operations import OperationFlags
+from millrace.model_repository.config.problems import Level
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
+from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.repository.multi_repository import read_repositories
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.repository.repository_reader import Repository
 from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.served import RepositoryModel
-from millrace.serve.repository.folders import Repository
-from millrace.serve.repository.problems import Level
-from millrace.serve.repository.several import read_repositories
 
 
 def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: OperationFlags) -> RepositoryModel | None:

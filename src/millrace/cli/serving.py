@@ -24,6 +24,9 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
 from millrace.machine.process import age_s
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.tracing.trace_flags import FLAG, TraceFlags
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, OpenedEncoder
 from millrace.runtime.order import policy_named
@@ -33,9 +36,6 @@ from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.runtime.token_budget import TokenBudget
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.operations import OperationFlags
-from millrace.serve.inference.trace_flags import FLAG, TraceFlags
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.served import RepositoryModel
 from millrace.serve.listening import bind, check_tls, unix_socket

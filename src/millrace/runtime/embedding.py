@@ -22,6 +22,7 @@ from millrace.runtime.batch import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
 Step = list[tuple["EmbeddingJob", int]]  # and which of its texts
+MAX_INPUTS = 2048  # of one request, as at OpenAI's endpoint
 ALL = -1  # truncate_prompt_tokens: to as many as the model takes
 
 log = logging.getLogger(__name__)

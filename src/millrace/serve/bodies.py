@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope
 
 from millrace.machine.process import release_free_memory
+from millrace.model_repository.request.concatenation import LARGE, concatenated
 from millrace.serve.errors import ClientGoneError, HttpError
-from millrace.serve.inference.concatenation import LARGE, concatenated
 from millrace.serve.wire import header
 
 FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do

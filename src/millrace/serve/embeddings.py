@@ -16,7 +16,15 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
-from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, checked_ids, truncated, truncation
+from millrace.runtime.embedding import (
+    MAX_INPUTS,
+    EncoderLoop,
+    EncoderStats,
+    Vectors,
+    checked_ids,
+    truncated,
+    truncation,
+)
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.encoder_requests import EmbeddingRequest
@@ -28,7 +36,6 @@ from millrace.serve.serving import LARGE, Serving
 from millrace.serve.text import Texts
 from millrace.serve.wire import Call
 
-MAX_INPUTS = 2048  # OpenAI's
 MAX_WAITING_TOKENS = 4 * 2**20  # of all requests; who asks for no more than SMALL_TOKENS is let in beside them
 SMALL_TOKENS = 16 * 2**10
 FLOAT_BYTES = 24  # of a number in JSON, with its comma, at most

@@ -7,9 +7,9 @@ from typing import Any
 
 from starlette.types import Scope
 
+from millrace.model_repository.tracing.trace_context import PARENT, STATE
+from millrace.model_repository.tracing.tracer import Tracer
 from millrace.serve.errors import CLIENT_CLOSED
-from millrace.serve.inference.trace_context import PARENT, STATE
-from millrace.serve.inference.tracing import Tracer
 from millrace.serve.wire import Call, joined
 
 # What the paths of all protocols ask for; others are named by their last part.

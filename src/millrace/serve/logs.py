@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Literal
 
 from millrace.serve.wire import IN_RECORD, Lines, RequestLog
+from millrace.settings import LOGGER
 
-LOGGER = "millrace"
 # Controls, ends of lines and paragraphs, marks that turn the direction of writing, halves of surrogate pairs.
 _ODD = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 

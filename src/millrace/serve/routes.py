@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millrace.errors import MillraceError
+from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.serve.backend import Backend, Models
 from millrace.serve.bodies import Bodies, read_body
 from millrace.serve.errors import (
@@ -42,7 +43,6 @@ from millrace.serve.leaving import unless_gone
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body
-from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import (
     CALL,
     Call,

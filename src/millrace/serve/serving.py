@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from millrace.errors import BusyError
+from millrace.model_repository.execution.tracebacks import portable
+from millrace.model_repository.tracing.tracer import Tracer
 from millrace.runtime.service import happens
 from millrace.serve.errors import HttpError
-from millrace.serve.inference.tracing import Tracer
 from millrace.serve.limits import MAX_REFUSED, ConnectionLimits
 from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
 from millrace.serve.responses.store import Responses
 from millrace.serve.settings import ServerSettings
-from millrace.serve.tracebacks import portable
 
 log = logging.getLogger(__name__)
 

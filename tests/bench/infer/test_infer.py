@@ -23,7 +23,7 @@ from millrace.bench.names import GRPC, HTTP
 from millrace.bench.null_ledger import FAULTS, NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
-from millrace.serve.inference.tensors import DTYPES, Tensor, objects
+from millrace.model_repository.request.tensors import DTYPES, Tensor, objects
 from tests.bench.conftest import Null
 
 ALONE = pytest.mark.alone  # looks at the clock

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.repository.test_folders import write
+from tests.model_repository.config.test_repository_reader import write
 from tests.support.kserve import KINDS
 from tests.support.kserve_grpc import Client, connected
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, write_models

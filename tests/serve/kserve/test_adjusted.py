@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.serve.log_switches import LogSwitches
+from millrace.model_repository.lifecycle.log_settings import LogSwitches
 from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, in_process, write_models

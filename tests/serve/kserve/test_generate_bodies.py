@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.serve.inference.check import Checker
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import DTYPES
+from millrace.model_repository.config.pbtxt_binder import read_config
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.request_validation import Checker
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import DTYPES
 from millrace.serve.kserve.generate import read_generate
-from millrace.serve.repository.bind import read_config
 
 KEYS = ("A", "A", "A", "B", "id", "parameters", "sequence_id", "priority", "timeout", "headers", "triton_x", "x", "")
 VALUES = (

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.bodies import FREE_BYTES
-from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.grpc_untaken import Share, Untaken
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.serve.inference.status import StatusError
+from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.kserve.guarded import GROUPS, GuardFlags, group_of_call, group_of_path
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models

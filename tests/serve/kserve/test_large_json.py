@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from millrace.model_repository.request import request_validation
+from millrace.model_repository.request.status_code import StatusError
 from millrace.serve import json_scan
-from millrace.serve.inference import check
-from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve import infer_body, json_spans
 from millrace.serve.kserve import served as kserve_served
 from millrace.serve.kserve.infer_body import read_infer
@@ -171,7 +171,7 @@ def test_nothing_is_decoded_in_larger_pieces(served: Threaded, monkeypatch: pyte
 
 
 def test_too_many_strings(served: Threaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "MOST_STRINGS", 1000)
+    monkeypatch.setattr(request_validation, "MOST_STRINGS", 1000)
     for n, is_right in ((1000, True), (1001, False)):
         raw, head = bytes(4 * n), json.dumps({"inputs": [one("BYTES", [n], parameters={"binary_data_size": 4 * n})]})
         lengths = {"Inference-Header-Content-Length": str(len(head))}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.protobuf import varint
-from millrace.serve.inference import check
+from millrace.model_repository.request import request_validation
 from millrace.serve.kserve import grpc_scan
 from millrace.serve.kserve.grpc_scan import LARGE, MOST_BESIDE, MOST_TYPED
 from millrace.serve.kserve.messages import SERVICE, message
@@ -101,7 +101,7 @@ def test_large_messages_that_are_right(client: Client) -> None:
 
 
 def test_strings_are_counted(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "MOST_STRINGS", 1000)
+    monkeypatch.setattr(request_validation, "MOST_STRINGS", 1000)
     monkeypatch.setattr(grpc_scan, "MOST_STRINGS", 70_000)
     given = {"name": "INPUT0", "datatype": "BYTES", "shape": [1001]}
     assert "1001 strings, at most 1000" in refusal(lambda: client.infer("strings", [given], [bytes(4004)]))[1]

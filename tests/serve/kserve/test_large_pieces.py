@@ -19,12 +19,12 @@ from google.protobuf.message import DecodeError
 
 from millrace.bench.server_process import ServerProcess
 from millrace.checkpoint.protobuf import varint
-from millrace.serve.inference import concatenation
-from millrace.serve.inference.concatenation import concatenated
-from millrace.serve.inference.guest import strings
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import BYTES, DTYPES, Tensor, objects
+from millrace.model_repository.python_backend.stub import bytes_tensors
+from millrace.model_repository.request import concatenation
+from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import BYTES, DTYPES, Tensor, objects
 from millrace.serve.kserve import grpc_infer, grpc_scan, infer_reply, packed_numbers
 from millrace.serve.kserve.grpc_infer import GrpcWanted, response_bytes
 from millrace.serve.kserve.infer_body import HttpWanted
@@ -57,7 +57,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def to(n: int) -> None:
         monkeypatch.setattr(grpc_scan, "LARGE", 8)
         monkeypatch.setattr(grpc_scan, "_PIECE", n)
-        for module in (grpc_infer, infer_reply, strings):
+        for module in (grpc_infer, infer_reply, bytes_tensors):
             monkeypatch.setattr(module, "_PIECE", max(1, n // 8))
         monkeypatch.setattr(concatenation, "LARGE", n)
 

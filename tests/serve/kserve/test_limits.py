@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.serve.inference.check import Checker, Given
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.status import StatusError
+from millrace.model_repository.config.enums import DataType
+from millrace.model_repository.config.message_fields import empty
+from millrace.model_repository.config.model_config import ModelConfig, ModelInput
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Checker, Given
+from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.kserve.infer_body import read_infer
-from millrace.serve.repository.config import ModelConfig, ModelInput
-from millrace.serve.repository.declare import empty
-from millrace.serve.repository.kinds import DataType
 from tests.serve.kserve.conftest import LIMIT
 from tests.support.kserve import HEADER, ID, binary, infer, one
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.serve.inference import instances
+from millrace.model_repository.execution import instance_worker
 from tests.serve.support import until
 from tests.support.python_models import ANY, HEAD, OWN, SAY, write
 from tests.support.repository import serving
@@ -32,7 +32,7 @@ def ask(url: str, body: object = None) -> tuple[int, bytes]:
 
 
 def test_readiness_tells_of_a_process_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "RESTARTS_S", (0.3, 0.01))
+    monkeypatch.setattr(instance_worker, "RESTARTS_S", (0.3, 0.01))
     write(tmp_path, "m", HEAD + CODE + SAY, ANY % OWN)
     before = frozenset(_models_processes())
     with serving(tmp_path) as url:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.inference.test_lifecycle import control, index
+from tests.model_repository.test_lifecycle import control, index
 from tests.support.kserve import infer, one
 from tests.support.kserve import parts as answer_of
 from tests.support.kserve_grpc import connected, refusal

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.serve.inference.resizable import ResizableModel
+from millrace.model_repository.models.resizable_model import ResizableModel
 from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.quick import MOST_KNOWN, QuickConnection
 from millrace.serve.kserve.quick_grpc import QuickCalls

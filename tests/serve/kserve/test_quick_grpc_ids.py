@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.checkpoint.protobuf import varint
-from millrace.serve.inference import at_once
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.status import Code, StatusError
+from millrace.model_repository.execution import inline_execution
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.kserve.messages import SERVICE, message
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from tests.serve.kserve.test_quick import n_quick
@@ -144,6 +144,6 @@ def test_an_error_names_the_id_of_its_own_message(
 
     for own in ("error-1", "error-2"):
         ask(own)
-    monkeypatch.setattr(at_once, "asked_of", broken)
+    monkeypatch.setattr(inline_execution, "asked_of", broken)
     for own in ("error-3", "error-4"):
         assert refusal(partial(ask, own)) == ("INTERNAL", f"[request id: {own}] broken")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.serve.inference import at_once
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.status import Code, StatusError
+from millrace.model_repository.execution import inline_execution
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.kserve.heads import ID, JSON_LENGTH, LENGTH, REQUEST_ID, head_of
 from millrace.serve.kserve.infer_body import id_place
 from tests.serve.kserve.test_quick import Connection, n_quick, packet, sums
@@ -104,7 +104,7 @@ def test_an_error_names_the_id_of_its_own_request(
     with Connection(url) as warm:
         for own in ("a1", "b2"):
             warm.ask(asked(own))
-        monkeypatch.setattr(at_once, "asked_of", broken)
+        monkeypatch.setattr(inline_execution, "asked_of", broken)
         for own in ("c3", "d44"):
             ((status, _, told),) = warm.ask(asked(own))
             assert status.split()[1] == b"500" and json.loads(told)["error"] == f"[request id: {own}] broken"

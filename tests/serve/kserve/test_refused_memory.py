@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from millrace.machine.process import resident_bytes
-from millrace.serve.inference.flags import RepositoryFlags
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, serving_with
 from tests.support.kserve_grpc import connected, refusal, request

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.serve.inference.status import StatusError
+from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.kserve import grpc_infer, infer_body
 from millrace.serve.kserve.shared_memory import Regions
 from tests.support.kserve_grpc import Client, connected, one, refusal, request

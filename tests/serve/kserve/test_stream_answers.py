@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.protobuf import varint
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import objects
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import objects
 from millrace.serve.kserve.grpc_infer import FINAL, GrpcWanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.stream_answers import Answers, Deadline

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from millrace.serve.inference import responses
-from millrace.serve.inference.request import Bill, InferRequest, InferResponse
-from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.inference.tensors import objects
+from millrace.model_repository.request import response_stream
+from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.model_repository.request.tensors import objects
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.messages import SERVICE, message
 from millrace.serve.settings import ServerSettings
@@ -72,8 +72,8 @@ class Open:
 
 def test_a_request_is_told_once_that_its_answers_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model is told to cancel it, and answers that at once, as an ensemble does."""
-    monkeypatch.setattr(responses, "MOST_UNREAD_BYTES", 3000)
-    monkeypatch.setattr(responses, "FREE_BYTES", 1000)
+    monkeypatch.setattr(response_stream, "MOST_UNREAD_BYTES", 3000)
+    monkeypatch.setattr(response_stream, "FREE_BYTES", 1000)
 
     async def run() -> None:
         written = list[bytes]()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from millrace.serve.inference.request import Bill, InferRequest, InferResponse
-from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.inference.tensors import objects
+from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.model_repository.request.tensors import objects
 from millrace.serve.kserve.grpc_infer import GrpcWanted
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.grpc_untaken import Untaken

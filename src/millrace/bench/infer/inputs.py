@@ -19,7 +19,16 @@ import numpy as np
 
 from millrace.bench.infer.model import Model, Spec, dims
 from millrace.errors import ConfigError
-from millrace.serve.inference.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, Tensor, from_raw, objects, typed
+from millrace.model_repository.request.tensors import (
+    BYTES,
+    DTYPES,
+    MOST_DIMENSIONS,
+    Array,
+    Tensor,
+    from_raw,
+    objects,
+    typed,
+)
 
 RANDOM, ZERO = "random", "zero"
 MOST_FILE, MOST_BYTES, DIFFERENT = 1 << 30, 256 << 20, 16  # different requests of one batch size, and all their bytes

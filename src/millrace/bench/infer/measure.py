@@ -23,7 +23,7 @@ from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import parsed_headers
 from millrace.bench.run import Load, Run
 from millrace.errors import ConfigError
-from millrace.serve.inference.tensors import Tensor
+from millrace.model_repository.request.tensors import Tensor
 from millrace.serve.kserve.extra import check_grpc
 
 EACH_S, WARM_UP = 5.0, 8

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.errors import ConfigError, MachineError, plain
-from millrace.serve.inference.tensors import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS
+from millrace.model_repository.request.tensors import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS
 
 _MOST = 2**31 - 1  # of a batch and of instances, as Triton's configuration has them
 

@@ -14,9 +14,9 @@ from millrace.bench.answer import Answer, Failure, request_ids
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import ConfigError, MachineError
-from millrace.serve.inference.tensors import Tensor, check_count, check_size, n_items
+from millrace.model_repository.config.enums import InstanceKind
+from millrace.model_repository.request.tensors import Tensor, check_count, check_size, n_items
 from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
-from millrace.serve.repository.kinds import InstanceKind
 
 ASIDE_S = 30.0  # for what is asked beside the load
 EACH = (

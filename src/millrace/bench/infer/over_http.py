@@ -15,7 +15,7 @@ from millrace.bench.endpoints import Endpoint
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import MachineError
-from millrace.serve.inference.tensors import BYTES, Tensor, check_count, check_size, n_elements, n_items
+from millrace.model_repository.request.tensors import BYTES, Tensor, check_count, check_size, n_elements, n_items
 
 ASIDE_S = 30.0  # for what is asked beside the load
 _EMPTY = re.compile(rb"[\[\], \t\r\n]*")  # lists that hold nothing

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from millrace.bench.answer import Answer
 from millrace.bench.infer.model import Model
 from millrace.bench.names import HTTP
-from millrace.serve.inference.tensors import Tensor
+from millrace.model_repository.request.tensors import Tensor
 
 
 @dataclass(frozen=True, slots=True)

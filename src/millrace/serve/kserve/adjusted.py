@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import nearest
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.trace_flags import NUMBERS, level_of, number_of
-from millrace.serve.inference.trace_settings import FIELDS
-from millrace.serve.log_switches import FORMATS, LogSwitches
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.lifecycle.log_settings import FORMATS, LogSwitches
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.tracing.trace_flags import NUMBERS, level_of, number_of
+from millrace.model_repository.tracing.trace_settings import FIELDS
 
 _LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error": bool, "log_verbose_level": int,
                                "log_format": str}  # fmt: skip

@@ -7,10 +7,10 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
+from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.backend import Models
 from millrace.serve.bodies import read_body
 from millrace.serve.errors import HttpError, Problem
-from millrace.serve.inference.status import StatusError
 from millrace.serve.keys import Keys
 from millrace.serve.kserve.encoding import load_too_large, raw_too_large, too_large
 from millrace.serve.kserve.guarded import group_of_path, named

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from millrace.errors import nearest
-from millrace.serve.inference.brought import PREFIX
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.model_repository.lifecycle.load_override import PREFIX
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.serve.json_scan import counts
 from millrace.serve.kserve.json_values import no_json
 

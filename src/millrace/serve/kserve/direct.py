@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from millrace.errors import BusyError
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.models.model_version import Model, only_response
+from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import held_bytes
 from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
-from millrace.serve.inference.model import Model, only_response
-from millrace.serve.inference.request import Bill, InferRequest, InferResponse
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import held_bytes
 from millrace.serve.keys import Grant, Keys
 from millrace.serve.kserve import encoding
 from millrace.serve.kserve.heads import END, JSON_LENGTH, LENGTH, REQUEST_ID
@@ -34,7 +35,6 @@ from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.kserve.shared_memory import of_tenant
 from millrace.serve.serving import LARGE_BODY, Serving
 from millrace.serve.shortcut import Sending
-from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import PIECE_BYTES, RequestLog, id_of, log_request
 
 Header = tuple[bytes, bytes]

@@ -2,7 +2,7 @@
 
 import zlib
 
-from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
 
 CODINGS = {"gzip": 31, "deflate": 15}  # zlib's window bits
 PIECE, _AT_A_TIME = 1 << 20, 1 << 16  # bytes that come out, and that go in

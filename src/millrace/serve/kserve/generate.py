@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.responses import Responses
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import held_bytes, named_type
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.response_stream import Responses
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import held_bytes, named_type
 from millrace.serve.json_scan import counts
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.infer_body import take_parameters

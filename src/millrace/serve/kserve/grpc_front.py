@@ -10,13 +10,13 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import Bill, InferRequest
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import held_bytes
-from millrace.serve.inference.trace_context import PARENT, STATE, Parent
-from millrace.serve.inference.tracing import Exchange
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import Bill, InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
+from millrace.model_repository.tracing.tracer import Exchange
 from millrace.serve.kserve import adjusted, asked, grpc_scan, told
 from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import GrpcWanted, plain, read_infer, response_bytes

@@ -11,13 +11,13 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from millrace.checkpoint.protobuf import varint
-from millrace.serve.inference.check import Given, Later, check_shape, shown
-from millrace.serve.inference.concatenation import concatenated
-from millrace.serve.inference.guest.strings import joined_pieces
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import BYTES, DTYPES
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.python_backend.stub.bytes_tensors import joined_pieces
+from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.request_validation import Given, Later, check_shape, shown
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import BYTES, DTYPES
 from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.grpc_scan import Cut, Packed, contents_pieces
 from millrace.serve.kserve.infer_reply import told_outputs

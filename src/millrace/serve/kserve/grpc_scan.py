@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, key, varint
-from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.inference.tensors import MOST_STRINGS
+from millrace.model_repository.request.status_code import StatusError, invalid
+from millrace.model_repository.request.tensors import MOST_STRINGS
 from millrace.serve.kserve.messages import field_numbers
 
 LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over

@@ -16,10 +16,11 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from millrace.errors import ConfigError, MillraceError
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.request.infer_request import Bill
+from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.backend import Models
 from millrace.serve.errors import BUG, HttpError, problem_of
-from millrace.serve.inference.request import Bill
-from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import LIMITED, Grant, Keys
 from millrace.serve.kserve.grpc_front import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
 from millrace.serve.kserve.grpc_stream import Stream
@@ -29,7 +30,6 @@ from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.kserve.served import RepositoryBackend
 from millrace.serve.limits import number_of_connections
-from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import LogLater, RequestLog, id_of, joined, log_request
 
 STATUS = {

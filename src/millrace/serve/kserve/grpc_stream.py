@@ -13,16 +13,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from millrace.errors import MillraceError
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.response_stream import Beside, Unread
+from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.bodies import FREE_BYTES
 from millrace.serve.errors import problem_of
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.responses import Beside, Unread
-from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.keys import Grant
 from millrace.serve.kserve.grpc_front import Caller, GrpcFront
 from millrace.serve.kserve.stream_answers import Answers, Deadline, error_answer
-from millrace.serve.tracebacks import without_frames
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
 Begin = Callable[[], Awaitable[None]]

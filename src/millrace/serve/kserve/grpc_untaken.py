@@ -9,8 +9,8 @@ half of the bound, a second one to a quarter, and whoever takes what it asked fo
 from collections import Counter
 from typing import Any
 
+from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.bodies import FREE_BYTES
-from millrace.serve.inference.status import Code, StatusError
 
 
 class Untaken:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from millrace.errors import ConfigError, nearest
-from millrace.serve.inference.status import invalid
+from millrace.model_repository.request.status_code import invalid
 from millrace.serve.kserve import re2
 from millrace.settings import Settings, setting
 

@@ -10,13 +10,15 @@ from urllib.parse import unquote
 
 import msgspec
 
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import Bill, InferRequest
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import held_bytes
-from millrace.serve.inference.trace_context import PARENT, STATE, Parent
-from millrace.serve.inference.tracing import Exchange
+from millrace.model_repository.config.config_json import config_json
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import Bill, InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
+from millrace.model_repository.tracing.tracer import Exchange
 from millrace.serve.kserve import adjusted, asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.guarded import OPEN, Guard, named
@@ -24,8 +26,6 @@ from millrace.serve.kserve.infer_body import HEADER, HttpWanted, read_infer
 from millrace.serve.kserve.infer_reply import written, written_error
 from millrace.serve.kserve.shared_memory import Regions, allowed, of_tenant
 from millrace.serve.kserve.timing import TIMED, server_timing
-from millrace.serve.repository.config_json import config_json
-from millrace.serve.tracebacks import without_frames
 from millrace.serve.wire import EVENT_STREAM, UNHELD
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from millrace.serve.inference.check import Checker, Given, Later, check_shape
-from millrace.serve.inference.request import InferRequest
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import DTYPES, Array
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Checker, Given, Later, check_shape
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import DTYPES, Array
 from millrace.serve.kserve.asked import output_names, take_parameter
 from millrace.serve.kserve.json_spans import Cut, Span, found
 from millrace.serve.kserve.json_values import from_json, no_json, not_a, too_deep, unparsed

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from millrace.serve.inference.concatenation import concatenated
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import invalid
-from millrace.serve.inference.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import invalid
+from millrace.model_repository.request.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
 from millrace.serve.kserve.infer_body import HttpWanted
 
 _PIECE = 1 << 16  # values

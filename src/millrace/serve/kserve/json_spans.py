@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.inference.tensors import DTYPES, Array
+from millrace.model_repository.request.status_code import StatusError, invalid
+from millrace.model_repository.request.tensors import DTYPES, Array
 from millrace.serve.json_scan import Piece, pieces
 from millrace.serve.kserve.json_values import MOST_DEPTH, flat_array, mismatch, no_json, too_deep
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.inference.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 
 MOST_DEPTH = 100
 _CODES = {"FP32": "f", "FP64": "d"}  # of the module array

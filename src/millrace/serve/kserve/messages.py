@@ -12,8 +12,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from millrace.serve.repository.config import ModelConfig
-from millrace.serve.repository.declare import FieldSpec, specs
+from millrace.model_repository.config.message_fields import FieldSpec, specs
+from millrace.model_repository.config.model_config import ModelConfig
 
 PACKAGE = "inference"
 SERVICE = f"/{PACKAGE}.GRPCInferenceService/"

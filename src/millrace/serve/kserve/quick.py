@@ -18,10 +18,10 @@ import numpy as np
 from numpy import ndarray
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse, Parameter
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import Array
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Parameter
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import Array
 from millrace.serve.keys import Keys
 from millrace.serve.kserve.direct import Direct, DirectAnswer, InferHead, header_lines
 from millrace.serve.kserve.heads import ID, REQUEST_ID, Filled, Head, head_of

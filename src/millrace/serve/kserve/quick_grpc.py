@@ -16,11 +16,11 @@ from google.protobuf.message import DecodeError
 from numpy import ndarray
 
 from millrace.checkpoint.protobuf import BYTES, key, varint
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import Array
 from millrace.serve.bodies import FREE_BYTES
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import Array
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import GrpcWanted, fill_response, read_infer
 from millrace.serve.kserve.heads import MOST_BYTES

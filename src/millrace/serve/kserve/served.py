@@ -9,16 +9,16 @@ from typing import TypeVar
 
 from prometheus_client.core import Metric
 
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
+from millrace.model_repository.metrics.machine_metrics import MachineMetrics
+from millrace.model_repository.metrics.triton_metrics import cache_text, failed_text, metrics_text
+from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.bodies import Bodies
 from millrace.serve.health import Heartbeat
-from millrace.serve.inference.common import Common
-from millrace.serve.inference.flags import RepositoryFlags
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.machine_metrics import MachineMetrics
-from millrace.serve.inference.metrics import cache_text, failed_text, metrics_text
-from millrace.serve.inference.operations import OperationFlags
-from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.guarded import GuardFlags
 from millrace.serve.kserve.shared_memory import Regions
 from millrace.serve.limits import number_of_connections

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.serve.kserve.asked import SHARED_OFF
 
 _FOLDER = Path("/dev/shm")  # where shm_open has its names

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.checkpoint.protobuf import varint
-from millrace.serve.inference.concatenation import LARGE, concatenated
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import StatusError
-from millrace.serve.inference.tensors import BYTES, Array, Tensor
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.concatenation import LARGE, concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import BYTES, Array, Tensor
 from millrace.serve.kserve.grpc_infer import FINAL, RAW_OUTPUT, GrpcWanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
 

@@ -2,7 +2,7 @@
 
 import time
 
-from millrace.serve.inference.request import InferRequest
+from millrace.model_repository.request.infer_request import InferRequest
 
 TIMED = b"x-millrace-timing"
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.serve.inference.check import wire_name
-from millrace.serve.inference.lifecycle import ModelRepository
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.status import invalid
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.request_validation import wire_name
+from millrace.model_repository.request.status_code import invalid
 
 # Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
 VERSION = "2.73.0"

@@ -1,0 +1,46 @@
+"""`identity`: each output is the input at the same place of the configuration, of any datatype.
+
+Its parameter `execute_delay_ms` lets it take so long, as Triton's own does, to see how requests wait and batch.
+"""
+
+import time
+from collections.abc import Mapping
+
+from millrace.model_repository.backends.backend import Batched, InstanceGiven, ModelBackend
+from millrace.model_repository.request.status_code import invalid
+from millrace.model_repository.request.tensors import Array
+
+_MOST_MS = 60_000
+
+
+class _Identity(Batched):
+    def __init__(self, given: InstanceGiven) -> None:
+        super().__init__(given)
+        config = given.config
+        if len(config.input) != len(config.output):
+            raise invalid(f"model '{config.name}' has {len(config.input)} inputs and {len(config.output)} outputs")
+        for i, o in zip(config.input, config.output, strict=True):
+            if i.data_type is not o.data_type:
+                raise invalid(f"output '{o.name}' has another data type than input '{i.name}'")
+        self._pairs = [(i.name, o.name) for i, o in zip(config.input, config.output, strict=True)]
+        self._delay_s = delay_s(given, "execute_delay_ms")
+        self.quick_bytes = 0 if self._delay_s else 64 << 10
+
+    def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        if self._delay_s:
+            time.sleep(self._delay_s)
+        return {output: inputs[name] for name, output in self._pairs if name in inputs}
+
+
+def delay_s(given: InstanceGiven, name: str) -> float:
+    """A parameter of the configuration in milliseconds; 0 where it is not there. raises StatusError"""
+    parameter = given.config.parameters.get(name)
+    text = parameter.string_value if parameter else "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) <= _MOST_MS):
+        raise invalid(f"failed to parse parameter '{name}': a number of milliseconds up to {_MOST_MS} is expected")
+    return int(text) / 1e3
+
+
+class IdentityBackend(ModelBackend):
+    def instance(self, given: InstanceGiven) -> Batched:
+        return _Identity(given)

@@ -1,0 +1,176 @@
+"""`tensorflow`: a network of TensorFlow as a SavedModel (`model.savedmodel/`), on the CPU; the package is an extra.
+
+Names are those of the signature, `serving_default` or the parameter `TF_SIGNATURE_DEF`. Each instance has a session and
+threads of its own; they share out the cores where `TF_NUM_INTRA_THREADS` says nothing else. A SavedModel is a program
+in TensorFlow's operators: those that call Python, or read and write files of the server's, are refused before one runs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.framework_backend import (
+    Network,
+    NetworkBackend,
+    Sides,
+    Told,
+    check_size,
+    failing,
+    flag,
+    n_threads,
+    number,
+    package,
+    set_parameters,
+)
+from millrace.model_repository.config.model_config import ModelConfig
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import Array
+
+_WHO = "tensorflow"
+_PROTO = "saved_model.pb"
+_GRAPHDEF = "tensorflow_graphdef"
+_MOST_GRAPH_BYTES = 2 << 30  # of protobuf
+_TYPES = {
+    "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8",
+    "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32",
+    "float64": "FP64", "string": "STRING",
+}  # fmt: skip
+# A variable's values are restored by other operators (RestoreV2), tables read their files by theirs.
+_REFUSED = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "WriteFile", "ReadFile", "MatchingFiles"})
+
+
+class TensorflowBackend(NetworkBackend):
+    takes_ragged = takes_batch_io = True
+
+    def instance(self, given: InstanceGiven) -> "_Network":
+        return _Network(given)
+
+    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
+        _refuse_graphdef(config)
+        return super().completed(config, folder)
+
+    def sides(self, config: ModelConfig, file: Path) -> Sides:
+        return _sides(_signature(config, file, _Asked(config)))
+
+
+class _Asked:
+    """What Triton's parameters say. raises StatusError"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.intra, self.inter, self.tag, self.signature = n_threads(config), 1, "", ""
+
+        def intra(key: str, text: str) -> None:
+            self.intra = number(config, key, text)
+
+        def inter(key: str, text: str) -> None:
+            self.inter = number(config, key, text)
+
+        def own(key: str, text: str) -> None:
+            if not flag(config, key, text):
+                what = f"parameter '{key}' of model '{config.name}' is not supported as false"
+                raise StatusError(Code.UNSUPPORTED, f"{what}: each session has threads of its own")
+
+        set_parameters(config, {
+            "TF_NUM_INTRA_THREADS": intra, "TF_NUM_INTER_THREADS": inter, "TF_USE_PER_SESSION_THREADS": own,
+            "TF_GRAPH_TAG": lambda _, text: setattr(self, "tag", text),
+            "TF_SIGNATURE_DEF": lambda _, text: setattr(self, "signature", text),
+        })  # fmt: skip
+
+
+class _Network(Network):
+    def __init__(self, given: InstanceGiven) -> None:
+        super().__init__(given)
+        config = self.inner
+        _refuse_graphdef(config)
+        asked, tf = _Asked(config), package("tensorflow").compat.v1
+        signature = _signature(config, given.file, asked)
+        self.check(*_sides(signature))
+        options = tf.ConfigProto(
+            intra_op_parallelism_threads=asked.intra, inter_op_parallelism_threads=asked.inter,
+            use_per_session_threads=True, device_count={"GPU": 0},
+        )  # fmt: skip
+        names = [o.name for o in config.output]
+        with failing(_WHO):
+            graph = tf.Graph()
+            self._session = tf.Session(graph=graph, config=options)
+            with graph.as_default():
+                tf.saved_model.load(self._session, signature.tags, str(given.file))
+            self._feeds = {i.name: signature.inputs[i.name].name for i in config.input}
+            self._outputs = {name: signature.outputs[name].name for name in names}
+
+    def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        with failing(_WHO):
+            found = self._session.run(self._outputs, {self._feeds[name]: array for name, array in inputs.items()})
+        # What has no dimension is no array yet.
+        return {
+            name: np.asarray(value, np.object_) if isinstance(value, bytes) else np.asarray(value)
+            for name, value in found.items()
+        }
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def _refuse_graphdef(config: ModelConfig) -> None:
+    if config.platform == _GRAPHDEF:
+        what = f"platform '{_GRAPHDEF}' of model '{config.name}' is not supported"
+        raise StatusError(Code.UNSUPPORTED, f"{what}: a graph says nothing of its inputs; save it as a SavedModel")
+
+
+class _Signature:
+    """inputs, outputs: TensorFlow's TensorInfo by name. tags: of its graph"""
+
+    def __init__(self, graph: Any, name: str) -> None:
+        self.tags = list(graph.meta_info_def.tags)
+        self.inputs: Mapping[str, Any] = dict(graph.signature_def[name].inputs)
+        self.outputs: Mapping[str, Any] = dict(graph.signature_def[name].outputs)
+
+
+def _signature(config: ModelConfig, file: Path, asked: _Asked) -> _Signature:
+    """raises StatusError, also for operators that are about more than tensors"""
+    package("tensorflow")
+    from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
+
+    proto, named = file / _PROTO, f"failed to load {file.parent.name}/{file.name}"
+    if not proto.is_file():
+        raise invalid(f"{named}: it is no folder with a {_PROTO}")
+    check_size(file)
+    if proto.stat().st_size >= _MOST_GRAPH_BYTES:
+        raise invalid(f"{named}: {_PROTO} has {proto.stat().st_size} bytes, fewer than {_MOST_GRAPH_BYTES} are read")
+    with failing(_WHO):
+        graphs = SavedModel.FromString(proto.read_bytes()).meta_graphs
+    graph = next((g for g in graphs if (asked.tag or "serve") in g.meta_info_def.tags), None)
+    if graph is None:
+        tags = ", ".join(sorted({tag for g in graphs for tag in g.meta_info_def.tags})) or "none"
+        raise invalid(f"{named}: no graph has the tag '{asked.tag or 'serve'}', there are {tags}")
+    wrong = next((op for op in _operators(graph) if op in _REFUSED), None)
+    if wrong is not None:
+        raise invalid(f"{named}: it has the operator {wrong}, which is about more than tensors")
+    name = asked.signature or "serving_default"
+    if name not in graph.signature_def:
+        known = ", ".join(sorted(n for n in graph.signature_def if not n.startswith("__"))) or "none"
+        raise invalid(f"{named}: it has no signature '{name}', there are {known}; TF_SIGNATURE_DEF names one")
+    return _Signature(graph, name)
+
+
+def _operators(graph: Any) -> Iterator[str]:
+    yield from (node.op for node in graph.graph_def.node)
+    for function in graph.graph_def.library.function:
+        yield from (node.op for node in function.node_def)
+
+
+def _sides(signature: _Signature) -> Sides:
+    return _told(signature.inputs), _told(signature.outputs)
+
+
+def _told(tensors: Mapping[str, Any]) -> Sequence[Told]:
+    dtypes = package("tensorflow").dtypes
+    found = []
+    for name, info in sorted(tensors.items()):
+        kind, shape = dtypes.as_dtype(info.dtype).name, info.tensor_shape
+        dims = None if shape.unknown_rank else tuple(d.size if d.size >= 0 else -1 for d in shape.dim)
+        found.append(Told(name, _TYPES.get(kind, ""), dims, kind))
+    return found

@@ -1,0 +1,149 @@
+"""What a configuration does not say and its folder does: backend, platform, the file of the model; Triton's defaults.
+
+Shapes and types of a model without inputs and outputs are its backend's to tell, when it loads the model.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from millrace.model_repository.config.config_rules import ENSEMBLE, Broken
+from millrace.model_repository.config.enums import InstanceKind
+from millrace.model_repository.config.message_fields import empty
+from millrace.model_repository.config.model_config import InstanceGroup, Latest, ModelConfig, VersionPolicy
+from millrace.model_repository.config.pbtxt_binder import Path_
+
+_IDLE_MICROSECONDS = 1_000_000  # of a sequence, where nothing is said
+_TWO_ON_CPU = ("tensorflow", "onnxruntime")  # instances, as Triton has it
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A backend and its platform, known by the usual name of its file."""
+
+    backend: str
+    platform: str
+    file: str
+
+
+# In Triton's order: the first whose file is there is taken.
+KINDS = (
+    Kind("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    Kind("tensorflow", "tensorflow_graphdef", "model.graphdef"),
+    Kind("tensorrt", "tensorrt_plan", "model.plan"),
+    Kind("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    Kind("openvino", "", "model.xml"),
+    Kind("openvino", "", "model.onnx"),  # where it is named
+    Kind("pytorch", "pytorch_libtorch", "model.pt"),
+    Kind("pytorch", "torch_aoti", "model.pt2"),
+    Kind("python", "", "model.py"),
+    Kind("xgboost", "", "xgboost.json"),
+    Kind("xgboost", "", "xgboost.ubj"),
+    Kind("fil", "", "xgboost.json"),  # of Triton's, whose models of XGBoost are served
+    Kind("fil", "", "xgboost.ubj"),
+    Kind("sklearn", "", "model.skops"),
+)
+_OTHER_NAMES = {"libtorch": "pytorch_libtorch"}
+# Backends that add nothing to the inputs that a configuration says, nor to the outputs; a model.py may.
+NETWORKS = frozenset({k.backend for k in KINDS} - {"python"})
+ADDING_NOTHING = NETWORKS | {"identity", "add_sub", "repeat", "millrace"}
+GRAPHDEF = "tensorflow_graphdef"
+GPU_ONLY = ("tensorrt", "tensorrtllm", "dali")  # of Triton's backends
+VLLM = "vllm"
+
+
+def completed(config: ModelConfig, name: str, files: Collection[str]) -> tuple[ModelConfig, tuple[str, ...]]:
+    """With what is known without a backend, and in words what was added. files: of the first version's folder"""
+    added = []
+    config = replace(config, name=config.name or name, platform=_OTHER_NAMES.get(config.platform, config.platform))
+    if not config.backend and config.platform != ENSEMBLE:
+        kind = _kind(config, files)
+        _, dot, ending = name.partition(".")
+        if kind:
+            config = replace(config, backend=kind.backend)
+            added.append(f"backend {kind.backend}, by {_reason(config, kind, files)}")
+        elif dot and ending and not config.platform and not config.default_model_filename:
+            config = replace(config, backend=ending, default_model_filename=f"model.{ending}")
+            added.append(f"backend {ending}, by the model's name")
+    mine = [k for k in KINDS if k.backend == config.backend and config.platform in ("", k.platform)]
+    if mine:
+        usual = next((k for k in mine if k.file in (config.default_model_filename, *files)), mine[0])
+        file = config.default_model_filename or usual.file
+        config = replace(config, platform=config.platform or usual.platform, default_model_filename=file)
+    return _normalised(config), tuple(added)
+
+
+def _kind(config: ModelConfig, files: Collection[str]) -> Kind | None:
+    if config.platform:
+        return next((k for k in KINDS if k.platform == config.platform), None)
+    if config.default_model_filename:
+        return next((k for k in KINDS if k.file == config.default_model_filename), None)
+    return next((k for k in KINDS if k.file in files), None)
+
+
+def _reason(config: ModelConfig, kind: Kind, files: Collection[str]) -> str:
+    if config.platform:
+        return "its platform"
+    return "default_model_filename" if config.default_model_filename else f"{kind.file} in its folder"
+
+
+def _normalised(config: ModelConfig) -> ModelConfig:
+    """Triton's defaults for what is not said."""
+    if config.version_policy is None:
+        config = replace(config, version_policy=replace(empty(VersionPolicy), latest=Latest(num_versions=1)))
+    sizes = (config.max_batch_size,) if config.max_batch_size > 0 else ()
+    if (batching := config.dynamic_batching) and not batching.preferred_batch_size:
+        config = replace(config, dynamic_batching=replace(batching, preferred_batch_size=sizes))
+    if sequences := config.sequence_batching:
+        idle = sequences.max_sequence_idle_microseconds or _IDLE_MICROSECONDS
+        oldest = sequences.oldest
+        if oldest and not oldest.preferred_batch_size:
+            oldest = replace(oldest, preferred_batch_size=sizes)
+        sequences = replace(sequences, max_sequence_idle_microseconds=idle, oldest=oldest)
+        config = replace(config, sequence_batching=sequences)
+    if steps := config.ensemble_scheduling:  # clients ask for its steps by these versions, and there is no 0
+        said = tuple(replace(one, model_version=one.model_version or -1) for one in steps.step)
+        config = replace(config, ensemble_scheduling=replace(steps, step=said))
+    if config.platform == ENSEMBLE or config.ensemble_scheduling:
+        return config
+    groups = config.instance_group or (replace(empty(InstanceGroup), name=config.name),)
+    return replace(config, instance_group=tuple(_instances(config, g, i) for i, g in enumerate(groups)))
+
+
+def _instances(config: ModelConfig, group: InstanceGroup, number: int) -> InstanceGroup:
+    kind = group.kind
+    if kind is InstanceKind.KIND_AUTO:  # there are no GPUs: those that it names are said to change nothing
+        kind, group = InstanceKind.KIND_CPU, replace(group, gpus=())
+    count = 2 if kind is InstanceKind.KIND_CPU and config.backend in _TWO_ON_CPU else 1
+    return replace(group, name=group.name or f"{config.name}_{number}", kind=kind, count=group.count or count)
+
+
+def broken_backend(config: ModelConfig) -> Broken | None:
+    """Why nothing runs the model. config: completed"""
+    at: Path_ = ("backend",) if config.backend else ("platform",)
+    if config.platform == ENSEMBLE:
+        return None
+    if not config.backend and config.platform:
+        what = f"unexpected platform type '{config.platform}' for {config.name}"
+        known = ", ".join([*(k.platform for k in KINDS if k.platform), ENSEMBLE])
+        return Broken(at, what, f"one of: {known}", 'correct it, or name a backend: "..."')
+    if not config.backend:
+        what = f"must specify 'platform' or 'backend' for '{config.name}'"
+        files = dict.fromkeys(k.file for k in KINDS)
+        return Broken((), what, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
+    platforms = {k.platform for k in KINDS if k.backend == config.backend}
+    if platforms and config.platform not in platforms:
+        what = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
+        expected = " or ".join(sorted(platforms - {""})) or "no platform"
+        return Broken(("platform",), what, expected, "remove platform: backend says enough")
+    if config.platform == GRAPHDEF:
+        what = f"platform '{GRAPHDEF}' of model '{config.name}' is not supported: a graph says nothing of its inputs"
+        return Broken(("platform",), what, "tensorflow_savedmodel", "export it as a SavedModel")
+    if config.backend in GPU_ONLY:
+        return Broken(at, f"backend {config.backend} needs a GPU", "a backend for the CPU", "export the model to ONNX")
+    if config.backend == VLLM:
+        what = "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own"
+        mend = (
+            'say backend: "millrace", which serves a checkpoint under the same names (text_input, text_output, stream)'
+        )
+        return Broken(at, what, "a backend for the CPU", mend)
+    return None

@@ -1,0 +1,41 @@
+"""A configuration as JSON, as Triton tells it: /v2/models/M/config, and `model_config` of a Python model's arguments.
+
+Protobuf's JSON with three differences, which are Triton's: names as in the files, defaults written out (but no message
+that was not set, and of a oneof only what was), 64-bit integers as numbers.
+"""
+
+import math
+from enum import IntEnum
+from typing import Any
+
+from millrace.model_repository.config.message_fields import FieldSpec, specs
+from millrace.model_repository.config.model_config import ModelConfig
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """config: completed"""
+    return _message(config)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    found, cls = {}, message.__class__
+    for spec in specs(cls).values():
+        value = getattr(message, spec.attribute)
+        unset = value is None or (spec.oneof and value == spec.default)
+        if not unset:
+            found[spec.name] = _field(spec, value)
+    return found
+
+
+def _field(spec: FieldSpec, value: Any) -> Any:
+    if spec.kind == "map":
+        return {str(key): _value(one) for key, one in value.items()}
+    return [_value(one) for one in value] if spec.repeated else _value(value)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, IntEnum):
+        return value.name
+    if isinstance(value, float) and not math.isfinite(value):  # as protobuf writes what JSON has no number for
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, str | bool | int | float) else _message(value)

@@ -1,0 +1,132 @@
+"""Rules of an ensemble: every tensor has one step that makes it, and somebody who wants it. Words are Triton's."""
+
+from collections.abc import Iterator
+
+from millrace.model_repository.config.config_rules import ENSEMBLE, Broken
+from millrace.model_repository.config.model_config import EnsembleScheduling, ModelConfig
+
+_TOP = "ensemble_scheduling"
+
+
+def broken_ensemble(config: ModelConfig) -> Iterator[Broken]:
+    """Nothing where `config` is no ensemble."""
+    scheduling, name = config.ensemble_scheduling, config.name
+    if scheduling is None:
+        if config.platform == ENSEMBLE:
+            what = f"ensemble scheduling must be set for ensemble {name} whose platform is {ENSEMBLE}"
+            yield Broken(("platform",), what, "ensemble_scheduling { step [ ... ] }", "add it, or name a backend")
+        return
+    if config.platform != ENSEMBLE:
+        what = f"ensemble scheduling cannot be set for model '{name}' whose platform is not {ENSEMBLE}"
+        yield Broken((_TOP,), what, f'platform: "{ENSEMBLE}"', "correct platform")
+    elif config.backend:
+        what = f"Ensemble model '{name}' must have platform type '{ENSEMBLE}' and empty backend type"
+        yield Broken(("backend",), what, "no backend", "remove it")
+    said = (
+        ("instance_group", config.instance_group, f"instance group should not be specified for ensemble '{name}'"),
+        ("optimization", config.optimization, f"optimization should not be specified for ensemble '{name}'"),
+        ("model_warmup", config.model_warmup, f"model_warmup can not be specified for ensemble '{name}'"),
+    )
+    for field, given, what in said:
+        if given:
+            yield Broken((field,), what, "it in the models of its steps", "move it there")
+    if not scheduling.step:
+        yield Broken((_TOP,), f"must specify 'step' for ensemble '{name}'", "a step or more", "add step [ ... ]")
+        return
+    steps = list(_steps(scheduling, name))
+    yield from steps
+    if steps:  # what follows from them is not said, too
+        return
+    flow = list(_flow(config, scheduling))
+    yield from flow or _unused(config, scheduling)
+
+
+def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[Broken]:
+    made: set[str] = set()
+    for i, step in enumerate(scheduling.step):
+        path = (_TOP, "step", i)
+        if step.model_namespace:
+            what = f"'model_namespace' in step {i} of ensemble '{name}' is reserved"
+            yield Broken((*path, "model_namespace"), what, "the model beside it, or the only one", "remove it")
+        for field in ("model_name", "input_map", "output_map"):
+            if not getattr(step, field):
+                what = f"must specify '{field}' in step {i} of ensemble '{name}'"
+                yield Broken(path, what, "model_name, input_map and output_map", f"add {field}")
+        for key, tensor in step.output_map.items():
+            if tensor in made:
+                what = (
+                    f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{name}' step {i}"
+                )
+                yield Broken((*path, "output_map", key), what, "a name of its own", "rename one of them")
+            made.add(tensor)
+
+
+def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broken]:
+    """Which tensors come to be, from the inputs on."""
+    steps, name = scheduling.step, config.name
+    wanted = {tensor for step in steps for tensor in step.input_map.values()}
+    made = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
+    for i, given in enumerate(config.input):
+        if given.name not in wanted:
+            what = f"ensemble input '{given.name}' for ensemble {name} is not used"
+            yield Broken(("input", i), what, "a step with it in its input_map", "use or remove it")
+    ready = _ready(config, scheduling)
+    for i, asked in enumerate(config.output):
+        if asked.name not in wanted | made.keys():
+            what = f"ensemble output '{asked.name}' for ensemble {name} is not used"
+            yield Broken(("output", i), what, "a step with it in its output_map", "make or remove it")
+        elif asked.name not in ready:
+            what, why = (
+                f"output '{asked.name}' for ensemble '{name}' is not written",
+                _missing(asked.name, made, config),
+            )
+            missing = f": at least one of its depending tensors, '{why}', is not connected" if why else ""
+            yield Broken(("output", i), what + missing, "a step that makes it", "connect it")
+
+
+def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
+    """The tensors that come to be once the inputs are there."""
+    steps, left = scheduling.step, [t.name for t in config.input]
+    waits = [set(step.input_map.values()) for step in steps]
+    wanting: dict[str, list[int]] = {}
+    for i, tensors in enumerate(waits):
+        for tensor in tensors:
+            wanting.setdefault(tensor, []).append(i)
+    ready: set[str] = set()
+    while left:
+        tensor = left.pop()
+        if tensor in ready:
+            continue
+        ready.add(tensor)
+        for i in wanting.get(tensor, ()):
+            waits[i].discard(tensor)
+            if not waits[i]:
+                left.extend(steps[i].output_map.values())
+    return ready
+
+
+def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broken]:
+    """config: of an ensemble whose outputs are all made"""
+    steps = scheduling.step
+    wanted = {tensor for step in steps for tensor in step.input_map.values()}
+    made = {tensor: i for i, step in enumerate(steps) for tensor in step.output_map.values()}
+    there = made.keys() | {t.name for t in config.input}
+    for tensor in sorted((wanted | made.keys()) - {t.name for t in config.output}):
+        if tensor not in there or tensor not in wanted:
+            what = f"ensemble tensor '{tensor}' is unused in ensemble '{config.name}'"
+            expected = "a step that wants it" if tensor in there else "a step, or an input, that makes it"
+            yield Broken((_TOP, "step", made.get(tensor, 0)), what, expected, "connect or remove it")
+
+
+def _missing(tensor: str, made: dict[str, int], config: ModelConfig) -> str:
+    """The first tensor on the way to `tensor` that nothing makes; "" where it is `tensor` itself."""
+    assert config.ensemble_scheduling is not None
+    inputs, seen, at = {t.name for t in config.input}, {tensor}, tensor
+    while at in made:
+        before = config.ensemble_scheduling.step[made[at]].input_map.values()
+        more = [t for t in before if t not in seen and t not in inputs]
+        if not more:
+            break
+        at = min(more, key=lambda t: t in made)  # what nothing makes first
+        seen.add(at)
+    return at if at != tensor else ""

@@ -1,0 +1,263 @@
+"""Text to configuration: every field is known and of its type, or it is named with its line and column.
+
+All problems of a file are found at once; a file that is not of the format has one, for what follows it means nothing.
+"""
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field as member
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from millrace.errors import nearest
+from millrace.model_repository.config.message_fields import RANGES, FieldSpec, empty, specs
+from millrace.model_repository.config.model_config import ModelConfig
+from millrace.model_repository.config.pbtxt_parser import Block, Field, List, Misread, Scalar, read_text
+from millrace.model_repository.config.problems import Level, Place, Problem
+
+Path_ = tuple[str | int, ...]  # ("input", 0, "dims", 1), a map's key after its name
+MOST_PROBLEMS = 50  # of one level in one file: the rest is not listed, and that is said
+MORE = f"more than {MOST_PROBLEMS} such", "fewer", "mend those above, and look again"
+_TRUE, _FALSE = ("true", "True", "t", "1"), ("false", "False", "f", "0")
+_WANTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
+
+
+class Enough(Exception):  # noqa: N818 - it never leaves this room
+    """A file has more errors than are listed."""
+
+
+@dataclass(slots=True)
+class Read:
+    """A file that was read. config: what of it could be; places: of what stands in it, by its path."""
+
+    file: Path
+    config: ModelConfig = member(default_factory=lambda: empty(ModelConfig))
+    places: dict[Path_, Place] = member(default_factory=dict)
+    problems: list[Problem] = member(default_factory=list)
+    _counts: Counter[Level] = member(default_factory=Counter)
+
+    def place(self, path: Path_) -> Place | None:
+        return place_of(self.places, path)
+
+    def add(self, level: Level, place: Place | None, what: str, expected: str, mend: str) -> None:
+        """raises Enough where there are so many errors that the rest of the file tells nothing"""
+        before = self._counts[level]
+        self._counts[level] += 1
+        if before == MOST_PROBLEMS:
+            what, expected, mend = MORE
+        if before <= MOST_PROBLEMS:
+            self.problems.append(Problem(level, self.file, place, what, expected, mend))
+        if before >= MOST_PROBLEMS and level is Level.ERROR:
+            raise Enough
+
+
+def place_of(places: Mapping[Path_, Place], path: Path_) -> Place | None:
+    """Where `path` stands, or else what it is part of."""
+    while path and path not in places:
+        path = path[:-1]
+    return places.get(path)
+
+
+def read_config(data: bytes, file: Path) -> Read:
+    """What config.pbtxt says. file: only its name, for problems"""
+    read = Read(file)
+    try:
+        block = read_text(data)
+    except Misread as error:
+        read.add(Level.ERROR, error.place, error.what, error.expected, error.mend)
+        return read
+    with suppress(Enough):
+        read.config = _message(read, ModelConfig, block, ())
+    return read
+
+
+def _message(read: Read, cls: type, block: Block, path: Path_) -> Any:
+    known, seen, groups = specs(cls), dict[str, Field](), dict[str, Field]()
+    found: dict[str, Any] = {}
+    for field in block.fields:
+        spec = known.get(field.name)
+        if spec is None:
+            where = ".".join(str(p) for p in path if isinstance(p, str)) or "a configuration"
+            mend = "remove it, or correct its name"
+            read.add(
+                Level.ERROR, field.place, f'"{field.name}" is no field of {where}', nearest(field.name, known), mend
+            )
+            continue
+        first = seen.setdefault(field.name, field)
+        many = spec.repeated or spec.kind == "map"
+        if first is not field and not many:
+            what = f"{field.name} a second time; it stands in line {first.place.line}"
+            read.add(Level.ERROR, field.place, what, "one of them", "remove the other")
+            continue
+        other = groups.setdefault(spec.oneof, field) if spec.oneof else field
+        if other.name != field.name:
+            what = f"{field.name} beside {other.name} of line {other.place.line}"
+            read.add(Level.ERROR, field.place, what, "one of them", "remove the other")
+            continue
+        if first is field:
+            _say_unused(read, spec, field)
+            read.places[(*path, field.name)] = field.place
+        _field(read, spec, field, path, found)
+    for name, value in found.items():
+        if known[name].kind == "map":
+            found[name] = MappingProxyType(value)
+        elif known[name].repeated:
+            found[name] = tuple(value)
+    return cls(**{known[name].attribute: value for name, value in found.items()})
+
+
+def _say_unused(read: Read, spec: FieldSpec, field: Field) -> None:
+    if spec.ignored:
+        read.add(Level.IGNORED, field.place, f"{spec.name} changes nothing", spec.ignored, "it may stay or go")
+    if spec.refused:
+        read.add(
+            Level.ERROR, field.place, f"{spec.name} is not supported: {spec.refused}", "a model without", "remove it"
+        )
+
+
+def _field(read: Read, spec: FieldSpec, field: Field, path: Path_, found: dict[str, Any]) -> None:
+    path, value = (*path, spec.name), field.value
+    if isinstance(value, List) and not (spec.repeated or spec.kind == "map"):
+        read.add(Level.ERROR, value.place, f"a list for {spec.name}", "one value", "leave out the [ ]")
+        return
+    if not field.colon and spec.kind not in ("message", "map"):
+        read.add(Level.ERROR, value.place, f"a block for {spec.name}", _wanted(spec), f"write `{spec.name}: ...`")
+        return
+    items = value.items if isinstance(value, List) else (value,)
+    if spec.kind == "map":
+        into = found.setdefault(spec.name, {})
+        for item in items:
+            _entry(read, spec, item, path, into)
+    elif spec.repeated:
+        values = found.setdefault(spec.name, [])
+        for item in items:
+            read.places[(*path, len(values))] = item.place
+            _keep(read, spec, item, (*path, len(values)), values.append)
+    else:
+        _keep(read, spec, items[0], path, lambda one: found.__setitem__(spec.name, one))
+
+
+def _keep(read: Read, spec: FieldSpec, item: Scalar | Block, path: Path_, keep: Callable[[Any], None]) -> None:
+    """What was wrong with it is said, and it is left out."""
+    if spec.kind == "message":
+        if isinstance(item, Block):
+            keep(_message(read, spec.of, item, path))
+        else:
+            read.add(
+                Level.ERROR, item.place, f"{item.text:.60} for {spec.name}", "a block in {}", f"{spec.name} {{ ... }}"
+            )
+        return
+    value = _scalar(spec, item) if isinstance(item, Scalar) else None
+    if value is None:
+        what = f"{item.text:.60} for {spec.name}" if isinstance(item, Scalar) else f"a block for {spec.name}"
+        read.add(Level.ERROR, item.place, what, _wanted(spec, item), "correct it")
+        return
+    keep(value)
+
+
+def _entry(read: Read, spec: FieldSpec, item: Scalar | Block, path: Path_, into: dict[Any, Any]) -> None:
+    """One `{ key: ... value: ... }` of a map; either may be left out, as protobuf has it."""
+    if not isinstance(item, Block):
+        mend = f'{spec.name} {{ key: "..." value: ... }}'
+        read.add(Level.ERROR, item.place, f"{item.text:.60} for {spec.name}", "a block with key and value", mend)
+        return
+    assert spec.key is not None
+    entry: dict[str, Any] = {}
+    parts: Mapping[str, FieldSpec] = {"key": spec.key, "value": spec.of}
+    keys = [f.value for f in item.fields if f.name == "key"]
+    key = _scalar(spec.key, keys[0]) if keys and isinstance(keys[0], Scalar) else None
+    here = (*path, str(key if key is not None else ""))
+    before = len(read.problems)
+    for field in item.fields:
+        if field.name not in parts:
+            what = f'"{field.name}" is no part of {spec.name}'
+            read.add(Level.ERROR, field.place, what, nearest(field.name, parts), "remove it, or correct its name")
+        elif field.name in entry:
+            read.add(Level.ERROR, field.place, f"{field.name} a second time", "one of them", "remove the other")
+        else:
+            entry[field.name] = None
+            _field(read, parts[field.name], field, here, entry)
+    if any(p.level is Level.ERROR for p in read.problems[before:]):
+        return
+    key = entry.get("key", spec.key.default)
+    if key in into:
+        what = f"the key {key!r} of {spec.name} a second time: the value of line {read.places[here].line} is not used"
+        read.add(Level.WARNING, item.place, what, "each key once", "remove the one that is not meant")
+    read.places[here] = item.place
+    value = entry.get("value", spec.of.default)
+    into[key] = spec.of.of() if value is None and spec.of.kind == "message" else value
+
+
+def _scalar(spec: FieldSpec, item: Scalar) -> Any:
+    """The value; None where it is none of this type."""
+    kind, text = spec.kind, item.text
+    if kind == "string":
+        return _utf8(item.data) if item.kind == "string" else None
+    if item.kind == "string":
+        return None
+    if kind == "bool":
+        return True if text in _TRUE else False if text in _FALSE else None
+    if kind == "enum":
+        return spec.of.__members__.get(text) if item.kind == "name" else _numbered(spec, text)
+    if kind in RANGES:
+        low, high = RANGES[kind]
+        number = _whole(text) if item.kind == "number" else None
+        return number if number is not None and low <= number <= high else None
+    return _real(text, item.kind, single=kind == "float")
+
+
+def _utf8(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:  # only escapes can say such bytes: the file itself is UTF-8
+        return None
+
+
+def _numbered(spec: FieldSpec, text: str) -> Any:
+    number = _whole(text)
+    return spec.of(number) if number in list(spec.of) else None
+
+
+def _whole(text: str) -> int | None:
+    """Decimal, 0x... or, as in C, 0... octal."""
+    digits = text.removeprefix("-")
+    base = 16 if digits[:2] in ("0x", "0X") else 8 if digits[:1] == "0" and len(digits) > 1 else 10
+    try:
+        return int(text, base) if base != 8 else int(text.replace("0", "0o", 1), 8)
+    except ValueError:
+        return None
+
+
+def _real(text: str, kind: str, *, single: bool) -> float | None:
+    if kind == "name":
+        word = text.removeprefix("-").lower()
+        number = math.inf if word in ("inf", "infinity") else math.nan if word == "nan" else None
+        return -number if number is not None and text[0] == "-" else number
+    digits = text.removeprefix("-")
+    if digits[:2] in ("0x", "0X") or (digits.isdigit() and digits[0] == "0" and len(digits) > 1):
+        return None
+    number = float(text.rstrip("fF"))
+    try:
+        return (
+            struct.unpack("<f", struct.pack("<f", number))[0] if single else number if math.isfinite(number) else None
+        )
+    except OverflowError:
+        return None
+
+
+def _wanted(spec: FieldSpec, item: Scalar | Block | None = None) -> str:
+    if spec.kind in RANGES:
+        low, high = RANGES[spec.kind]
+        return f"a whole number from {low} to {high}"
+    if spec.kind == "enum":
+        word = item.text if isinstance(item, Scalar) and item.kind == "name" else ""
+        meant = next((name for name in spec.of.__members__ if name.partition("_")[2] == word), word)  # FP32
+        return nearest(meant, spec.of.__members__)
+    if spec.kind == "string" and isinstance(item, Scalar) and item.kind == "string":
+        return "text: its escapes are not UTF-8"
+    return _WANTED.get(spec.kind, "a block in {}")

@@ -1,0 +1,86 @@
+"""What a client brings with a load: a configuration, and files in place of those of the model's folder."""
+
+import base64
+import binascii
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+
+PREFIX = "file:"  # of a parameter that is a file: file:1/model.onnx
+Files = Mapping[str, bytes | str]  # by their path below the model's folder; texts are in base64
+MOST_FILES, _LONGEST = 1000, 255  # and characters of a name
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """config: as the text of config.pbtxt. folder: None where the model's own is meant"""
+
+    config: bytes | None = None
+    folder: "BroughtFolder | None" = None
+
+
+class BroughtFolder:
+    """A folder in which a model's is, as long as anybody holds it; its maker does until it lets go."""
+
+    def __init__(self, model: str, files: Files) -> None:
+        """Writes them. raises StatusError"""
+        if len(files) > MOST_FILES:
+            raise invalid(f"{len(files)} files to load model '{model}' with, at most {MOST_FILES} are taken")
+        for path in files:
+            check_path(path)
+        decoded = {path: _bytes(path, data) for path, data in files.items()}
+        self._lock, self._n_holders = threading.Lock(), 1
+        try:
+            self.root = Path(tempfile.mkdtemp(prefix="millrace-load-"))
+        except OSError as error:
+            raise _unwritten(model, error) from None
+        self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)  # at the end in any case
+        try:
+            for path, data in decoded.items():
+                file = self.root / model / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+        except OSError as error:
+            self.release()
+            raise _unwritten(model, error) from None
+
+    def hold(self) -> None:
+        with self._lock:
+            self._n_holders += 1
+
+    def release(self) -> None:
+        """From any thread; after the last the files are gone."""
+        with self._lock:
+            self._n_holders -= 1
+            is_over = not self._n_holders
+        if is_over:
+            self._remove()
+
+
+def check_path(path: str) -> None:
+    """raises StatusError where it is none of a file below a model's folder"""
+    parts = path.split("/")
+    if any(part in ("", ".", "..") or len(part.encode()) > _LONGEST for part in parts) or "\0" in path or "\\" in path:
+        raise invalid(f"'{PREFIX}{path:.200}' is no path below a model's folder, as 1/model.onnx is")
+    if path == "config.pbtxt":
+        raise invalid(f"'{PREFIX}{path}' is not taken: the configuration comes as the parameter 'config'")
+
+
+def _bytes(path: str, data: bytes | str) -> bytes:
+    """raises StatusError"""
+    if isinstance(data, bytes):
+        return data
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise invalid(f"'{PREFIX}{path:.200}' is not base64: {error}") from None
+
+
+def _unwritten(model: str, error: OSError) -> StatusError:
+    return StatusError(Code.INTERNAL, f"failed to write the files to load model '{model}' with: {error.strerror}")

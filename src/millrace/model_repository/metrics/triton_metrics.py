@@ -1,0 +1,200 @@
+"""Triton's metrics of tensor models, under its names and with its labels, in Prometheus' text format."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from millrace.model_repository.config.config_rules import FIRST_RESPONSE, HISTOGRAMS
+from millrace.model_repository.metrics.duration_counters import Histogram, Recent
+from millrace.model_repository.metrics.metrics_config import Measures
+from millrace.model_repository.metrics.statistics import REASONS
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.repository.model_names import ModelId
+from millrace.model_repository.request.response_cache import ResponseCache
+from millrace.model_repository.request.status_code import StatusError
+
+
+class _Sample(NamedTuple):
+    """suffix: of the family's name. more: further labels as they are written"""
+
+    value: float
+    more: str = ""
+    suffix: str = ""
+
+
+_Samples = Callable[[Model], Iterable[_Sample]]
+
+
+def _stage(name: str, *, of: str = "us") -> _Samples:
+    def samples(model: Model) -> Iterator[_Sample]:
+        duration = model.statistics.stages[name]
+        yield _Sample(duration.count if of == "count" else duration.ns // 1000)
+
+    return samples
+
+
+def _failures(model: Model) -> Iterator[_Sample]:
+    for reason in REASONS:
+        yield _Sample(model.statistics.failures[reason], f',reason="{reason}"')
+
+
+def _ready(model: Model) -> Iterator[_Sample]:
+    try:
+        is_ready = model.is_ready and not model.troubles
+    except StatusError:  # a member of an ensemble is gone
+        is_ready = False
+    yield _Sample(int(is_ready))
+
+
+def _cached(name: str, *, of: str = "us") -> _Samples:
+    """Of models whose answers are kept."""
+    told = _stage(name, of=of)
+    return lambda model: told(model) if model.cache is not None else ()
+
+
+def _closed(model: Model) -> Iterator[_Sample]:
+    for closed, n in model.statistics.closed.items():
+        yield _Sample(n, f',closed="{closed.value}"')
+
+
+def _histogram(name: str) -> _Samples:
+    return lambda model: _distribution(model.statistics.stages[name], 1000)
+
+
+def _first_responses(model: Model) -> Iterable[_Sample]:
+    found = model.statistics.first_response
+    return _distribution(found, 1_000_000) if found is not None else ()
+
+
+def _distribution(histogram: object, unit_ns: int) -> Iterator[_Sample]:
+    """unit_ns: nanoseconds of what its bounds and sum are in"""
+    assert isinstance(histogram, Histogram | Recent), "a stage that is told as a histogram is one"
+    n = histogram.count
+    for bound, n_up_to in histogram.up_to():
+        yield _Sample(n_up_to, f',le="{bound}"', "_bucket")
+    yield _Sample(n, ',le="+Inf"', "_bucket")
+    whole, rest = divmod(histogram.ns, unit_ns)
+    yield _Sample(histogram.ns / unit_ns if rest else whole, suffix="_sum")
+    yield _Sample(n, suffix="_count")
+
+
+def _summary(name: str, measures: Measures) -> _Samples:
+    def samples(model: Model) -> Iterator[_Sample]:
+        if name in _CACHED and model.cache is None:
+            return
+        found = model.statistics.stages[name]
+        assert isinstance(found, Recent), "summaries were asked for"
+        for quantile, us in found.quantiles(measures.summary_quantiles):
+            yield _Sample(us, f',quantile="{quantile:g}"')
+        yield _Sample(found.ns / 1000, suffix="_sum")
+        yield _Sample(found.count, suffix="_count")
+
+    return samples
+
+
+_CACHED = ("cache_hit", "cache_miss")
+_Family = tuple[str, str, str, _Samples]  # name, type, what it says, samples of a model
+_WORDS = {"success": "request", "queue": "queue", "compute_input": "compute_input", "compute_infer": "compute_infer",
+          "compute_output": "compute_output"}  # fmt: skip
+
+
+_COUNTS: tuple[_Family, ...] = (
+    ("nv_inference_request_success", "counter", "Number of successful inference requests, all batch sizes",
+     _stage("success", of="count")),
+    ("nv_inference_request_failure", "counter", "Number of failed inference requests, all batch sizes", _failures),
+    ("nv_inference_count", "counter", "Number of inferences performed (does not include cached requests)",
+     lambda m: [_Sample(m.statistics.n_inferences)]),
+    ("nv_inference_exec_count", "counter", "Number of model executions performed (does not include cached requests)",
+     lambda m: [_Sample(m.statistics.n_executions)]),
+    ("nv_cache_num_hits_per_model", "counter", "Number of cache hits per model", _cached("cache_hit", of="count")),
+    ("nv_cache_num_misses_per_model", "counter", "Number of cache misses per model",
+     _cached("cache_miss", of="count")),
+    ("nv_inference_pending_request_count", "gauge",
+     "Instantaneous number of pending requests awaiting execution per-model.", lambda m: [_Sample(m.n_pending)]),
+    ("nv_model_load_duration_secs", "gauge", "Model load time in seconds", lambda m: [_Sample(round(m.load_s, 6))]),
+    ("millrace:model_ready", "gauge", "1 while all of its instances are there", _ready),
+    ("millrace:batches_closed", "counter", "Batches, by why they had no more requests", _closed),
+)  # fmt: skip
+
+
+_LATENCIES: tuple[_Family, ...] = (
+    ("nv_inference_request_duration_us", "counter",
+     "Cumulative inference request duration in microseconds (includes cached requests)", _stage("success")),
+    ("nv_inference_queue_duration_us", "counter",
+     "Cumulative inference queuing duration in microseconds (includes cached requests)", _stage("queue")),
+    ("nv_inference_compute_input_duration_us", "counter",
+     "Cumulative compute input duration in microseconds (does not include cached requests)", _stage("compute_input")),
+    ("nv_inference_compute_infer_duration_us", "counter",
+     "Cumulative compute inference duration in microseconds (does not include cached requests)",
+     _stage("compute_infer")),
+    ("nv_inference_compute_output_duration_us", "counter",
+     "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+     _stage("compute_output")),
+    ("nv_cache_hit_duration_per_model", "counter",
+     "Total cache hit duration per model, in microseconds", _cached("cache_hit")),
+    ("nv_cache_miss_duration_per_model", "counter",
+     "Total cache miss duration per model, in microseconds", _cached("cache_miss")),
+)  # fmt: skip
+_HISTOGRAMS: tuple[_Family, ...] = (
+    *((family, "histogram", f"Distribution of the {_WORDS[stage]} duration in microseconds", _histogram(stage))
+      for stage, family in HISTOGRAMS.items()),
+    (FIRST_RESPONSE, "histogram", "Milliseconds to a decoupled model's first response", _first_responses),
+)  # fmt: skip
+
+
+def metrics_text(models: Iterable[Model], measures: Measures) -> str:
+    """models: every version that is served; families without a sample are left out"""
+    everybody = [(model, _labels(model)) for model in models]
+    for model, _ in everybody:
+        model.statistics.settle()
+    lines: list[str] = []
+    for name, kind, help_text, samples in _families(measures):
+        found = [f"{name}{s.suffix}{{{labels}{s.more}}} {s.value}" for m, labels in everybody for s in samples(m)]
+        if found:
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *found]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def failed_text(failed: Iterable[tuple[ModelId, int]]) -> str:
+    """Of versions that could not be loaded, of which `metrics_text` tells nothing."""
+    name = "millrace:model_load_failed"
+    lines = [f'{name}{{{_named(one.namespace, one.name)},version="{version}"}} 1' for one, version in failed]
+    head = [f"# HELP {name} 1 for each version that could not be loaded", f"# TYPE {name} gauge"]
+    return "".join(f"{line}\n" for line in [*head, *lines]) if lines else ""
+
+
+def cache_text(cache: ResponseCache) -> str:
+    """Of all models together."""
+    told = (
+        ("millrace:response_cache_bytes", "Of answers that are kept", cache.n_bytes),
+        ("millrace:response_cache_size_bytes", "That they may have", cache.most_bytes),
+        ("millrace:response_cache_answers", "Answers that are kept", len(cache)),
+    )
+    return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in told)
+
+
+def _families(measures: Measures) -> Iterator[_Family]:
+    yield from _COUNTS
+    if measures.counter_latencies:
+        yield from _LATENCIES
+    if measures.histogram_latencies:
+        yield from _HISTOGRAMS
+    if measures.summary_latencies:
+        names = {stage: f"nv_inference_{word}" for stage, word in _WORDS.items()} | {s: f"nv_{s}" for s in _CACHED}
+        for stage, name in names.items():
+            word = "request" if stage == "success" else stage
+            what = f"Quantiles of the {word} duration in microseconds, of the last minute"
+            yield f"{name}_summary_us", "summary", what, _summary(stage, measures)
+
+
+def _labels(model: Model) -> str:
+    tags = "".join(f',_{name}="{_escaped(value)}"' for name, value in sorted(model.config.metric_tags.items()))
+    return f'{_named(model.namespace, model.name)},version="{model.version}"{tags}'
+
+
+def _named(namespace: str, name: str) -> str:
+    within = f'namespace="{_escaped(namespace)}",' if namespace else ""
+    return f'{within}model="{_escaped(name)}"'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,400 @@
+"""A model that a backend computes: its queue, its batches, its instances.
+
+Everything here runs in the event loop; instances have threads of their own (`instance_worker.py`).
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.model_repository.backends.backend import InstanceGiven, ModelBackend
+from millrace.model_repository.execution.inline_execution import AtOnce
+from millrace.model_repository.execution.instance_worker import Outbox, Worker
+from millrace.model_repository.execution.memory_usage import MemoryUsage
+from millrace.model_repository.execution.model_warmup import warmed
+from millrace.model_repository.models.bls import Others
+from millrace.model_repository.models.model_version import Loadable, Model, Waiting
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchQueue, BatchRules
+from millrace.model_repository.scheduling.iterative_sequences import Slots
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 60.0  # an `execute` that takes longer is told of in the log
+_Answer = tuple[InferResponse | None, StatusError | None, bool]
+
+
+class BackendModel(Model):
+    _computes_here = True  # what is quick, in the event loop's thread
+
+    def __init__(self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop) -> None:
+        """Its instances begin to load; `loaded` waits for them."""
+        super().__init__(of, loop, ragged=backend.takes_ragged)
+        self.rules = BatchRules.of(of.config)
+        self._outbox = Outbox(loop)
+        self._queue = BatchQueue(self.rules)
+        self._slots = Slots.of(of.config)
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None  # while instances compute
+        self._n_busy = 0  # instances that compute
+        self._broken = ""  # why no instance ever will
+        batching = of.config.dynamic_batching
+        # with preserve_ordering: those that were begun, in order, and what waits for those before it
+        self._begun: deque[InferRequest] | None = deque() if batching and batching.preserve_ordering else None
+        self._held: dict[InferRequest, list[_Answer]] = {}
+        self._limiter = of.common.limiter
+        if self._limiter is not None:
+            self._limiter.check(of.config.instance_group)
+        self._workers = [self._worker(backend, given) for given in InstanceGiven.all_of(of, others)]
+        if self._limiter is not None:
+            for worker in self._workers:
+                self._limiter.add(worker, worker.given.group, self)
+        self._idle = deque(self._workers)
+        self._memory = MemoryUsage(self.name, self.version, self._workers)
+        self.infer_at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
+        self._is_never_quick = bool(
+            self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
+            or self.cache is not None or self._limiter is not None
+        )  # fmt: skip
+        # Only if that decides nothing: which request is next, with which others, by which instance.
+        self._gives_ahead = self._computes_here and not (batching or self._is_never_quick or self._workers[1:])
+
+    def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
+        return Worker(given, lambda: warmed(backend.instance(given), given), self._outbox, self)
+
+    async def loaded(self) -> None:
+        """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
+        found = await asyncio.gather(*(asyncio.wrap_future(w.ready) for w in self._workers), return_exceptions=True)
+        failed = next((error for error in found if isinstance(error, StatusError)), None)
+        if failed is not None:
+            await self.retire()
+            raise failed
+
+    @property
+    def n_pending(self) -> int:
+        """Requests that no instance computes."""
+        n_given = sum(1 for worker in self._workers for _ in worker.not_begun())
+        return len(self._queue) + n_given + (len(self._slots) if self._slots is not None else 0)
+
+    def _take(self, request: InferRequest, now_ns: int) -> None:
+        request.send_by = self._send
+        if self._broken:
+            raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
+        if self._slots is not None:
+            request.queued_ns, request.again_by = now_ns, self._post_again
+            if not self._slots.enter(request):
+                return
+        self._queue.put(request, now_ns)
+
+    def _begin(self, request: InferRequest, now_ns: int) -> None:
+        self._dispatch(now_ns)
+
+    def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
+        """What the instance waits for that computes it; where none has taken it yet, what all of them wait for."""
+        workers = [worker for worker in self._workers if not worker.is_dead]
+        if any(worker.is_lost for worker in workers):
+            return None
+        if request.started_ns:
+            workers = [w for w in workers if w.has(request)]
+        elif self._idle and (self._limiter is None or any(map(self._limiter.may_compute, self._idle))):
+            return None
+        return self._all_wait_for(workers, surely)
+
+    def _all_wait_for(self, workers: Sequence[Worker], surely: bool) -> list[Waiting] | None:
+        """What these wait for; None where one of them waits for nothing."""
+        waits = [self._waits_of(worker, surely) for worker in workers]
+        return [waiting for of_one in waits for waiting in of_one] if waits and all(waits) else None
+
+    def _waits_of(self, worker: Worker, surely: bool) -> Sequence[Waiting]:
+        if worker.batch is None and self._limiter is not None:
+            return self._limiter.holding(worker)
+        return [waiting for waiting, is_sure in worker.given.waits.items() if is_sure or not surely]
+
+    def cancel(self, request: InferRequest) -> None:
+        """Nobody waits for it any more. One that no instance computes ends at once."""
+        request.cancel()
+        is_waiting = self._queue.leave(request) or (self._slots is not None and self._slots.waits(request))
+        if is_waiting or any(request in worker.not_begun() for worker in self._workers):
+            self._end_all([request], StatusError(Code.CANCELLED, f"{request.named}request was cancelled"))
+            return
+        for worker in self._workers:
+            worker.cancelled(request)
+
+    def answers_at_once(self, n_bytes: int) -> bool:
+        """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
+        if self._n_open or self._is_never_quick or self._tracer.is_on or not self._idle:
+            return False
+        return n_bytes <= self._idle[0].quick_bytes
+
+    async def retire(self) -> None:
+        self._is_retired = True
+        if self._timer is not None and not self._n_open:
+            self._timer.cancel()
+        self._close_if_done()
+        await asyncio.gather(*(asyncio.wrap_future(w.closed) for w in self._workers))
+        if self.cache is not None:
+            self.cache.forget(self.as_loaded)
+        if self._limiter is not None:
+            self._limiter.remove(self._workers)
+        self._unloaded()
+
+    def abort(self) -> None:
+        self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, "Server is stopping"))
+
+    def _waiting(self) -> list[InferRequest]:
+        """Those that no instance computes; the queue is empty afterwards."""
+        not_begun = [request for worker in self._workers for request in worker.not_begun()]
+        return [*(self._slots.waiting() if self._slots is not None else ()), *self._queue.drained(), *not_begun]
+
+    def _end_all(self, requests: Sequence[InferRequest], error: StatusError) -> None:
+        """Of requests that no instance computes."""
+        for request in requests:
+            request.batch = None  # which is not counted
+            self._answered(request, None, error, True)
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for worker in self._workers:
+            worker.close()
+
+    # ------------------------------------------------------------------ batches
+
+    def _dispatch(self, now_ns: int) -> None:
+        """Give idle instances what there is to compute, and be woken when that may change."""
+        self._refuse_late(now_ns)
+        while (found := self._next(now_ns)) is not None:
+            worker, batch = found
+            for request in batch.requests:
+                request.started_ns, request.batch = now_ns, batch
+                if request.trace is not None:
+                    request.trace.batch = batch
+                request.send_by = self._answered  # in this thread, if it is computed here
+                if self._begun is not None:
+                    self._begun.append(request)
+            if self._limiter is not None:
+                self._limiter.begin(worker)
+            if self._computes_here and worker.batch is None and worker.run_here(batch):
+                self._end(worker, batch)
+                if self._limiter is not None:
+                    self._limiter.end(worker)
+                continue
+            for request in batch.requests:
+                request.send_by = self._send
+            if worker.batch is None:
+                self._n_busy += 1
+                self._idle.remove(worker)
+            worker.take(batch, self._loop.time())
+            if self._watch is None:
+                self._watch = self._loop.call_later(PATIENCE_S, self._look)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_ns = self._due_ns()
+        if due_ns is not None:
+            self._timer = self._loop.call_later((due_ns - now_ns) / 1e9, self._wake)
+
+    def _refuse_late(self, now_ns: int) -> None:
+        """Those that waited too long."""
+        for request in self._queue.expired(now_ns):
+            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
+
+    def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
+        """An idle instance, or one that takes batches ahead, and what it is to compute."""
+        workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._queue) > 0)
+        if not workers and self._gives_ahead and self._workers[0].takes_ahead:
+            workers = self._workers
+        batch = self._queue.take(now_ns) if workers else None
+        if batch is not None:
+            return workers[0], batch
+        if self._limiter is not None:
+            self._limiter.forget(workers)
+        return None
+
+    def room(self) -> None:
+        """An instance that waited for resources may compute."""
+        self._dispatch(time.monotonic_ns())
+
+    def _due_ns(self) -> int | None:
+        """When it is to be looked at again, though nothing comes."""
+        return self._queue.due_ns()
+
+    def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._dispatch(time.monotonic_ns())
+
+    def _look(self) -> None:
+        """Once in `PATIENCE_S`, for a timer for each batch would cost each: say which instances are stuck."""
+        since_s = self._loop.time() - PATIENCE_S
+        for worker in self._workers:
+            if worker.busy_since_s is not None and worker.busy_since_s <= since_s:
+                took_s = self._loop.time() - worker.busy_since_s
+                log.warning(
+                    "%s version %d: %s computes one batch for %.1f s", self.name, self.version, worker.name, took_s
+                )
+        self._watch = self._loop.call_later(PATIENCE_S, self._look) if self._n_busy else None
+
+    def freed(self, worker: Worker, batch: Batch) -> None:
+        """An instance is done with a batch; what it answered has come before this."""
+        self._end(worker, batch)
+        self._free(worker)
+
+    def _free(self, worker: Worker) -> None:
+        worker.done(self._loop.time())
+        if worker.batch is not None:
+            self._dispatch(time.monotonic_ns())
+            return
+        self._n_busy -= 1
+        for waiting in [waiting for waiting, is_sure in worker.given.waits.items() if not is_sure]:
+            del worker.given.waits[waiting]  # it did not wait for it
+        if self._limiter is not None:
+            self._limiter.end(worker)
+        if worker.is_lost:
+            worker.revive()
+        else:
+            self._idle.append(worker)
+        self._dispatch(time.monotonic_ns())
+        self._close_if_done()
+
+    def untouched(self, worker: Worker, batch: Batch) -> None:
+        for request in batch.requests:
+            if self._begun is not None:
+                self._begun.remove(request)
+            request.started_ns, request.batch = 0, None
+        self._queue.put_back([request for request in batch.requests if not request.cancelled])
+        for request in batch.requests:
+            if request.cancelled:
+                cancelled = StatusError(Code.CANCELLED, f"{request.named}request was cancelled")
+                self._answered(request, None, cancelled, True)
+        self._free(worker)
+
+    def lost(self, worker: Worker, why: str) -> None:
+        log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
+        worker.is_lost, worker.unready = True, ""
+        if worker in self._idle:
+            self._idle.remove(worker)
+            worker.revive()
+
+    def said(self, worker: Worker, why: str) -> None:
+        log.info("%s version %d: %s: %s", self.name, self.version, worker.name, why or "it is ready again")
+        worker.unready = why
+
+    def revived(self, worker: Worker) -> None:
+        log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
+        worker.is_lost, worker.unready = False, ""
+        self._idle.append(worker)
+        self._dispatch(time.monotonic_ns())
+
+    def gave_up(self, worker: Worker, why: str) -> None:
+        """Where none is left what waits is answered, and what comes is refused."""
+        worker.is_dead = True
+        log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, why)
+        if all(worker.is_dead for worker in self._workers):
+            self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
+            self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, self._broken))
+
+    def told(self) -> dict[str, Any]:
+        return super().told() | {"memory_usage": self._memory.report()}
+
+    @property
+    def is_ready(self) -> bool:
+        return not all(worker.is_lost or worker.unready for worker in self._workers)
+
+    @property
+    def troubles(self) -> str:
+        lost = [worker.name for worker in self._workers if worker.is_lost]
+        unready = [f"{worker.name}: {worker.unready}" for worker in self._workers if worker.unready]
+        return self._broken or "; ".join([f"{', '.join(lost)} is being made anew"] * bool(lost) + unready)
+
+    def _end(self, worker: Worker, batch: Batch) -> None:
+        self._count(batch, time.monotonic_ns())
+        if worker.answers_later:
+            return
+        for request in batch.requests:
+            if not request.finished:
+                failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+                self._answered(request, None, failed, True)
+
+    def _post_again(self, request: InferRequest) -> None:
+        """From any thread."""
+        self._outbox.post(self._again, request)
+
+    def _again(self, request: InferRequest) -> None:
+        """Its instance, which ends the batch after this, wants it once more."""
+        if request.finished:
+            return
+        now_ns = time.monotonic_ns()
+        if request.batch is not None:
+            self._count(request.batch, now_ns)
+        if request.cancelled:
+            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            return
+        request.flags = request.started_ns = request.computing_ns = request.computed_ns = 0
+        self._queue.put(request, now_ns)
+
+    # ------------------------------------------------------------------ answers
+
+    def _send(
+        self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
+    ) -> None:
+        """From any thread."""
+        self._outbox.post(self._answered, request, response, error, final)
+
+    def _answered(
+        self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
+    ) -> None:
+        if request.finished:
+            return
+        if response is not None:
+            response, error = self._responded(request, response, error)
+        request.has_failed = request.has_failed or error is not None
+        if final:
+            now_ns = time.monotonic_ns()
+            if request.batch is not None:
+                self._count(request.batch, now_ns)
+            self._finished(request, error, now_ns)
+            self._pass_on_slot(request, now_ns)
+        if self._begun is None or not request.started_ns:
+            self._deliver(request, (response, error, final))
+        else:
+            self._held.setdefault(request, []).append((response, error, final))
+            self._release()
+        if final:
+            self._close_if_done()
+
+    def _pass_on_slot(self, request: InferRequest, now_ns: int) -> None:
+        following = self._slots.leave(request) if self._slots is not None else None
+        if following is not None:
+            self._queue.put(following, now_ns)
+            self._loop.call_soon(self._wake)  # and not within whatever ended this one
+
+    def _count(self, batch: Batch, now_ns: int) -> None:
+        """At its first answer: whoever has one finds it in the statistics."""
+        if batch.requests[0].batch is not None:
+            self.statistics.executed(batch, now_ns)
+            for request in batch.requests:
+                request.batch = None
+
+    def _release(self) -> None:
+        """Answers whose turn it is: those of the oldest request that was begun, and once it has ended, of the next."""
+        assert self._begun is not None
+        while self._begun:
+            request = self._begun[0]
+            for answer in self._held.pop(request, ()):
+                self._deliver(request, answer)
+            if not request.finished:
+                return
+            self._begun.popleft()
+
+    def _deliver(self, request: InferRequest, answer: _Answer) -> None:
+        if request.receive is not None:
+            request.receive(*answer)
+
+    def _close_if_done(self) -> None:
+        if self._is_over and not self._n_busy:
+            self._close()

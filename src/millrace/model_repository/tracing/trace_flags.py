@@ -1,0 +1,176 @@
+"""`--trace-config`, as Triton has it: KEY=VALUE of all modes, MODE,KEY=VALUE of one."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import ConfigError, nearest
+from millrace.model_repository.request.status_code import StatusError, invalid
+
+FLAG = "--trace-config"
+TRITON, OTEL = "triton", "opentelemetry"
+LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+NUMBERS = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
+DEFAULTS: Mapping[str, Any] = {
+    "trace_file": "", "trace_level": ("OFF",), "trace_rate": 1000, "trace_count": -1, "log_frequency": 0,
+    "trace_mode": TRITON,
+}  # fmt: skip
+_NAMES = {"file": "trace_file", "level": "trace_level", "rate": "trace_rate", "count": "trace_count",
+          "log-frequency": "log_frequency", "mode": "trace_mode"}  # fmt: skip
+_OF_FILES = ("file", "log-frequency")
+_BATCHES = {"bsp_max_queue_size": (1, 10**6), "bsp_schedule_delay": (1, 10**7), "bsp_max_export_batch_size": (1, 10**6)}
+_OF_SPANS = ("url", "resource", *_BATCHES)
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
+_RESOURCE = re.compile(r"[A-Za-z][\w.\-/]*=.+")
+_EXPECTED = re.compile("[;,] expected: ")
+_EXTRA = "millrace[otel]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporting:
+    """Where spans go. url: of the collector's traces. delay_ms: between two batches, where none is full before"""
+
+    url: str = "http://localhost:4318/v1/traces"
+    resource: Mapping[str, str] = field(default_factory=dict)
+    queue: int = 2048  # spans that wait at most; further ones are lost
+    delay_ms: int = 5000
+    batch: int = 512
+
+    def told(self) -> dict[str, Any]:
+        """In Triton's words."""
+        return {
+            "url": self.url, "resource": [f"{key}={value}" for key, value in self.resource.items()],
+            "bsp_max_queue_size": str(self.queue), "bsp_schedule_delay": str(self.delay_ms),
+            "bsp_max_export_batch_size": str(self.batch),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFlags:
+    """said: by the names that the settings have over the network, where a flag says them"""
+
+    said: Mapping[str, Any] = field(default_factory=dict)
+    exporting: Exporting | None = None  # in mode opentelemetry
+
+    @classmethod
+    def of(cls, flags: Sequence[str]) -> "TraceFlags":
+        """raises ConfigError, also where what the mode needs is not installed"""
+        found: dict[str, Any] = {}
+        asked: dict[str, list[str]] = {}  # of one mode alone: the flags that do
+        for flag in flags:
+            mode, key, value = _split(flag)
+            if key in _OF_FILES or key in _OF_SPANS or mode:
+                asked.setdefault(mode or (OTEL if key in _OF_SPANS else TRITON), []).append(flag)
+            try:
+                _take(found, key, value)
+            except StatusError as error:
+                why, *expected = _EXPECTED.split(str(error), 1)
+                what = f"{FLAG} {flag!r:.100}: {why}"
+                raise ConfigError(what, "".join(expected) or _range(key), "correct it") from None
+        chosen = found.get("trace_mode", TRITON)
+        for mode, theirs in asked.items():
+            if mode != chosen:
+                what = f"{FLAG} {theirs[0]!r:.100} is of mode {mode}, and the mode is {chosen}"
+                raise ConfigError(what, f"settings of mode {chosen}", f"add {FLAG} mode={mode}, or leave it out")
+        return cls._of_files(found) if chosen == TRITON else cls._of_spans(found)
+
+    @classmethod
+    def _of_files(cls, found: dict[str, Any]) -> "TraceFlags":
+        if found.get("trace_rate") == 0:
+            _refuse("rate=0", f"1 to {NUMBERS['trace_rate'][1]}: value is out of range")
+        if found and not found.get("trace_file") and found.get("trace_level", ("OFF",)) != ("OFF",):
+            raise ConfigError(f"{FLAG} names no file", "file=PATH", f"{FLAG} triton,file=trace.json")
+        if found.get("trace_file") and not Path(found["trace_file"]).absolute().parent.is_dir():
+            raise ConfigError(
+                f"{FLAG} file={found['trace_file']}", "a file in a folder that exists", "correct the path"
+            )
+        return cls(found)
+
+    @classmethod
+    def _of_spans(cls, found: dict[str, Any]) -> "TraceFlags":
+        if "TENSORS" in found.get("trace_level", ()):
+            _refuse("level=TENSORS", "TIMESTAMPS: spans hold no tensors, which mode triton writes")
+        names = {"url": "url", "resource": "resource", "bsp_max_queue_size": "queue",
+                 "bsp_schedule_delay": "delay_ms", "bsp_max_export_batch_size": "batch"}  # fmt: skip
+        exporting = Exporting(**{name: found.pop(key) for key, name in names.items() if key in found})
+        if exporting.batch > exporting.queue:
+            _refuse(f"bsp_max_export_batch_size={exporting.batch}", f"at most bsp_max_queue_size, {exporting.queue}")
+        check_extra()
+        return cls(found, exporting)
+
+
+def check_extra() -> None:
+    """raises ConfigError where it is not installed"""
+    for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter",
+                    "opentelemetry.exporter.otlp", "opentelemetry.exporter.otlp.proto",
+                    "opentelemetry.exporter.otlp.proto.http"):  # fmt: skip
+        if importlib.util.find_spec(package) is None:  # each is looked for in the one before
+            what = f"{FLAG} mode={OTEL} without OpenTelemetry's SDK and exporter"
+            raise ConfigError(what, f'pip install "{_EXTRA}"', "install it, or choose mode=triton")
+
+
+def _split(flag: str) -> tuple[str, str, str]:
+    """Its mode, "" where it names none; its key and value. raises ConfigError"""
+    head, comma, setting = flag.partition(",")
+    if not comma or "=" in head:
+        head, setting = "", flag
+    key, equals, value = setting.partition("=")
+    if head not in ("", TRITON, OTEL) or (key == "mode" and value not in (TRITON, OTEL)):
+        what = f"{FLAG} {flag!r:.100} asks for another mode"
+        raise ConfigError(what, f"{TRITON}, which writes files, or {OTEL}", "choose one of them")
+    theirs = {TRITON: (*_NAMES,), OTEL: (*_OF_SPANS, "level", "rate", "count")}.get(head, (*_NAMES, *_OF_SPANS))
+    if not equals or key not in theirs:
+        raise ConfigError(f"{FLAG} is {flag!r:.100}", "KEY=VALUE, " + nearest(key, theirs), "write it so")
+    return head, key, value
+
+
+def _take(found: dict[str, Any], key: str, value: str) -> None:
+    """raises StatusError"""
+    name = _NAMES.get(key, key)
+    taken: Mapping[str, Callable[[], Any]] = {
+        "trace_level": lambda: level_of([*found.get(name, ()), value]), "trace_file": lambda: value,
+        "trace_mode": lambda: value, "url": lambda: _like(_URL, "url", value, "http://HOST:PORT/v1/traces"),
+        "trace_rate": lambda: number_of(name, value, least=0),
+        "resource": lambda: found.get(name, {}) | dict([_like(_RESOURCE, name, value, "KEY=VALUE").split("=", 1)]),
+    }  # fmt: skip
+    found[name] = taken[name]() if name in taken else number_of(name, value)
+
+
+def _range(key: str) -> str:
+    low, high = (NUMBERS | _BATCHES).get(_NAMES.get(key, key), (0, 0))
+    return f"a whole number from {low} to {high}" if high else "one of its values"
+
+
+def _like(form: re.Pattern[str], key: str, value: str, expected: str) -> str:
+    if not form.fullmatch(value):
+        raise invalid(f"{key} is {value!r:.100}, expected: {expected}")
+    return value
+
+
+def _refuse(setting: str, expected: str) -> None:
+    raise ConfigError(f"{FLAG} {setting}", expected, "correct it")
+
+
+def level_of(said: Sequence[str]) -> tuple[str, ...]:
+    """raises StatusError"""
+    for one in said:
+        if one not in LEVELS:
+            raise invalid(f"Unsupported trace level: {one:.40}; expected: {', '.join(LEVELS)}")
+    if "OFF" in said and len(said) > 1:
+        raise invalid("Expect only one trace level 'OFF' is specified")
+    return tuple(dict.fromkeys(said)) or ("OFF",)
+
+
+def number_of(name: str, said: str, least: int | None = None) -> int:
+    """least: where that is not as usual. raises StatusError"""
+    low, high = (NUMBERS | _BATCHES)[name]
+    low = low if least is None else least
+    digits = said.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 20:
+        raise invalid(f"Unable to parse '{name}', got: {said:.40}")
+    if not low <= int(said) <= high:
+        raise invalid(f"Unable to parse '{name}', value is out of range [{low}, {high}], got: {said}")
+    return int(said)

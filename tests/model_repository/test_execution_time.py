@@ -1,0 +1,120 @@
+"""Which instances are computed in the event loop's thread: those that took less time than waking another would."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.model_repository import backends
+from millrace.model_repository.backends.backend import Batched, Instance, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.framework_backend import Network
+from millrace.model_repository.execution import execution_time
+from millrace.model_repository.execution.execution_time import MOST_BYTES, QUICK_NS, Pace
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.tensors import Array
+from tests.support.python_models import loaded
+from tests.support.repository import identity, write_models
+
+
+def test_so_many_quick_ones_in_a_row() -> None:
+    one = Pace()
+    for i in range(execution_time._N_QUICK):
+        assert one.quick_bytes == 0
+        one.took(100 + i % 2, QUICK_NS)
+    assert one.quick_bytes == 101
+    one.took(MOST_BYTES + 1, 10 * QUICK_NS)
+    assert one.quick_bytes == 101, "large inputs say nothing of small ones"
+    one.took(100, execution_time._VERY_SLOW_NS + 1)
+    assert one.quick_bytes == 0
+    for _ in range(execution_time._PAUSE):
+        one.took(7, 1)
+    assert one.quick_bytes == 0, "after a very slow one it takes longer"
+    for _ in range(execution_time._N_QUICK):
+        one.took(7, 1)
+    assert one.quick_bytes == 7
+
+
+@pytest.mark.parametrize(("every", "is_quick"), [(30, True), (10, False)])
+def test_seldom_interruptions_change_nothing(every: int, is_quick: bool) -> None:
+    """Of one in 30 computations on a busy machine; one in 10 is slow by itself."""
+    one = Pace()
+    for i in range(1, 3001):
+        one.took(8, QUICK_NS + 1 if i % every == 0 else 1)
+    assert (one.quick_bytes == 8) is is_quick
+    for _ in range(3):
+        one.took(8, QUICK_NS + 1)
+    assert one.quick_bytes == 0
+
+
+def test_a_thread_that_waits_for_the_interpreter_is_judged_by_its_own_time() -> None:
+    one, other = Pace(), Pace()
+    for _ in range(execution_time._N_QUICK):
+        one.took(8, 3 * QUICK_NS, QUICK_NS // 2)
+        other.took(8, 11 * QUICK_NS, QUICK_NS // 2)  # a library's own threads compute
+    assert (one.quick_bytes, other.quick_bytes) == (8, 0)
+
+
+class Measured(Network):
+    """Its time is what the test says, whatever the machine does meanwhile."""
+
+    threads: list[str] = []  # noqa: RUF012
+    took_ns = 1
+
+    def __init__(self, given: InstanceGiven) -> None:
+        super().__init__(given)
+
+    def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        self.threads.append(threading.current_thread().name)
+        return {"OUTPUT0": inputs["INPUT0"] + 1}
+
+    def took(self, n_bytes: int, took_ns: int, cpu_ns: int | None = None) -> None:
+        super().took(n_bytes, type(self).took_ns)
+
+
+class Measuring(ModelBackend):
+    def instance(self, given: InstanceGiven) -> Instance:
+        return Measured(given)
+
+
+@pytest.mark.timing
+def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.model_repository.lifecycle.loader.backend_named", lambda name: Measuring())
+    monkeypatch.setattr(Measured, "threads", [])
+    write_models(tmp_path, {"m": identity("FP32", "-1").replace("identity", "onnxruntime")})
+    (tmp_path / "m" / "1" / "model.onnx").touch()
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model = repository.get("m")
+
+            async def ask(n: int) -> str:
+                request = InferRequest({})
+                model.checker.take(request, [Given("INPUT0", "FP32", (n,), np.zeros(n, np.float32))])
+                assert (await model.infer(request)).outputs["OUTPUT0"].tolist() == [1.0] * n
+                return Measured.threads[-1]
+
+            ours = threading.current_thread().name
+            until_s = time.monotonic() + 20
+            while await ask(4) != ours:
+                assert time.monotonic() < until_s
+            assert len(Measured.threads) > execution_time._N_QUICK
+            assert await ask(5) != ours, "larger inputs are not known to be quick"
+            assert await ask(4) == ours
+            monkeypatch.setattr(Measured, "took_ns", QUICK_NS + 1)
+            for _ in range(3):
+                assert await ask(4) == ours, "it is found out by computing"
+            assert await ask(4) != ours
+
+    asyncio.run(run())
+
+
+def test_backends_that_run_a_models_code_stay_in_their_threads() -> None:
+    """It may wait for whatever it likes, for other models, too."""
+    assert not issubclass(backends.backend_named("python").__class__, Batched)
+    assert Instance.quick_bytes == 0 == Batched.quick_bytes
