@@ -15,7 +15,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.runtime.settings import RunSettings
-from millrace.serve.kserve.guarded import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
 from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting
 
 CLASSES = (BuildSettings, RunSettings, SamplingFlags, QueueFlags, ListenFlags, ServeFlags, GuardFlags, OperationFlags)

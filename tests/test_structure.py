@@ -48,7 +48,7 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 LONGER: dict[str, int] = {
     "src/millrace/checkpoint/declared_keys.py": 433,  # a table that is written by a tool
     "src/millrace/runtime/loop.py": 413, "src/millrace/runtime/service.py": 405,
-    "src/millrace/runtime/scheduler.py": 418, "src/millrace/serve/connections.py": 409,
+    "src/millrace/runtime/scheduler.py": 418, "src/millrace/serve/http/connection.py": 409,
     "src/millrace/model_repository/lifecycle/lifecycle.py": 407,
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def http_request() -> tuple[dict[str, str], bytes]:
 
 def message_classes() -> tuple[Any, Any]:
     """Of protobuf: ModelInferRequest and ModelInferResponse."""
-    from millrace.serve.kserve.messages import message
+    from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
     return message("ModelInferRequest"), message("ModelInferResponse")
 

@@ -74,7 +74,7 @@ def generate_body(prompt: str) -> Mapping[str, Any]:
 
 def grpc_request(prompt: str) -> bytes:
     """ModelInferRequest of tensors of one element each."""
-    from millrace.serve.kserve.messages import message
+    from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
     values: dict[str, tuple[str, bytes]] = {
         "text_input": ("BYTES", struct.pack("<I", len(prompt.encode())) + prompt.encode()),
@@ -106,7 +106,7 @@ def text_of_events(told: bytes, text: Callable[[Any], str]) -> str:
 
 
 def text_of_messages(told: bytes) -> str:
-    from millrace.serve.kserve.messages import message
+    from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
     kind, at, found = message("ModelStreamInferResponse"), 0, []
     while at < len(told):

@@ -124,7 +124,7 @@ _ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advic
 def alike(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant, to suggest it in an error.
 
-    Whether a field of a request is refused at all is a stricter question: `serve/unknown_fields.py`.
+    Whether a field of a request is refused at all is a stricter question: `serve/http/unknown_fields.py`.
     """
     folded = {n.casefold(): n for n in sorted(known)[:_MOST_COMPARED]}
     close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)

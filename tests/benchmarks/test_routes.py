@@ -23,7 +23,7 @@ def test_texts_are_those_of_the_events() -> None:
 
 
 def test_texts_are_those_of_the_messages() -> None:
-    from millrace.serve.kserve.messages import message
+    from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
     told = b""
     for text in ("a mill", "er"):

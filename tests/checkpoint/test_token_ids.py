@@ -21,7 +21,7 @@ from millrace.engine.manifest import MANIFEST, FileEntry, file_checksum, read_ma
 from millrace.errors import CheckpointError
 from millrace.runtime.open import open_engine
 from millrace.runtime.settings import RunSettings
-from millrace.serve.lengths import reach
+from millrace.serve.llm.token_lower_bound import reach
 from tests.fuzz.originals import VOCABULARY, write_checkpoint
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece
 

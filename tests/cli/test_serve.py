@@ -19,7 +19,7 @@ from millrace.cli import examining
 from millrace.cli import serving as serve_command
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.order import Policy, first_come, longest_prefix, shortest_first
-from millrace.serve.text import TextModel
+from millrace.serve.llm.language_model import TextModel
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
 

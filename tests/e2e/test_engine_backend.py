@@ -25,7 +25,7 @@ from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import objects
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
-from millrace.serve.key_file import KeyFile
+from millrace.serve.http.api_key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import connected, one, refusal, request
 from tests.support.prometheus import series

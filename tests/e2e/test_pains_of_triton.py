@@ -27,7 +27,7 @@ from millrace.errors import ConfigError
 from millrace.model_repository.backends.identity import _Identity
 from millrace.runtime.llm import LLM
 from millrace.runtime.params import SamplingParams
-from millrace.serve.listening import bind
+from millrace.serve.http.sockets import bind
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live
 from tests.e2e.triton_users import Unix, becomes

@@ -19,8 +19,8 @@ import pytest
 
 from millrace.machine.cpu import usable_cores
 from millrace.model_repository.execution import instance_worker
-from millrace.serve import keys
-from millrace.serve.key_file import KeyFile
+from millrace.serve.http import api_keys
+from millrace.serve.http.api_key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from tests.e2e import triton_users
 from tests.e2e.triton_users import FLOATS, SAME, becomes, children, floats, words
@@ -176,7 +176,7 @@ def test_16_keys_are_fixed_at_the_start(tmp_path: Path, monkeypatch: pytest.Monk
     """A key that is added answers while the server runs, one that is taken out does not; each has its limits, and
     none is told to whoever listens: the server speaks TLS.
     """
-    monkeypatch.setattr(keys, "LOOK_S", 0.1)
+    monkeypatch.setattr(api_keys, "LOOK_S", 0.1)
     path = tmp_path / "keys"
     path.write_text("first\n")
     root, trusted = write_models(tmp_path / "models", {"m": ADD_SUB}), ssl.create_default_context(cafile=str(LOCALHOST))

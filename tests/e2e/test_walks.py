@@ -67,7 +67,7 @@ def test_the_way_of_a_request(tiny_engine: Path) -> None:
         server.wait_until_idle()
         way = set(files)
     listed = told("request")
-    ticking = {"serve/web.py"}  # uvicorn's clock
+    ticking = {"serve/http/uvicorn_server.py"}  # uvicorn's clock
     assert way - ticking == set(listed) and len(listed) == len(set(listed))
 
 

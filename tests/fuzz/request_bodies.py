@@ -11,21 +11,21 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.params import resolve
-from millrace.serve.encoder_requests import EmbeddingRequest
-from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
-from millrace.serve.openai.completions import _prompts
-from millrace.serve.openai.tokens import detokenize, tokenize
-from millrace.serve.protocol import (
+from millrace.serve.http.http_request import Call, RequestLog
+from millrace.serve.http.server_context import Serving
+from millrace.serve.llm.encoder_requests import EmbeddingRequest
+from millrace.serve.llm.language_model import VERY_LONG_CHARACTERS
+from millrace.serve.llm.request_decoding import chat_params, check_messages, completion_params, decode, texts_or_ids
+from millrace.serve.llm.request_types import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from millrace.serve.serving import Serving
+from millrace.serve.protocols.openai.completions import _prompts
+from millrace.serve.protocols.openai.tokens import detokenize, tokenize
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import VERY_LONG_CHARACTERS
-from millrace.serve.wire import Call, RequestLog
 from tests.serve.support import Fake, tokenizer
 
 _SAMPLING: dict[str, Any] = {

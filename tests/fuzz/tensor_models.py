@@ -18,8 +18,9 @@ from millrace.model_repository.repository.repository_flags import RepositoryFlag
 from millrace.model_repository.request.request_validation import Checker
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import BatchRules
-from millrace.serve.kserve import grpc_front, http
-from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.protocols.kserve.grpc import calls
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import config_message, message
+from millrace.serve.protocols.kserve.http import frontend
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.model_repository.config.test_pbtxt_parser import Drawn
@@ -110,15 +111,15 @@ class Front:
         async def aside(work: Any, n_bytes: int) -> Any:
             return work()
 
-        self.http = http.HttpFront(repository, lambda: True, aside)
-        self.grpc = grpc_front.GrpcFront(repository, lambda: True, aside)
+        self.http = frontend.HttpFront(repository, lambda: True, aside)
+        self.grpc = calls.GrpcFront(repository, lambda: True, aside)
 
     def ask(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[int, list[bytes]]:
         """Over HTTP: the status, and the body or the events."""
         return self.loop.run_until_complete(self._ask(path, headers, body))
 
     async def _ask(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[int, list[bytes]]:
-        reply = await self.http.answer(http.Request("POST", path, headers, body))
+        reply = await self.http.answer(frontend.Request("POST", path, headers, body))
         if reply.events is None:
             n_json = dict(reply.headers).get(HEADER.encode())
             return reply.status, [reply.body[: int(n_json)] if n_json is not None else reply.body]
@@ -126,7 +127,7 @@ class Front:
 
     def call(self, data: bytes) -> bytes:
         """ModelInfer. raises StatusError"""
-        return self.loop.run_until_complete(self.grpc.answer("ModelInfer", data, grpc_front.Caller()))
+        return self.loop.run_until_complete(self.grpc.answer("ModelInfer", data, calls.Caller()))
 
 
 def raw(datatype: str, values: list[Any]) -> bytes:

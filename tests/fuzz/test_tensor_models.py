@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from millrace.model_repository.repository.multi_repository import read_repositories
-from millrace.serve.kserve.messages import message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from tests.fuzz.tensor_models import CONFIGS, MODELS, Front, over_grpc, over_http
 from tests.support.repository import identity, write_models
 

@@ -15,7 +15,7 @@ import pytest
 from millrace.model_repository import backends
 from millrace.model_repository.backends.backend import Instance, InstanceGiven, ModelBackend
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
-from millrace.serve.kserve.told import statistics
+from millrace.serve.protocols.kserve.metadata import statistics
 from tests.support.kserve_grpc import connected
 from tests.support.loaded import becomes
 from tests.support.python_models import ANY, HEAD, OWN, SAY, asked, loaded, text, write

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.request.tensors import DTYPES
-from millrace.serve.kserve.messages import message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from tests.serve.support import until
 from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, write_models

@@ -22,7 +22,7 @@ from millrace.runtime.grammar_bounds import (
 )
 from millrace.runtime.grammar_process import GrammarProcess, in_deep_stack
 from millrace.runtime.structured import StructuredOutputsParams
-from millrace.serve.errors import problem_of
+from millrace.serve.http.errors import problem_of
 from tests.serve.support import VOCABULARY, tokenizer
 
 Forms = dict[str, Any]

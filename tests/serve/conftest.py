@@ -8,8 +8,8 @@ import pytest
 from millrace.engine.engine import Engine
 from millrace.runtime.open import OpenedEncoder, open_encoder
 from millrace.runtime.settings import RunSettings
-from millrace.serve import connections
-from millrace.serve import web as web_module
+from millrace.serve.http import connection
+from millrace.serve.http import uvicorn_server as web_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
 from tests.serve.thinkers import ALL, DAY, KINDS, SPELLED, Ask, Thinker, streamed, thinker_of, whole
@@ -39,7 +39,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenedEncoder]
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_module, "SWEEP_TICKS", 1)
-    monkeypatch.setattr(connections, "LINGER_S", 0.2)
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
 
 
 @pytest.fixture(

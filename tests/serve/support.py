@@ -25,9 +25,9 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
 from millrace.runtime.token_budget import TokenBudget
+from millrace.serve.llm.language_model import TextModel
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import TextModel
 from tests.runtime.fakes import FakeExecutor, fake_tier, limits
 from tests.support.server import in_thread, wait_until_idle
 from tests.support.vocabularies import CHATML, save_byte_level

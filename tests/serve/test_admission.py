@@ -9,8 +9,8 @@ from random import Random
 import httpx
 import pytest
 
-from millrace.serve.limits import MAX_REFUSED, ConnectionLimits
-from millrace.serve.serving import Connections
+from millrace.serve.http.connection_limits import MAX_REFUSED, ConnectionLimits
+from millrace.serve.http.server_context import Connections
 from tests.serve.support import START, Fake, connect, post, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")

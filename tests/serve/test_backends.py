@@ -17,14 +17,14 @@ from starlette.types import ASGIApp
 from millrace.errors import ConfigError
 from millrace.serve.app import PROTOCOLS, create_app
 from millrace.serve.backend import Backend, Models, ServedModel
-from millrace.serve.health import Phase
-from millrace.serve.metrics import counter
-from millrace.serve.openapi import Operation
-from millrace.serve.protocol import DetokenizeRequest
-from millrace.serve.routes import Endpoint, Protocol
-from millrace.serve.serving import Serving
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.openapi import Operation
+from millrace.serve.http.routes import Endpoint, Protocol
+from millrace.serve.http.server_context import Serving
+from millrace.serve.llm.request_types import DetokenizeRequest
+from millrace.serve.ops.health import Phase
+from millrace.serve.ops.metrics import counter
 from millrace.serve.settings import ServerSettings
-from millrace.serve.wire import Call
 from tests.serve.support import Fake
 
 

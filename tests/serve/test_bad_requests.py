@@ -12,8 +12,8 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.other_fields import IGNORED
-from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, wire
+from millrace.serve.llm.request_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, wire
+from millrace.serve.llm.unsupported_fields import IGNORED
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, START, Fake, Running, connect, post, running, serving_with
 

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.errors import RequestError
 from millrace.runtime.open import OpenedEncoder
-from millrace.serve.embeddings import EncoderModel
-from millrace.serve.matryoshka import Matryoshka, check_dimensions, shorten
+from millrace.serve.llm.embeddings import EncoderModel
+from millrace.serve.llm.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post
 from tests.support.server import Threaded, in_thread

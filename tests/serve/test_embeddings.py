@@ -20,8 +20,8 @@ from millrace.errors import BusyError
 from millrace.runtime.embed import embed
 from millrace.runtime.embedding import MAX_INPUTS, EncoderLimits, EncoderLoop
 from millrace.runtime.open import OpenedEncoder
-from millrace.serve import embeddings as serve_embeddings
-from millrace.serve.embeddings import EncoderModel
+from millrace.serve.llm import embeddings as serve_embeddings
+from millrace.serve.llm.embeddings import EncoderModel
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post, until
 from tests.support.server import Threaded, in_thread

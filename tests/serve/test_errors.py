@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import BusyError, EngineError, MillraceError, RequestError
-from millrace.serve.errors import HttpError, generation_failed, problem_of
+from millrace.serve.http.errors import HttpError, generation_failed, problem_of
 from tests.serve.support import Fake, Running, post, running, tokenizer
 from tests.serve.test_bad_requests import CHAT, TEXT, chat, check, text
 

@@ -9,8 +9,8 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
-from millrace.serve import web as web_module
-from millrace.serve.connections import Connection
+from millrace.serve.http import uvicorn_server as web_module
+from millrace.serve.http.connection import Connection
 from tests.serve.support import Fake, Running, connect, everything, http_requests, serving_with, until
 from tests.serve.test_pipelines import LIVE, completion
 

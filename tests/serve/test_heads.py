@@ -9,7 +9,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.connections import HEADER_BYTES, MAX_HEAD_BYTES
+from millrace.serve.http.connection import HEADER_BYTES, MAX_HEAD_BYTES
 from tests.serve.support import START, Running, connect, everything, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")

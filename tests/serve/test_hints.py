@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from millrace.serve.management import NOT_YET as MENDS
+from millrace.serve.ops.management_api import NOT_YET as MENDS
 from tests.serve.support import Running, post
 from tests.serve.test_bad_requests import CHAT, TEXT, check
 

@@ -10,8 +10,8 @@ from msgspec import UNSET
 
 from millrace.errors import RequestError
 from millrace.serve.app import PROTOCOLS
-from millrace.serve.fields import decode, let_go, read_request, take_ignored
-from millrace.serve.protocol import Body, ChatRequest
+from millrace.serve.llm.request_decoding import decode, let_go, read_request, take_ignored
+from millrace.serve.llm.request_types import Body, ChatRequest
 from tests.serve.support import Running, post
 
 CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"

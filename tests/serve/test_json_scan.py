@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from millrace.serve import json_scan
-from millrace.serve.errors import HttpError
-from millrace.serve.fields import MOST_CONTAINERS, MOST_VALUES, decode
-from millrace.serve.json_scan import counts, pieces
-from millrace.serve.protocol import CompletionRequest
+from millrace.serve.http import json_scan
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.json_scan import counts, pieces
+from millrace.serve.llm.request_decoding import MOST_CONTAINERS, MOST_VALUES, decode
+from millrace.serve.llm.request_types import CompletionRequest
 
 
 def plainly(text: bytes) -> tuple[list[bool], list[int]]:
@@ -56,7 +56,7 @@ def test_counts_leave_strings_out() -> None:
 def test_a_body_of_very_many_values_is_refused_before_it_is_decoded(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n = MOST_CONTAINERS + 1 if item != "1" else MOST_VALUES + 1
     body = f'{{"model": "m", "prompt": "x", "metadata": [{",".join([item] * n)}]}}'.encode()
-    monkeypatch.setattr("millrace.serve.fields.wire", lambda kind: pytest.fail("it was decoded"))
+    monkeypatch.setattr("millrace.serve.llm.request_decoding.wire", lambda kind: pytest.fail("it was decoded"))
     with pytest.raises(HttpError, match="lists and objects, at most") as caught:
         decode(body, CompletionRequest)
     assert caught.value.status == 400

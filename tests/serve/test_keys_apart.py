@@ -12,10 +12,10 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
-from millrace.serve.key_file import Key, KeyFile, read_keys
+from millrace.serve.http.api_key_file import Key, KeyFile, read_keys
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running, until
-from tests.serve.test_keys import counts, written
+from tests.serve.test_api_keys import counts, written
 
 A, B, ADMIN = ({"authorization": f"Bearer secret-{key}"} for key in ("a", "b", "admin"))
 KEYS = "secret-a name=a {limits}\nsecret-b name=b\nsecret-admin name=c role=admin\n"

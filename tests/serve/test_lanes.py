@@ -13,18 +13,19 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve import generation, routes, serving
-from millrace.serve.errors import HttpError
-from millrace.serve.fields import decode, take_ignored
-from millrace.serve.protocol import ChatRequest, Message
-from millrace.serve.serving import LARGE, LARGE_BODY, Lane
-from millrace.serve.text import (
+from millrace.serve.http import routes, server_context
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.server_context import LARGE, LARGE_BODY, Lane
+from millrace.serve.llm import generation_stream
+from millrace.serve.llm.language_model import (
     LONG_CHARACTERS,
     LONG_CHAT_BYTES,
     SHORT_CHARACTERS,
     VERY_LONG_CHARACTERS,
     Texts,
 )
+from millrace.serve.llm.request_decoding import decode, take_ignored
+from millrace.serve.llm.request_types import ChatRequest, Message
 from tests.runtime.fakes import FakeTokenizer
 from tests.serve.support import Running, post
 
@@ -142,8 +143,8 @@ def test_long_chats_do_not_hold_up_short_ones() -> None:
 
 def test_what_nobody_waits_for_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon, but not at once: a new process costs something too."""
-    assert 0 < serving.ABANDONED_S <= 2
-    monkeypatch.setattr(serving, "ABANDONED_S", 0.05)
+    assert 0 < server_context.ABANDONED_S <= 2
+    monkeypatch.setattr(server_context, "ABANDONED_S", 0.05)
     stopped, entered = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -216,7 +217,7 @@ def bodies(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "what, where", [("read_request", routes), ("token_text", Tokenizer), ("StopTables", generation)]
+    "what, where", [("read_request", routes), ("token_text", Tokenizer), ("StopTables", generation_stream)]
 )
 @pytest.mark.parametrize("large", [True, False])
 def test_only_what_is_small_is_done_on_the_event_loop(

@@ -12,11 +12,11 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import TokenLogprobs
-from millrace.serve import logprobs
-from millrace.serve.logprobs import OffsetLogprobs, WholeChat, WholeCompletion, chat_logprobs
-from millrace.serve.openai import chat as chat_module
-from millrace.serve.openai import completions as completions_module
-from millrace.serve.serving import LARGE_STEP
+from millrace.serve.http.server_context import LARGE_STEP
+from millrace.serve.llm import logprobs
+from millrace.serve.llm.logprobs import OffsetLogprobs, WholeChat, WholeCompletion, chat_logprobs
+from millrace.serve.protocols.openai import chat as chat_module
+from millrace.serve.protocols.openai import completions as completions_module
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
 from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer, until

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from millrace.serve.logs import JsonFormatter, TextFormatter, escaped
+from millrace.serve.ops.logs import JsonFormatter, TextFormatter, escaped
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ ")
 FORGED = "2026-01-01T00:00:00.000Z ERROR all is lost"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from millrace.serve.fields import read_request
-from millrace.serve.other_fields import IGNORED
-from millrace.serve.protocol import ChatRequest
-from millrace.serve.thinking import ThinkingSwitch
-from millrace.serve.unknown_fields import closest_name
+from millrace.serve.http.unknown_fields import closest_name
+from millrace.serve.llm.reasoning import ThinkingSwitch
+from millrace.serve.llm.request_decoding import read_request
+from millrace.serve.llm.request_types import ChatRequest
+from millrace.serve.llm.unsupported_fields import IGNORED
 from tests.serve.support import Fake, Running, serving_with
 from tests.serve.test_ignored_fields import ASK, CHAT, GENERATE, MESSAGES, OLLAMA_CHAT, RESPONSES, ask
 from tests.serve.thinkers import TEMPLATE, Thinker, thinker_of

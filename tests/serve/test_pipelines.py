@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from millrace.runtime.params import FinishReason
-from millrace.serve.connections import MAX_HEAD_BYTES, MAX_PIPELINED, MAX_WAITING_BYTES
+from millrace.serve.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED, MAX_WAITING_BYTES
 from tests.serve.support import START, Fake, Running, connect, everything, http_requests, post, serving_with, until
 
 pytestmark = pytest.mark.usefixtures("hurry")

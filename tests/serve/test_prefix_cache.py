@@ -12,7 +12,7 @@ import pytest
 
 from millrace.runtime.tier import HEADER, RECORD
 from tests.serve.support import ROOMY, Fake, Running, post, running, tokenizer, until
-from tests.serve.test_management import metrics, value
+from tests.serve.test_management_api import metrics, value
 
 PAGE = 4  # tokens, of the fake engine
 PROMPT = [5, 6, 7, 8] * 10 + [9, 9]

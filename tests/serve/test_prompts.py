@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from millrace.serve.ollama.endpoints import with_call_ids
-from millrace.serve.protocol import CalledFunction, Message, ToolCall
+from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
+from millrace.serve.protocols.ollama.endpoints import with_call_ids
 from tests.serve.support import ROOMY, Fake, Running, post, serving_with
 
 TURNS = """{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>

@@ -16,12 +16,12 @@ import pytest
 from millrace.runtime.cache_options import CacheOptions
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.tool_specs import checked_functions
-from millrace.serve import tools as tools_module
-from millrace.serve.errors import HttpError
-from millrace.serve.responses import store as store_module
-from millrace.serve.responses.answer import Answer
-from millrace.serve.responses.endpoints import MAX_BEHIND_BYTES, Feed
-from millrace.serve.responses.store import OVERHEAD_BYTES, Kept, Responses
+from millrace.serve.http.errors import HttpError
+from millrace.serve.llm import tools as tools_module
+from millrace.serve.protocols.responses import store as store_module
+from millrace.serve.protocols.responses.answer import Answer
+from millrace.serve.protocols.responses.endpoints import MAX_BEHIND_BYTES, Feed
+from millrace.serve.protocols.responses.store import OVERHEAD_BYTES, Kept, Responses
 from tests.serve.support import Fake, Running, post, serving_with, until
 
 RESPONSES = "/v1/responses"

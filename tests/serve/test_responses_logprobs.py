@@ -13,11 +13,11 @@ from millrace.checkpoint.tokenizer import Detokenizer
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, Reasoning, ToolFormat
 from millrace.checkpoint.tool_calls.reader import Reader, Said
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
-from millrace.serve import generation
-from millrace.serve.logprobs import ContentLogprobs
-from millrace.serve.responses import endpoints
-from millrace.serve.serving import LARGE_STEP
-from millrace.serve.speech import AnswerReader
+from millrace.serve.http.server_context import LARGE_STEP
+from millrace.serve.llm import generation_stream
+from millrace.serve.llm.logprobs import ContentLogprobs
+from millrace.serve.llm.output_parsing import AnswerReader
+from millrace.serve.protocols.responses import endpoints
 from tests.serve.support import MODEL, Fake, Running, post, serving_with, tokenizer
 
 PATH = "/v1/responses"
@@ -107,7 +107,7 @@ def test_they_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert reply.status_code == (400 if stream else 200), "the end of a stream has them four times"
         chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "n": 2, "logprobs": True}
         assert "lower n, max_tokens or" in post(small.url, "/v1/chat/completions", chat).json()["error"]["message"]
-        monkeypatch.setattr(generation.Generation, "hold", _no_room)
+        monkeypatch.setattr(generation_stream.Generation, "hold", _no_room)
         whole = post(small.url, PATH, ASK)
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "too_many_answers"
         assert events(small)[-1]["response"]["error"]["code"] == "too_many_answers"
@@ -240,7 +240,7 @@ def test_tokens_of_a_call_are_not_kept() -> None:
 def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """That has all of the text's log probabilities. Without them they are one write; and they are counted as often."""
     blocks, held = list[bytes](), list[int]()
-    followed, hold = endpoints._followed, generation.Generation.hold
+    followed, hold = endpoints._followed, generation_stream.Generation.hold
 
     async def watched(*args: Any) -> Any:
         async for block in followed(*args):
@@ -252,7 +252,7 @@ def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch
         hold(self, n_bytes)
 
     monkeypatch.setattr(endpoints, "_followed", watched)
-    monkeypatch.setattr(generation.Generation, "hold", counted)
+    monkeypatch.setattr(generation_stream.Generation, "hold", counted)
     post(server.url, PATH, ASK)
     n_once, held[:] = sum(held), []
     told = events(server)
@@ -272,6 +272,6 @@ def test_many_at_a_time_are_named_in_a_thread(server: Running, monkeypatch: pyte
     """And told the same."""
     plain = post(server.url, PATH, {**ASK, "top_logprobs": 20}).json()["output"][0]["content"]
     assert LARGE_STEP > 21, "one token alone is named where it is"
-    monkeypatch.setattr(generation, "LARGE_STEP", 1)
+    monkeypatch.setattr(generation_stream, "LARGE_STEP", 1)
     assert post(server.url, PATH, {**ASK, "top_logprobs": 20}).json()["output"][0]["content"] == plain
     assert events(server, top_logprobs=20)[-1]["response"]["output"][0]["content"] == plain

@@ -8,9 +8,9 @@ import pytest
 
 from millrace.checkpoint.generation import LLAMA_CPP, read_generation
 from millrace.runtime.params import SamplingParams
-from millrace.serve.ollama.endpoints import _params
-from millrace.serve.ollama.protocol import OllamaChatRequest
-from millrace.serve.text import TextBackend
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.protocols.ollama.endpoints import _params
+from millrace.serve.protocols.ollama.protocol import OllamaChatRequest
 from tests.serve.support import Fake, post, serving_with
 
 ASK = [{"role": "user", "content": "hi"}]

@@ -20,14 +20,15 @@ import pytest
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError
-from millrace.serve import fields, routes
-from millrace.serve.listening import bind
-from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
-from millrace.serve.protocol import Body
-from millrace.serve.routes import Protocol
+from millrace.serve.http import routes
+from millrace.serve.http.routes import Protocol
+from millrace.serve.http.sockets import bind
+from millrace.serve.llm import request_decoding
+from millrace.serve.llm.language_model import TextModel
+from millrace.serve.llm.request_types import Body
+from millrace.serve.ops.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import TextModel
 from tests.runtime.fakes import limits
 from tests.serve.support import (
     MODEL,
@@ -115,7 +116,7 @@ def test_a_request_that_is_still_being_prepared_is_answered(where: str, monkeypa
     def read_late(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         if len(body) > 100_000:
             wait()
-        return fields.read_request(body, kind)
+        return request_decoding.read_request(body, kind)
 
     def encode_late(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > 512:
@@ -230,7 +231,7 @@ def test_no_connection_holds_up_the_exit(kind: str, most_s: float, monkeypatch: 
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit that
         return sock
 
-    monkeypatch.setattr("millrace.serve.listening.bind", narrow)
+    monkeypatch.setattr("millrace.serve.http.sockets.bind", narrow)
     wide = limits(vocab_size=VOCABULARY, max_sequences=128, max_context=1024, n_pages=32768, max_step_tokens=256)
     drain_s = 1.0 if kind == "unread streams" else 30.0  # for which nobody need wait
     with serving_with(Fake(limits=wide), drain_timeout_s=drain_s) as server, ExitStack() as stack:

@@ -21,12 +21,12 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason, TokenLogprobs
 from millrace.runtime.service import ServiceOptions
-from millrace.serve import routes
-from millrace.serve.fields import take_ignored
-from millrace.serve.logprobs import OffsetLogprobs
-from millrace.serve.protocol import Body
-from millrace.serve.replies import CompletionLogprobs
-from millrace.serve.serving import LARGE_STEP
+from millrace.serve.http import routes
+from millrace.serve.http.server_context import LARGE_STEP
+from millrace.serve.llm.logprobs import OffsetLogprobs
+from millrace.serve.llm.request_decoding import take_ignored
+from millrace.serve.llm.request_types import Body
+from millrace.serve.llm.response_types import CompletionLogprobs
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
 from tests.serve.support import MODEL, VOCABULARY, Fake, http_requests, post, running, tokenizer, until

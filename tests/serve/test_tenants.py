@@ -12,7 +12,7 @@ import pytest
 from millrace.model_repository.request.infer_request import END, START, InferRequest
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, running
-from tests.serve.test_keys import written
+from tests.serve.test_api_keys import written
 from tests.support.kserve_grpc import connected, one, refusal
 from tests.support.python_models import HEAD, write
 from tests.support.repository import identity, in_process, write_models

@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.serve.generation import TextEvents, events
-from millrace.serve.openai.replies import (
+from millrace.serve.llm.generation_stream import TextEvents, events
+from millrace.serve.protocols.openai.replies import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,

@@ -6,7 +6,7 @@ from millrace.checkpoint.tokenizer import Detokenizer
 from millrace.checkpoint.tool_calls.formats import Reasoning
 from millrace.checkpoint.tool_calls.reader import Reader
 from millrace.runtime.params import Delta, FinishReason
-from millrace.serve.speech import AnswerReader, ThoughtTokens
+from millrace.serve.llm.output_parsing import AnswerReader, ThoughtTokens
 from tests.serve.support import tokenizer
 
 # whether the prompt opened them; before them, they with their marks, behind them

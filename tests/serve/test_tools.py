@@ -12,7 +12,7 @@ from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.runtime.tool_specs import MAX_TOOLS
-from millrace.serve.tools import Tools, tools_of
+from millrace.serve.llm.tools import Tools, tools_of
 from tests.serve.support import VOCABULARY, tokenizer
 
 ADD: dict[str, Any] = {

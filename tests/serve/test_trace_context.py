@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.model_repository.tracing.trace_context import parent_of
-from millrace.serve.wire import joined
+from millrace.serve.http.http_request import joined
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"

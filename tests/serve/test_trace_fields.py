@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.serve import trace as trace_module
+from millrace.serve.ops import request_trace as trace_module
 from tests.runtime.fakes import FakeClock
 from tests.serve.support import ROOMY, Fake, Running, post, running, until
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from millrace.serve.kserve.messages import SERVICE, made, message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, made, message
 
 WAIT_S = 20.0
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]

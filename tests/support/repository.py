@@ -9,8 +9,8 @@ from typing import Any
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
-from millrace.serve.kserve.guarded import GuardFlags
-from millrace.serve.kserve.served import RepositoryModel
+from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
+from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
 from millrace.serve.settings import ServerSettings
 from tests.support.server import Threaded, in_thread
 

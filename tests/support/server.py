@@ -14,10 +14,10 @@ from millrace.runtime.service import AsyncEngine
 from millrace.runtime.stats import LoopStats
 from millrace.serve.app import PROTOCOLS
 from millrace.serve.backend import ServedModel
-from millrace.serve.routes import Protocol
+from millrace.serve.http.routes import Protocol
+from millrace.serve.llm.language_model import TextModel
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import TextModel
 
 
 @dataclass(frozen=True)

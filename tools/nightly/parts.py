@@ -69,7 +69,7 @@ BY_EMULATED_AMX = "amx_emulated or emulated_amx or emulated_tiles"  # in names o
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
-PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html", "src/millrace/report",
+PAGES = ("src/millrace/serve/ops/playground.html", "src/millrace/serve/ops/timeline.html", "src/millrace/report",
          "src/millrace/size/size_page.html")  # fmt: skip
 
 
@@ -84,7 +84,7 @@ FUZZED: Mapping[str, tuple[str, ...]] = {
     "gpu_engines": ("src/millrace/engine", "src/millrace/compile/lower_gpu/built.py"),
     "requests": ("src/millrace/serve", "src/millrace/runtime"),
     "pbtxt": ("src/millrace/model_repository",),
-    "tensors": ("src/millrace/serve/kserve", "src/millrace/model_repository"),
+    "tensors": ("src/millrace/serve/protocols/kserve", "src/millrace/model_repository"),
     "structured": ("src/millrace/runtime",),
 }
 
@@ -170,14 +170,14 @@ PARTS = (
         packages=("tritonclient[http,grpc]==2.73.0",),
         files=(
             *BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py",
-            "src/millrace/serve/kserve", "src/millrace/model_repository", "src/millrace/model_repository",
+            "src/millrace/serve/protocols/kserve", "src/millrace/model_repository", "src/millrace/model_repository",
         ),
     ),
     Part(
         "perf-analyzer", "Triton's load generator in C++ on a served repository: tensors, shared memory, sequences",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", PERF_ANALYZER),
         packages=("tritonclient[http,grpc]==2.44.0", "nvidia-cuda-runtime-cu12==12.9.79"),
-        files=(PERF_ANALYZER, "src/millrace/serve/kserve", "src/millrace/model_repository"),
+        files=(PERF_ANALYZER, "src/millrace/serve/protocols/kserve", "src/millrace/model_repository"),
     ),
     _backend("onnxruntime", "networks as ONNX, beside NumPy and onnx's own evaluator", "onnxruntime==1.31.1",
              "onnx==1.23.2"),
@@ -202,7 +202,7 @@ PARTS = (
         "opentelemetry", "spans of tensor and language models, as a collector gets them over OTLP",
         ("{python}", "-m", "pytest", "--skips", "none", SPANS),
         packages=("opentelemetry-sdk==1.45.2", "opentelemetry-exporter-otlp-proto-http==1.45.2"),
-        files=(SPANS, "src/millrace/model_repository", "src/millrace/serve/gen_ai.py"),
+        files=(SPANS, "src/millrace/model_repository", "src/millrace/serve/ops/otel_genai.py"),
     ),
     Part(
         "ocr", "examples/ocr, an ensemble and a model that asks models, reads pages as rapidocr does",

@@ -11,7 +11,7 @@ import grpc
 
 from millrace.bench import null_kserve as kserve
 from millrace.bench.null_ledger import Ledger
-from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, message
 
 _CODES = {400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND}
 _UNBOUNDED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]

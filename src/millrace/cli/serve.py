@@ -12,7 +12,7 @@ from millrace.env import Env
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.runtime.settings import RunSettings
-from millrace.serve.kserve.guarded import GuardFlags
+from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
 
 EPILOG = """\b
 Examples:

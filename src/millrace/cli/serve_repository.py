@@ -9,9 +9,9 @@ from millrace.model_repository.models.repository_context import Common
 from millrace.model_repository.repository.multi_repository import read_repositories
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.repository.repository_reader import Repository
-from millrace.serve.kserve.extra import check_grpc
-from millrace.serve.kserve.guarded import GuardFlags
-from millrace.serve.kserve.served import RepositoryModel
+from millrace.serve.protocols.kserve.grpc.extra import check_grpc
+from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
+from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
 
 
 def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: OperationFlags) -> RepositoryModel | None:

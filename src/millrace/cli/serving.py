@@ -35,16 +35,16 @@ from millrace.runtime.settings import RunSettings
 from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.runtime.token_budget import TokenBudget
 from millrace.serve.backend import ServedModel
-from millrace.serve.embeddings import EncoderModel
-from millrace.serve.kserve.guarded import GuardFlags
-from millrace.serve.kserve.served import RepositoryModel
-from millrace.serve.listening import bind, check_tls, unix_socket
-from millrace.serve.matryoshka import Matryoshka
-from millrace.serve.record import RecordedEngine, Recorder
+from millrace.serve.http.sockets import bind, check_tls, unix_socket
+from millrace.serve.llm.embeddings import EncoderModel
+from millrace.serve.llm.language_model import DecodeClock, TextModel
+from millrace.serve.llm.matryoshka import Matryoshka
+from millrace.serve.llm.prompt_warmup import WarmPrompt, read_warm_prompts
+from millrace.serve.ops.request_recorder import RecordedEngine, Recorder
+from millrace.serve.protocols.kserve.repository_backend import RepositoryModel
+from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
 from millrace.serve.server import Announce, serve
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import DecodeClock, TextModel
-from millrace.serve.warm import WarmPrompt, read_warm_prompts
 
 _NO_TEMPLATE = "no chat template: /v1/completions answers, chat requests are refused"
 _DOORS = {"grpc_url": "gRPC", "metrics_url": "metrics"}

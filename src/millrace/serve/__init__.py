@@ -1,8 +1,13 @@
-"""The protocols that clients already speak, one folder each; OpenAI's shapes are what all of them turn into.
+"""The HTTP server and the protocols that clients already speak.
 
-A request's way: `connections.py` (bytes, time-outs) -> `wire.py` (head and body) -> `routes.py` (id, key, endpoint,
-errors) -> `fields.py` (JSON to the structs of `protocol.py`) -> `backend.py` (the model) -> an endpoint in `openai/`,
-`responses/`, `anthropic/` or `ollama/` -> `generation.py` (the engine) -> the folder's own structs, which go
-back; what several protocols say, such as usage and log probabilities, is in `replies.py`.
-`server.py` has the socket and the signals, `app.py` puts the tables of the protocols together.
+    http/       connections, request bodies, routes, API keys, errors
+    llm/        language models and encoders behind their endpoints
+    protocols/  one folder per protocol: endpoints and the structs of requests and responses
+    ops/        health, metrics, logs, traces, management
+
+A chat request passes `http/connection.py` (bytes, time-outs), `http/http_request.py` (head, access log),
+`http/routes.py` (id, API key, endpoint, errors), `llm/request_decoding.py` (JSON to the structs of
+`llm/request_types.py`), `backend.py` (the model), `protocols/openai/chat.py` and `llm/generation_stream.py` (the
+engine). The other protocols turn into OpenAI's request; what several of them answer is in `llm/response_types.py`.
+`server.py` owns the sockets and signals, `app.py` joins the tables of the protocols.
 """

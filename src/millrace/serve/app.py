@@ -11,20 +11,20 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
-from millrace.serve.bodies import Bodies
-from millrace.serve.kserve.asgi import KSERVE, KServe
-from millrace.serve.kserve.quick import Quick
-from millrace.serve.kserve.routes import BELOW, openapi_paths, openapi_schemas
-from millrace.serve.kserve.served import RepositoryBackend
-from millrace.serve.metrics_door import MetricsDoor
-from millrace.serve.ollama.endpoints import OLLAMA
-from millrace.serve.openai.endpoints import OPENAI
-from millrace.serve.openapi import About, document
-from millrace.serve.routes import Edge, Endpoint, Handler, Protocol
+from millrace.serve.http.fast_path import Shortcut
+from millrace.serve.http.openapi import About, document
+from millrace.serve.http.request_bodies import Bodies
+from millrace.serve.http.routes import Edge, Endpoint, Handler, Protocol
+from millrace.serve.ops.metrics_port import MetricsDoor
+from millrace.serve.protocols.anthropic.endpoints import ANTHROPIC
+from millrace.serve.protocols.kserve.http.asgi_app import KSERVE, KServe
+from millrace.serve.protocols.kserve.http.fast_path import Quick
+from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
+from millrace.serve.protocols.kserve.routes import BELOW, openapi_paths, openapi_schemas
+from millrace.serve.protocols.ollama.endpoints import OLLAMA
+from millrace.serve.protocols.openai.endpoints import OPENAI
 from millrace.serve.settings import ServerSettings
-from millrace.serve.shortcut import Shortcut
 
 PROTOCOLS: tuple[Protocol, ...] = (
     OPENAI,
@@ -78,7 +78,7 @@ def create_doors(models: Models) -> list[Door]:
     repositories = [r for r in models.of_kind(RepositoryBackend) if r.repository.flags.grpc_port is not None]
     if not repositories:
         return doors
-    from millrace.serve.kserve.grpc_server import GrpcServer  # an extra
+    from millrace.serve.protocols.kserve.grpc.server import GrpcServer  # an extra
 
     return [*doors, *(GrpcServer(models, r, models.keys) for r in repositories)]
 
@@ -128,7 +128,7 @@ def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]
 
 def _page(name: str) -> Response:
     headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": _PAGE_POLICY}
-    return Response(Path(__file__).with_name(name).read_bytes(), headers=headers)
+    return Response((Path(__file__).parent / "ops" / name).read_bytes(), headers=headers)
 
 
 async def _nothing_there(scope: Scope, receive: Receive, send: Send) -> None:

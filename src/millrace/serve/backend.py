@@ -1,9 +1,9 @@
 """A served model is a `Backend`, found by its name; what it can do is which kind of Backend it is.
 
-A kind of engine is one file: a `ServedModel`, which says what to serve, and its Backend, which serves it. `text.py` has
-those of language models, `embeddings.py` those of encoders. Another kind is another such file, anywhere; its endpoints
-name its Backend, in the table of their protocol (`openai/endpoints.py`, or one that is given to the server). Nothing
-else of the server knows what kinds there are.
+A kind of engine is one file: a `ServedModel`, which holds what is served, and the Backend that serves it:
+`llm/language_model.py` for language models, `llm/embeddings.py` for encoders. Another kind is another such file; its
+endpoints name its Backend in their protocol's table (`protocols/openai/endpoints.py`, or a table that is passed to the
+server). No other part of the server knows which kinds exist.
 """
 
 from abc import ABC, abstractmethod
@@ -15,11 +15,11 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from millrace.errors import ConfigError
-from millrace.serve.errors import HttpError
-from millrace.serve.health import Heartbeat, Pulse
-from millrace.serve.keys import Keys
-from millrace.serve.metrics import ModelMetrics
-from millrace.serve.serving import Serving
+from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.server_context import Serving
+from millrace.serve.ops.health import Heartbeat, Pulse
+from millrace.serve.ops.metrics import ModelMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ from functools import partial
 from millrace.runtime.service import STOP_S, quick_switches
 from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors, create_shortcut
 from millrace.serve.backend import Backend, Models, ServedModel
-from millrace.serve.health import Phase
-from millrace.serve.listening import listening
-from millrace.serve.logs import Logging
-from millrace.serve.routes import Protocol
-from millrace.serve.serving import Serving
+from millrace.serve.http.routes import Protocol
+from millrace.serve.http.server_context import Serving
+from millrace.serve.http.sockets import listening
+from millrace.serve.http.uvicorn_server import MIN_FLUSH_S, Web
+from millrace.serve.ops.health import Phase
+from millrace.serve.ops.logs import Logging
 from millrace.serve.settings import ServerSettings
-from millrace.serve.web import MIN_FLUSH_S, Web
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from millrace.errors import ConfigError
-from millrace.serve.key_file import KeyFile
+from millrace.serve.http.api_key_file import KeyFile
 
 MIB = 2**20
 

@@ -28,7 +28,7 @@ _Tokens = Annotated[int, Meta(ge=0, le=_MOST_TOKENS)]
 
 
 class StepRow(Struct, frozen=True):
-    """As the server tells it: see `serve/timeline.py`."""
+    """As the server tells it: see `serve/ops/step_timeline.py`."""
 
     step: Annotated[int, Meta(ge=1)]
     at_s: float

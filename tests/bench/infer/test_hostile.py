@@ -19,7 +19,7 @@ from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC, HTTP
 from millrace.errors import ConfigError, MachineError
-from millrace.serve.kserve.messages import SERVICE, message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, message
 
 HEADER = "Inference-Header-Content-Length"
 FOUR = struct.pack("<4f", 1, 2, 3, 4)

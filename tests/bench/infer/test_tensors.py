@@ -19,7 +19,7 @@ from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC
 from millrace.errors import ConfigError, MachineError
 from millrace.model_repository.request.tensors import DTYPES, Array, Tensor, from_raw, objects
-from millrace.serve.kserve.messages import message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
 STRINGS = [b"", b"mill", "r\u00e4ce \U0001f3c1".encode()]
 # Of each datatype values on its edges, and their bytes.

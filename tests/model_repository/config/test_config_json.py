@@ -12,7 +12,7 @@ from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.message_fields import specs
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.config.pbtxt_binder import read_config
-from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import config_message, message
 
 TEXTS = [
     "",

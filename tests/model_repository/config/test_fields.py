@@ -13,7 +13,7 @@ from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.config.problems import Level
 from millrace.model_repository.repository.repository_reader import read_repository
 
-ROOMS = [Path(room.__file__).parent for room in (model_repository, serve)]
+ROOMS = [Path(str(room.__file__)).parent for room in (model_repository, serve)]
 
 
 def declared(cls: type = ModelConfig) -> Iterator[FieldSpec]:

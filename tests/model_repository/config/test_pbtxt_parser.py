@@ -16,7 +16,7 @@ from millrace.model_repository.config.message_fields import RANGES, FieldSpec, s
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.config.pbtxt_binder import MOST_PROBLEMS, Read, read_config
 from millrace.model_repository.config.problems import Level
-from millrace.serve.kserve.messages import message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from tests.model_repository.config.descriptor import messages, same
 from tests.support.drawn import SEEDS, examples
 

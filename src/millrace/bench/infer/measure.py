@@ -24,7 +24,7 @@ from millrace.bench.plan import parsed_headers
 from millrace.bench.run import Load, Run
 from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import Tensor
-from millrace.serve.kserve.extra import check_grpc
+from millrace.serve.protocols.kserve.grpc.extra import check_grpc
 
 EACH_S, WARM_UP = 5.0, 8
 NULL_MS, NULL_PER_S = 20, {HTTP: 1000, GRPC: 500}  # requests that the null server itself can bear

@@ -16,7 +16,7 @@ from millrace.bench.infer.target import InferTarget
 from millrace.errors import ConfigError, MachineError
 from millrace.model_repository.config.enums import InstanceKind
 from millrace.model_repository.request.tensors import Tensor, check_count, check_size, n_items
-from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, message
 
 ASIDE_S = 30.0  # for what is asked beside the load
 EACH = (

@@ -1,0 +1,240 @@
+"""API keys: who may ask, and how much. Their file is read anew when it changes; limits are of each key.
+
+Keys are compared in constant time, and with every key, so that the time tells nothing. A minute's allowance may be used
+at once, and comes back evenly; tokens are charged when a request has ended, so that one may overdraw what is left.
+"""
+
+import hmac
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import Scope
+
+from millrace.errors import ConfigError
+from millrace.serve.http.api_key_file import Key, KeyFile, stamp_of
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.http_request import CALL, Call, header
+
+LOOK_S = 1.0  # between two looks at the file
+LIMITED = "rate_limit_exceeded"  # OpenAI's code
+_BEARER = b"bearer "
+_NO_TIME_S = 1e-9  # what rounding makes of none
+log = logging.getLogger(__name__)
+
+
+class _Allowance:
+    """So many a minute."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute, self._level, self._at_s = per_minute, float(per_minute), now_s
+
+    def wait_s(self, need: float, now_s: float) -> float:
+        """Until so many are there; 0: they are."""
+        rate = self.per_minute / 60
+        self._level = min(self.per_minute, self._level + (now_s - self._at_s) * rate)
+        self._at_s = now_s
+        return max(0.0, (need - self._level) / rate)
+
+    def take(self, n: float, now_s: float) -> None:
+        self.wait_s(0, now_s)  # what came back until now
+        self._level -= n
+
+
+class _Account:
+    """Of one key, by its name, whatever the file says meanwhile."""
+
+    def __init__(self) -> None:
+        self.running = self.requests = self.tokens = 0
+        self.refused: Counter[str] = Counter()
+        self._allowances: dict[str, _Allowance] = {}
+
+    def allowance(self, limit: str, key: Key, now_s: float) -> _Allowance | None:
+        per_minute = key.limits.get(limit)
+        found = self._allowances.get(limit)
+        if per_minute is None:
+            self._allowances.pop(limit, None)
+            return None
+        if found is None or found.per_minute != per_minute:
+            found = self._allowances[limit] = _Allowance(per_minute, now_s)
+        return found
+
+    def tokens_wait_s(self, now_s: float) -> float:
+        """Until one may be taken."""
+        allowance = self._allowances.get("tokens_per_minute")
+        return allowance.wait_s(1, now_s) if allowance is not None else 0.0
+
+    def charge(self, n_tokens: int, now_s: float) -> None:
+        self.tokens += n_tokens
+        if (allowance := self._allowances.get("tokens_per_minute")) is not None:
+            allowance.take(n_tokens, now_s)
+
+
+class Grant:
+    """One request that may be answered. tenant: whose it is, "" where there are not several keys"""
+
+    __slots__ = ("_account", "_clock", "is_admin", "tenant")
+
+    def __init__(
+        self, tenant: str, account: _Account | None, clock: Callable[[], float], is_admin: bool = False
+    ) -> None:
+        self.tenant, self._account, self._clock, self.is_admin = tenant, account, clock, is_admin
+
+    @property
+    def owner(self) -> str:
+        """Whose models it may change: "" for all of them."""
+        return "" if self.is_admin else self.tenant
+
+    @property
+    def above(self) -> str:
+        """Why nothing more is computed for it now, though it goes on; empty: there are tokens left."""
+        wait_s = self._account.tokens_wait_s(self._clock()) if self._account is not None else 0.0
+        return f"the API key has reached its limit tokens_per_minute; ask again in {math.ceil(wait_s)} s" * (wait_s > 0)
+
+    def charge(self, n_tokens: int) -> None:
+        """It goes on, and has taken so many more."""
+        if self._account is not None:
+            self._account.charge(n_tokens, self._clock())
+
+    def end(self, n_tokens: int = 0) -> None:
+        """It is over, and took so many; once."""
+        if self._account is not None:
+            self._account.running -= 1
+            self._account.charge(n_tokens, self._clock())
+            self._account = None
+
+
+class Keys:
+    """`Authorization: Bearer <key>`, or `x-api-key: <key>`, for the routes that are protected. Of one event loop."""
+
+    def __init__(
+        self, keys: Sequence[str], file: KeyFile | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """keys: beside those of the file"""
+        self._own = tuple(Key(key.encode()) for key in keys)
+        self._file, self._clock, self._look_at_s = file, clock, 0.0
+        self._numbers: dict[bytes, int] = {}  # of keys without a name, as long as the server runs
+        self._accounts: dict[str, _Account] = {}
+        self._take(file.keys if file is not None else ())
+
+    def _take(self, keys: Sequence[Key]) -> None:
+        self._keys = (*self._own, *keys)
+        for key in self._keys:
+            if not key.name:
+                self._numbers.setdefault(key.secret, len(self._numbers))
+
+    @property
+    def are_open(self) -> bool:
+        """Nobody needs one."""
+        return not self._keys
+
+    @property
+    def stay_open(self) -> bool:
+        """Nobody ever will: there is no file that could get some."""
+        return self._file is None and self.are_open
+
+    def admit(self, scope: Scope) -> None:
+        """The request of this scope, whose end its call is told. raises HttpError with 401, or with 429 and when"""
+        if self._keys:
+            given = header(scope, b"authorization"), header(scope, b"x-api-key")
+            computes = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
+            grant = self.grant(*given, computes=computes)
+            call: Call = scope[CALL]
+            call.tenant, call.is_admin, call.ended = grant.tenant, grant.is_admin, grant.end
+
+    def grant(
+        self, authorization: bytes | None, other: bytes | None, *, counts_refusals: bool = True, computes: bool = True
+    ) -> Grant:
+        """Grant a request by its headers.
+
+        counts_refusals: not where whoever is refused asks once more; computes: False for what reads or ends something,
+        such as a response in the background: it is held to `requests_per_minute` alone
+        raises HttpError as `admit`
+        """
+        if not self._keys:
+            return Grant("", None, self._clock)
+        now_s = self._clock()
+        if now_s >= self._look_at_s:
+            self._look(now_s)
+        key = self._found(authorization, other)
+        name = key.name or f"key {self._numbers[key.secret]}"
+        account = self._accounts.setdefault(name, _Account())
+        _check(name, key, account, now_s, counts_refusals, computes)
+        account.running += 1
+        account.requests += 1
+        return Grant(name if len(self._keys) > 1 else "", account, self._clock, key.is_admin)
+
+    def _found(self, authorization: bytes | None, other: bytes | None) -> Key:
+        given = authorization or b""
+        token = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else b""
+        if not token and other is not None:  # Anthropic's clients
+            given = token = other.strip()
+        found = [hmac.compare_digest(token, key.secret) for key in self._keys]  # a list: all of them, always
+        if any(found):
+            return self._keys[found.index(True)]
+        what = "the API key is wrong" if given else "the API key is missing"
+        error = HttpError(
+            401, "invalid_api_key", what, "Authorization: Bearer <key>", "send a key that the server was given"
+        )
+        error.headers["www-authenticate"] = "Bearer"
+        raise error
+
+    def _look(self, now_s: float) -> None:
+        """Read the file anew where it is another one; as long as it cannot be read its old keys hold."""
+        self._look_at_s = now_s + LOOK_S
+        if self._file is None or not self._file.stamp or (stamp := stamp_of(self._file.path)) == self._file.stamp:
+            return
+        self._file = replace(self._file, stamp=stamp)  # one that is wrong is told of once
+        try:
+            self._file = KeyFile.read(self._file.path)
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error)
+            return
+        self._take(self._file.keys)
+        log.info("%s has changed: %d API keys", self._file.path, len(self._file.keys))
+
+    def collect(self) -> Iterator[Metric]:
+        """By the names of keys, never by keys."""
+        if not self._keys:
+            return
+        requests = CounterMetricFamily("millrace:key_requests", "Requests that a key was granted", labels=("key",))
+        tokens = CounterMetricFamily("millrace:key_tokens", "Prompt and generated tokens of a key", labels=("key",))
+        refused = CounterMetricFamily("millrace:key_refused", "Requests above a key's limit", labels=("key", "limit"))
+        running = GaugeMetricFamily("millrace:key_running", "Requests of a key that have not ended", labels=("key",))
+        for name, account in self._accounts.items():
+            requests.add_metric((name,), account.requests)
+            tokens.add_metric((name,), account.tokens)
+            running.add_metric((name,), account.running)
+            for limit, n in account.refused.items():
+                refused.add_metric((name, limit), n)
+        yield from (requests, tokens, refused, running)
+
+
+def _check(name: str, key: Key, account: _Account, now_s: float, counts_refusals: bool, computes: bool) -> None:
+    """raises HttpError with 429; what is refused costs nothing"""
+    requests = account.allowance("requests_per_minute", key, now_s)
+    tokens = account.allowance("tokens_per_minute", key, now_s)
+    most = key.limits.get("concurrent")
+    waits_s = {
+        "concurrent": 1.0 if computes and most is not None and account.running >= most else 0.0,
+        "requests_per_minute": requests.wait_s(1, now_s) if requests is not None else 0.0,
+        "tokens_per_minute": tokens.wait_s(1, now_s) if computes and tokens is not None else 0.0,
+    }
+    limit = max(waits_s, key=lambda what: waits_s[what])
+    wait_s = math.ceil(waits_s[limit] - _NO_TIME_S)
+    if wait_s <= 0:
+        if requests is not None:
+            requests.take(1, now_s)
+        return
+    account.refused[limit] += counts_refusals
+    error = HttpError(
+        429, LIMITED, f"the API key '{name}' has reached its limit {limit}",
+        f"at most {key.limits[limit]}" + (" requests at a time" if limit == "concurrent" else ""),
+        f"ask again in {wait_s} s",
+    )  # fmt: skip
+    error.headers["retry-after"] = str(wait_s)
+    raise error

@@ -1,0 +1,409 @@
+"""What one connection may take: its head, its silence, what it leaves unread. How many there may be: `admission.py`.
+
+uvicorn speaks HTTP; here is what it leaves open. Nothing is done per token or per write: `Connections.sweep` looks at
+all connections twice a second.
+"""
+
+import asyncio
+import contextlib
+import enum
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from millrace.serve.http.errors import HttpError, problem_of
+from millrace.serve.http.fast_path import Answering, Shortcut
+from millrace.serve.http.http_request import PIECE_BYTES, Parser, Together, fault_of_head, without_upgrade
+from millrace.serve.http.server_context import Connections
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
+MAX_PIPELINED = 8  # requests of one connection that wait behind the one that is being answered
+MAX_WAITING_BYTES = 64 * 1024  # of heads and bodies that came while others waited
+FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refused in the middle of a packet
+HOLD_S = 0.05  # so long the shortcut waits for the body behind a head that it knows
+LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
+
+
+class _Reading(enum.Enum):
+    """What the parser expects next."""
+
+    START = enum.auto()  # of a request
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    NOTHING = enum.auto()  # the connection was refused: what still comes is thrown away
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits."""
+
+    def __init__(self, all_of_them: Connections, shortcut: Callable[[], Shortcut] | None = None, **given: Any) -> None:
+        super().__init__(**given)
+        self._shortcut = shortcut() if shortcut is not None else None
+        self.parser = Parser(self)
+        self._all, self._limits = all_of_them, all_of_them.limits
+        self._reading = _Reading.START
+        self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
+        self._field_bytes = self._waiting_bytes = 0  # of this head's headers; of requests behind others
+        self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
+        self._understood = False  # whether the parser made something of the last packet
+        self._admitted = True
+        self._head = b""  # that came alone: most clients send their body after it
+        self._held: asyncio.TimerHandle | None = None  # the usual path has not read `_head`, and will then
+        self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
+        self._sends_no_more = self._was_asked = False  # the client has closed its side; and was told that we are here
+        self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
+        self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
+        self.unread_since_s = 0.0  # when it last took some
+
+    # ------------------------------------------------------------------ asyncio's
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.since_s = time.monotonic()
+        self._admitted = self._all.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._held is not None:
+            self._taken_head()
+        self._abandon()
+        super().connection_lost(exc)
+        self._all.leave(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
+        """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
+        if self._held is not None:
+            self._read_head()
+        http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
+        self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
+        if self._sends_no_more:
+            self._read_no_more()
+        return self._sends_no_more
+
+    def data_received(self, data: bytes) -> None:
+        if self._held is not None:
+            data = self._taken_head() + data
+        if self._shortcut is None:
+            self._read(data)
+        elif (self._reading, self.is_waiting) != (_Reading.START, True):  # it is no begin, or others are in front of it
+            head, self._head, n_heads = self._head, b"", self._n_heads
+            self._read(data)
+            if head:
+                self._show(self._shortcut, head + data, n_heads)
+        elif self._shortcut.knows(data):
+            self._head, self._held = data, self.loop.call_later(HOLD_S, self._read_head)
+        elif not self._answered_at_once(self._shortcut, data):
+            n_heads = self._n_heads + 1
+            self._read(data)
+            if self.is_incomplete and self._n_heads == n_heads and data.endswith(b"\r\n\r\n"):
+                self._head = data
+            else:
+                self._show(self._shortcut, data, n_heads)
+
+    def _show(self, shortcut: Shortcut, packet: bytes, n_heads: int) -> None:
+        """Let it remember what the usual path has just read, if that was one request and nothing else."""
+        is_one = self._reading is _Reading.START and self._n_heads == n_heads and not self.pipeline
+        if is_one and self.scope["http_version"] == "1.1":
+            shortcut.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
+
+    def _taken_head(self) -> bytes:
+        assert self._held is not None, "a head is held"
+        self._held.cancel()
+        head, self._head, self._held = self._head, b"", None
+        return head
+
+    def _read_head(self) -> None:
+        """Its body is long in coming: the usual path waits for it."""
+        head = self._taken_head()
+        self._read(head)
+        self._head = head if self._reading is _Reading.BODY else b""
+
+    def _answered_at_once(self, shortcut: Shortcut, data: bytes) -> bool:
+        if self.flow.write_paused or not self._admitted or self.transport.is_closing():
+            return False
+        response = shortcut.begin(data, self.server_state.default_headers, self)
+        if response is None:
+            return False
+        if isinstance(response, bytes):
+            self.transport.write(response)
+            self.server_state.total_requests += 1
+        else:
+            self.cycle = self._running = cast(RequestResponseCycle, response)
+        self._changed(_Reading.START)
+        return True
+
+    def send(self, answered: Answering, response: bytes) -> None:
+        """As `Sending` has it."""
+        self.transport.write(response)
+        self._sent(answered)
+
+    async def send_in_pieces(self, answered: Answering, head: bytes, body: bytes) -> None:
+        """As `Sending` has it."""
+        answered.response_started = True
+        self.transport.write(head)
+        for at in range(0, len(body), PIECE_BYTES):  # what the client has not taken is copied
+            self.transport.write(body[at : at + PIECE_BYTES])
+            await self.flow.drain()
+            await asyncio.sleep(0)  # a client that takes it at once would hold up all others
+            if answered.disconnected:
+                return
+        self._sent(answered)
+
+    def _sent(self, answered: Answering) -> None:
+        answered.response_started = answered.response_complete = True
+        if not answered.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def _read(self, data: bytes) -> None:
+        if not self._admitted and not self.is_refused:
+            self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
+        for at in range(0, len(data), FEED_BYTES):
+            if self._reading is _Reading.NOTHING or self.transport.is_closing():
+                return
+            self._feed(data[at : at + FEED_BYTES])
+
+    def _feed(self, data: bytes) -> None:
+        this_head = self._n_heads + (self._reading is _Reading.START)
+        in_body, self._understood = self._reading is _Reading.BODY, False
+        super().data_received(data)
+        if in_body and self._reading is _Reading.BODY and not self._understood:  # a line without an end
+            self._add_trailer(len(data))
+        if self._reading is _Reading.HEAD and self._n_heads == this_head:  # it holds nothing else
+            self._head_bytes += len(data)
+            self._check_head(self._head_bytes)
+
+    # ------------------------------------------------------------------ the parser's
+
+    def on_message_begin(self) -> None:
+        if self._reading is not _Reading.NOTHING:
+            super().on_message_begin()
+            self._head_bytes = self._field_bytes = 0
+            self._n_heads += 1
+            self._changed(_Reading.HEAD)
+
+    def on_url(self, url: bytes) -> None:
+        if self._reading is _Reading.HEAD:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading is _Reading.HEAD:
+            super().on_header(name, value)
+            self._field_bytes += len(name) + len(value) + HEADER_BYTES
+            self._check_head(self._field_bytes)
+        elif self._reading is _Reading.BODY:  # behind the body, where nobody looks at it
+            self._add_trailer(len(name) + len(value) + 4)
+
+    def on_headers_complete(self) -> None:
+        if self._reading is _Reading.HEAD:
+            self._check_head(len(self.url) + self._field_bytes)
+        if self._reading is _Reading.HEAD and self.parser.get_method() == b"CONNECT":
+            self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
+        if self._reading is _Reading.HEAD and (fault := fault_of_head(self.parser.get_http_version(), self.headers)):
+            self._refuse(*fault)
+        if self._reading is _Reading.HEAD and not self.parser.should_upgrade():  # still: it was not refused
+            if not self.is_waiting and not self._may_wait(len(self.url) + self._field_bytes):
+                return
+            super().on_headers_complete()
+            self._trailer_bytes = 0
+            self._changed(_Reading.BODY)
+            if self.pipeline:
+                self.flow.resume_reading()  # uvicorn would not read on, and so not notice that the client leaves
+
+    def on_body(self, body: bytes) -> None:
+        if self._reading is not _Reading.BODY:
+            return
+        self._understood, self._trailer_bytes = True, 0
+        if not self.pipeline or self._may_wait(len(body)):
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._reading is _Reading.BODY:
+            super().on_message_complete()
+            self._changed(_Reading.START)
+
+    # ------------------------------------------------------------------ uvicorn's
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        cycle.transport = cast(asyncio.Transport, Together(self.transport, self._close_behind_answer))
+        super()._start_asgi_task(cycle, app)
+
+    def _close_behind_answer(self) -> None:
+        """Close; if the client is still sending its body, read that for a while, or it would lose the answer."""
+        if not self.is_incomplete or self.transport.is_closing() or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._changed(_Reading.NOTHING)
+
+    def shutdown(self) -> None:
+        """Answers are finished, and everything else ends."""
+        if self.is_waiting or self.is_incomplete:
+            self.transport.close()
+        else:
+            self._read_no_more()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:  # as uvicorn, but without its timer for each request: `_check_silence` closes what is silent
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+        self._changed(self._reading)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._reading is not _Reading.NOTHING:
+            self._refuse(400, "invalid_http", "this is not HTTP", "HTTP/1.1 requests")
+
+    # ------------------------------------------------------------------ ours
+
+    def head_without_upgrade(self) -> bytes | None:
+        """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
+        if self._reading is not _Reading.HEAD:
+            return None
+        version = self.parser.get_http_version().encode()
+        return without_upgrade(b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version), self.headers)
+
+    @property
+    def is_waiting(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.disconnected
+
+    @property
+    def is_incomplete(self) -> bool:
+        """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
+        return self._reading is _Reading.BODY and not self.pipeline
+
+    @property
+    def is_refused(self) -> bool:
+        """It was told so."""
+        return self._reading is _Reading.NOTHING
+
+    def _changed(self, reading: _Reading) -> None:
+        """Whatever it waits for begins now, with what the parser expects next."""
+        self._reading, self.since_s = reading, time.monotonic()
+        self._all.changed(self)
+
+    def check(self, now_s: float) -> None:
+        """Once in a while: has this waited too long?"""
+        n_unread = self.transport.get_write_buffer_size()
+        if not n_unread or n_unread < self.n_unread or not self.n_unread:
+            self.unread_since_s = now_s
+        self.n_unread = n_unread
+        if n_unread and now_s - self.unread_since_s > self._limits.write_timeout_s:
+            self._all.seldom.warn("a reader took nothing for too long, so that its connection is closed")
+            self.abort()
+        elif self.is_waiting and not self.transport.is_closing():
+            self._check_silence(now_s - self.since_s)
+        elif self._sends_no_more:
+            self._look_for_client()
+
+    def end(self) -> None:
+        """Close; what the client has not taken so far is lost."""
+        if self.transport.get_write_buffer_size():
+            self.abort()
+        else:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once, and forget what is unread, in the kernel too: otherwise it would keep megabytes of it."""
+        with contextlib.suppress(OSError), self._socket() as own:  # the other side was quicker
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    @contextlib.contextmanager
+    def _socket(self) -> Iterator[socket.socket]:
+        same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+        try:
+            yield same
+        finally:
+            same.detach()  # or it would be closed with `same`
+
+    def _look_for_client(self) -> None:
+        """One that has gone looks like one that only sends no more, until something is written: then it is refused."""
+        with contextlib.suppress(OSError), self._socket() as own:
+            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
+                return
+        if not self._was_asked and self._running is not None and not self._running.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._was_asked = True
+
+    def _check_silence(self, silent_s: float) -> None:
+        limits = self._limits
+        match self._reading:
+            case _Reading.HEAD if silent_s > limits.header_timeout_s:
+                self._refuse(408, "header_timeout", "the headers did not come", f"all in {limits.header_timeout_s:g} s")
+            case _Reading.START if not self._admitted and silent_s > LINGER_S:
+                self.transport.close()
+            case _Reading.START if self.cycle is None and silent_s > limits.header_timeout_s:
+                self._all.seldom.warn("a connection without a request was closed")
+                self.transport.close()
+            case _Reading.START if silent_s > limits.keep_alive_s:
+                self.transport.close()
+            case _Reading.BODY | _Reading.NOTHING if silent_s > LINGER_S:  # it was answered before it was complete
+                self.transport.close()
+
+    def _abandon(self) -> None:
+        """Nobody waits for an answer any more."""
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _may_wait(self, n_bytes: int) -> bool:
+        """Whether there is room for these behind what is being answered; otherwise nothing more is read."""
+        self._waiting_bytes = n_bytes + (self._waiting_bytes if self.pipeline else 0)
+        in_head, n_waiting = self._reading is _Reading.HEAD, len(self.pipeline)
+        if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
+            return True
+        self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
+        self._read_no_more()
+        return False
+
+    def _read_no_more(self) -> None:
+        """Whatever still comes is thrown away. The requests so far are answered, then the connection closes."""
+        if self._reading is _Reading.BODY and self.pipeline:  # that of a request of which nobody has begun anything
+            self.pipeline.popleft()
+            assert self._running is not None
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+        self._changed(_Reading.NOTHING)
+
+    def _add_trailer(self, n_bytes: int) -> None:
+        self._understood = True
+        self._trailer_bytes += n_bytes
+        self._check_head(self._trailer_bytes)
+
+    def _check_head(self, n_bytes: int) -> None:
+        if n_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, "headers_too_large", "the headers are too large", f"at most {MAX_HEAD_BYTES} bytes")
+
+    def _refuse(self, status: int, code: str, what: str, expected: str) -> None:
+        """Say so in place of an answer, and read nothing more; answers to earlier requests are not touched."""
+        self._all.seldom.warn(f"{status} {code}: {what}")
+        is_own = self._reading is _Reading.BODY and not self.pipeline  # it is about the request that is being answered
+        self._read_no_more()
+        if is_own and self.cycle.response_complete:
+            return  # what came was said already
+        if is_own and self.cycle.response_started:  # it can only be cut off
+            self.abort()
+            return
+        if is_own:
+            self._abandon()
+            self._changed(_Reading.NOTHING)
+        elif not self.is_waiting:
+            return
+        refusal = HttpError(status, code, what, expected, "open a new connection for the next request")
+        if status == 405:
+            refusal.headers["allow"] = "GET, POST"
+        self.transport.write(problem_of(refusal, accepting=True).whole_response(refusal.headers))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()

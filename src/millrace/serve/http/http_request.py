@@ -1,0 +1,263 @@
+"""The raw side of one call: its head, its line in the log, and the client that may go away."""
+
+import asyncio
+import json
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, AnyStr, Protocol
+
+import httptools
+from starlette.types import Scope
+
+from millrace.serve.http.errors import HttpError
+
+ACCESS = "millrace.serve.access"  # the logger of requests
+IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
+EVENT_STREAM = b"text/event-stream; charset=utf-8"  # the content type of server-sent events
+UNHELD = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # nginx would hold events back
+LATER_S, MOST_LATER = 0.1, 500
+PIECE_BYTES = 256 * 1024  # of a long response, written at once
+QUIET_PATHS = (
+    "/health", "/v1/health/", "/v2/health/", "/metrics", "/v1/metrics", "/grpc.health.v1.Health/",
+    "/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady",
+)  # fmt: skip  # asked every few seconds: logged at DEBUG
+_RANDOM = random.Random()  # for ids: users of the global generator in this process may have seeded it
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
+_PLAIN = re.compile(r"[!-~]+")
+_UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """Everything that is known of one request but its text; None: does not apply."""
+
+    method: str
+    path: str  # as it was sent, percent signs and all, so that it cannot break the line
+    request_id: str
+    status: int | None = None
+    total_ms: float | None = None
+    model: str | None = None
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    finish_reason: str | None = None
+    ignored: str | None = None  # fields that change nothing here
+    error: str | None = None  # why it was refused, in short
+
+    def known(self) -> dict[str, object]:
+        """Rounded, and without what does not apply."""
+        found: dict[str, object] = {}
+        for name in _NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = round(value, 1) if isinstance(value, float) else value
+        return found
+
+    def __str__(self) -> str:
+        known = self.known()
+        del known["method"], known["path"]
+        return " ".join([self.method, self.path, *[f"{key}={_quoted(value)}" for key, value in known.items()]])
+
+
+_NAMES = tuple(f.name for f in fields(RequestLog))
+
+
+def id_of(given: bytes | None) -> str:
+    """Of a request, by its header x-request-id: its own, or a new one."""
+    return given.decode() if given and _SANE_ID.fullmatch(given) else f"{_RANDOM.getrandbits(128):032x}"
+
+
+def _quoted(value: object) -> object:
+    """What clients write stays one value on one line: quoted where it has white space, control characters escaped."""
+    return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
+
+
+def log_request(entry: RequestLog) -> None:
+    quiet = entry.path.startswith(QUIET_PATHS) and (entry.status or 0) < 400
+    level = logging.DEBUG if quiet else logging.INFO
+    logging.getLogger(ACCESS).log(level, "%s", entry, extra={IN_RECORD: entry})
+
+
+class LogLater:
+    """Lines of requests that take less time than writing one does: written together, at most LATER_S late."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[float, str, str, str | None, int, float, str]] = []
+        self._logger = logging.getLogger(ACCESS)
+
+    def add(
+        self, method: str, path: str, request_id: str | None, status: int, total_ms: float, error: str = ""
+    ) -> None:
+        """In the event loop's thread. request_id: None where nobody was told of one"""
+        if not self._logger.isEnabledFor(logging.INFO):
+            return
+        if not self._lines:
+            asyncio.get_running_loop().call_later(LATER_S, self.write)
+        self._lines.append((time.time(), method, path, request_id, status, total_ms, error))
+        if len(self._lines) >= MOST_LATER:
+            self.write()
+
+    def write(self) -> None:
+        if self._lines:
+            found, self._lines = self._lines, []
+            drawn = _RANDOM.getrandbits(128 * len(found)).to_bytes(16 * len(found)).hex()
+            lines = Lines(
+                (row[0], row[1], row[2], row[3] or drawn[32 * i : 32 * i + 32], row[4], row[5], row[6])
+                for i, row in enumerate(found)
+            )
+            self._logger.info("%s", lines, extra={IN_RECORD: lines})
+
+
+Line = tuple[float, str, str, str, int, float, str]  # time.time(), method, path, id, status, total_ms, error
+
+
+class Lines(list[Line]):
+    """Of one record: what short requests' lines say."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(entry) for _, entry in self.entries())
+
+    def entries(self) -> Iterator[tuple[float, RequestLog]]:
+        for at_s, method, path, request_id, status, total_ms, error in self:
+            yield at_s, RequestLog(method, path, request_id, status, total_ms, error=error or None)
+
+
+class Parsing(Protocol):
+    """The connection: its parser's callbacks, and what an offer needs."""
+
+    parser: Any
+
+    def head_without_upgrade(self) -> bytes | None:
+        """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
+
+
+class Parser(httptools.HttpRequestParser):
+    """Does not stop at `upgrade: h2c` (`curl --http2`): what offers another protocol is answered in this one.
+
+    The parser takes whatever follows such a head for that protocol, so it is given the head again without the offer.
+    """
+
+    def __init__(self, connection: Parsing) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        """data: a small piece, as what follows an offer is copied"""
+        parser: httptools.HttpRequestParser = self
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head = self._connection.head_without_upgrade()
+                if head is None:
+                    raise
+                data = head + data[offer.args[0] :]
+                parser = self._connection.parser = Parser(self._connection)  # this one may be at its end
+
+
+def without_upgrade(request_line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request that offers nothing."""
+    lines = [request_line]
+    for name, value in headers:
+        if name == b"connection":
+            value = b",".join(token for token in value.split(b",") if token.strip().lower() not in _UPGRADE)
+        if name not in _UPGRADE:
+            lines.append(name + b": " + value)
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str, str] | None:
+    """What the parser lets through and HTTP does not (RFC 9112, 3.2 and 6.1): status, code, what, what was expected."""
+    named = b",".join(value for name, value in headers if name == b"transfer-encoding").split(b",")
+    codings = [coding.strip().lower() for coding in named if coding.strip()]
+    if codings not in ([], [b"chunked"]):
+        what = f"the transfer coding is {b', '.join(codings).decode('latin-1')}"
+        return 501, "unknown_transfer_coding", what, "chunked, or none"
+    n_hosts = sum(name == b"host" for name, _ in headers)
+    if n_hosts > 1 or (version == "1.1" and not n_hosts):
+        return 400, "invalid_host", f"the request has {n_hosts or 'no'} headers `host`", "one, with the server's name"
+    return None
+
+
+class Together:
+    """A transport for one answer: its head is sent with the first of its body, where that comes in the same turn."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        """close: of the connection, behind the answer"""
+        self._transport, self._close = transport, close
+        self._head: bytes | None = None
+        self._has_begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun, self._head = True, data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            data, self._head = self._head, None
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request, as its handler sees it."""
+
+    id: str  # x-request-id
+    arrived_s: float  # time.perf_counter()
+    log: RequestLog
+    body_bytes: int = 0
+    ignored: tuple[str, ...] = ()  # fields of the request that change nothing
+    names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
+    model: str = ""  # the name that it asked for, or that of the model which answers
+    tenant: str = ""  # whose key it came with, where there are several
+    is_admin: bool = False  # that key may see what others do, and change every model
+    ended: Callable[[int], None] | None = None  # who grants a key's limits is told how many tokens it took
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of that (lower-case) name."""
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def joined(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
+    """By name. One that comes several times is one with commas between (RFC 9110, 5.3): a longer list, or, of what has
+    to come once, none that is right."""
+    found: dict[AnyStr, AnyStr] = {}
+    for name, value in headers:
+        found[name] = found[name] + comma + value if name in found else value
+    return found
+
+
+def check_content_type(scope: Scope) -> None:
+    """raises HttpError with 415 if a body is called something else than JSON, as `curl -d` calls it a form"""
+    kind = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
+    if kind != b"application/json" and not kind.endswith(b"+json"):
+        raise HttpError(
+            415,
+            "unsupported_media_type",
+            f"the content type is {kind.decode('latin-1')}",
+            "application/json",
+            "send the header content-type: application/json",
+        )

@@ -1,0 +1,168 @@
+"""Bodies of requests, within bounds of size, time and memory."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope
+
+from millrace.machine.process import release_free_memory
+from millrace.model_repository.request.concatenation import LARGE, concatenated
+from millrace.serve.http.errors import ClientGoneError, HttpError
+from millrace.serve.http.http_request import header
+
+FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do
+RELEASE_AFTER_S = 1.0  # memory of a large body is given back to the system so long after it
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One body on its way."""
+
+    client: str  # its address
+    n_bytes: int = 0
+    counted_bytes: int = 0
+    gave_way: bool = False
+
+
+class Bodies:
+    """The bounds of bodies: of each, and of all that are being received and decoded; what has come counts.
+
+    Where all together are too many, the client that holds most gives way, with the body that it began first: slow
+    senders keep nobody out.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float, max_receiving_bytes: int) -> None:
+        self.max_bytes, self.timeout_s = max_bytes, timeout_s
+        self._left_bytes = max_receiving_bytes
+        self._arriving: dict[Incoming, asyncio.Timeout] = {}  # in the order in which they began
+        self.thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
+        self._n_large, self._is_release_due = 0, False  # bodies so far, whose memory may be free now
+
+    @contextmanager
+    def receiving(self, client: str) -> Iterator[Incoming]:
+        """While a body is held in memory."""
+        incoming = Incoming(client)
+        try:
+            yield incoming
+        finally:
+            self._left_bytes += incoming.counted_bytes
+            if incoming.n_bytes >= LARGE:
+                self._n_large += 1
+                if not self._is_release_due:
+                    self._release_later()
+
+    def _release_later(self) -> None:
+        """Return what large bodies took to the system: their pieces lie anywhere in the heap.
+
+        At most once every RELEASE_AFTER_S, so that bodies that follow each other use the same memory.
+        """
+
+        def release(n_large: int) -> None:
+            self.thread.submit(release_free_memory)
+            self._is_release_due = False
+            if self._n_large > n_large:  # what came later may not have been freed yet
+                self._release_later()
+
+        self._is_release_due = True
+        asyncio.get_running_loop().call_later(RELEASE_AFTER_S, release, self._n_large)
+
+    @asynccontextmanager
+    async def arriving(self, incoming: Incoming) -> AsyncIterator[None]:
+        """While it comes. raises HttpError: 408 where that takes too long, 503 where it gave way to others"""
+        try:
+            async with asyncio.timeout(self.timeout_s) as end:
+                self._arriving[incoming] = end
+                yield
+        except TimeoutError:
+            if incoming.gave_way:
+                raise _too_many() from None
+            what = f"the body was not complete after {self.timeout_s:g} s"
+            raise HttpError(408, "body_timeout", what, "the whole request", "send it again") from None
+        finally:
+            self._arriving.pop(incoming, None)
+
+    def count(self, incoming: Incoming, n_bytes: int) -> None:
+        """raises HttpError with 413 or 503 for what is too much"""
+        incoming.n_bytes += n_bytes
+        if incoming.n_bytes > self.max_bytes:
+            raise _too_large("too many bytes", self.max_bytes)
+        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
+        while not incoming.gave_way and more > self._left_bytes:
+            self._make_room(incoming, more)
+        if incoming.gave_way:
+            raise _too_many()
+        self._left_bytes -= more
+        incoming.counted_bytes += more
+
+    def grew(self, incoming: Incoming, n_bytes: int) -> None:
+        """It came as a whole, and is held once more, as what it was packed from. raises HttpError with 503
+
+        Nobody gives way to it: what is packed well would cost its sender nothing.
+        """
+        incoming.n_bytes += n_bytes
+        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
+        if more > self._left_bytes:
+            raise _too_many()
+        self._left_bytes -= more
+        incoming.counted_bytes += more
+
+    def _make_room(self, incoming: Incoming, more: int) -> None:
+        """One gives way: perhaps `incoming` itself."""
+        held = Counter({incoming.client: more})
+        for one in self._arriving:
+            held[one.client] += one.counted_bytes
+        most = max(held.values())
+        holding = (one for one in self._arriving if one.counted_bytes or one is incoming)
+        first = next(one for one in holding if held[one.client] == most)
+        self._left_bytes += first.counted_bytes
+        first.counted_bytes, first.gave_way = 0, True
+        self._arriving.pop(first).reschedule(0)
+
+
+async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming) -> bytes:
+    """The whole body, whatever its content type. Whatever is larger is refused before it is held in memory.
+
+    raises HttpError with 413, 415, 408 or 503; ClientGoneError
+    """
+    announced = header(scope, b"content-length")
+    if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
+        raise _too_large(f"{int(announced)} bytes", bodies.max_bytes)
+    parts: list[bytes] = []
+    async with bodies.arriving(incoming):
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            bodies.count(incoming, len(parts[-1]))
+            more = message.get("more_body", False)
+    if incoming.n_bytes < LARGE:
+        return b"".join(parts)
+    return await asyncio.get_running_loop().run_in_executor(bodies.thread, concatenated, parts)
+
+
+def _too_many() -> HttpError:
+    error = HttpError(
+        503,
+        "too_many_bodies",
+        "all bodies that are being received take too much memory",
+        "fewer large requests at a time",
+        "come back later",
+    )
+    error.headers["retry-after"] = "5"
+    return error
+
+
+def _too_large(what: str, most: int) -> HttpError:
+    return HttpError(
+        413,
+        "body_too_large",
+        f"the body has {what}",
+        f"at most {most}",
+        "send less, or raise the server's --max-body-bytes",
+    )

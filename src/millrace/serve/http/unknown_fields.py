@@ -1,0 +1,241 @@
+"""Fields of a request that its struct does not have: one rule for all protocols.
+
+A field that changes no answer here is taken, and named in the header `x-millrace-ignored`. A field that would change
+the answer is refused by name: what another endpoint calls one of ours, what is not supported, and a name within two
+letters of a field that does something, which is suggested.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import get_args, get_type_hints
+
+import msgspec
+from msgspec import UNSET, inspect
+
+from millrace.errors import RequestError
+from millrace.serve.http.errors import not_yet
+from millrace.serve.llm.reasoning import wants_thoughts
+from millrace.serve.llm.unsupported_fields import CHANGING, ELSEWHERE, INSTEAD, OTHER_NAMES, asks_nothing, written
+
+MAX_NAME = 64  # characters of a name that is given back
+MAX_NAMES = 64  # that the header has at most
+MAX_UNKNOWN = 128  # fields of one object: comparing names takes time
+MAX_DIFFERENT = 1024  # different ones of one request
+_MOST_LETTERS = 2
+_SHORT, _SHORTEST = 5, 4  # letters of known names that may differ in one letter; shorter ones in none
+_PROMPTS, _SYSTEM = frozenset(["messages", "prompt", "input"]), frozenset(["system", "instructions"])
+_MEDIA = frozenset(["image", "images", "image_url", "audio", "input_audio", "video", "video_url", "file", "files"])
+
+
+def ignored_names(
+    given: Mapping[str, object],
+    known: Collection[str],
+    where: str,
+    param: str = "",
+    harmless: set[str] | None = None,
+    useful: Collection[str] | None = None,
+) -> list[str]:
+    """Remove from `given` the names that are not known, and return them as they are ignored to the client.
+
+    where: the path of `given`, "" for the request itself; param: the field that an error is about; harmless: names that
+    are like none of `useful`, which grows; useful: those of `known` that do something, left out: all
+    raises RequestError for a name that was probably meant to be a known one, or for too many of them
+    """
+    harmless = set() if harmless is None else harmless
+    unknown = [name for name in given if name not in known]
+    if len(unknown) > MAX_UNKNOWN:
+        what = f"{where or 'the request'} has {len(unknown)} unknown fields"
+        raise RequestError(what, f"at most {MAX_UNKNOWN}", "leave them out", (param or where)[:100] or None)
+    ignored = [name for name in unknown if given[name] is not None]
+    for name in unknown:
+        if name in harmless:
+            del given[name]  # type: ignore[attr-defined]
+            continue
+        if (meant := closest_name(name, known if useful is None else useful)) is not None:
+            path = f"{where}.{name}" if where else name
+            raise unknown_field(path, f'did you mean "{meant}"?', param=param)
+        harmless.add(name)
+        del given[name]  # type: ignore[attr-defined]
+    if len(harmless) > MAX_DIFFERENT:
+        what, expected = (
+            f"the request has more than {MAX_DIFFERENT} different unknown fields",
+            f"at most {MAX_DIFFERENT}",
+        )
+        raise RequestError(what, expected, "leave them out", (param or where)[:100] or None)
+    field = re.sub(r"\[\d+\]", "", where)
+    return [header_name(f"{field}.{name}" if field else name) for name in ignored]
+
+
+def unknown_field(
+    path: str, expected: str, mend: str = "correct the name, or leave it out", param: str = ""
+) -> RequestError:
+    return RequestError(f'unknown field "{path[:500]}"', expected, mend, (param or path)[:100])
+
+
+def header_name(name: str) -> str:
+    """Return a name of a client's as it may stand in a header."""
+    cut = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
+    return "".join(
+        letter if letter.isascii() and letter.isprintable() and letter not in ', "' else "?" for letter in cut
+    )
+
+
+def closest_name(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that `name` differs from by two letters at most; of short ones by one, or none.
+
+    Never by half of either or more.
+    """
+    if len(name) > MAX_NAME:
+        return None
+    found = [
+        (letters, other)
+        for other in known
+        if abs(len(other) - len(name)) <= _MOST_LETTERS
+        and len(set(name.casefold()) ^ set(other.casefold())) <= 2 * _MOST_LETTERS  # much faster than what follows
+        and (letters := _letters(name.casefold(), other.casefold())) <= _MOST_LETTERS
+        and 2 * letters < min(len(name), len(other))
+        and (letters <= 1 or len(other) > _SHORT)
+        and (letters == 0 or len(other) >= _SHORTEST)
+    ]
+    return min(found)[1] if found else None
+
+
+def _letters(a: str, b: str) -> int:
+    """Letters to add, remove, replace or swap with the next one, to get from a to b."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        last, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                least = min(least, last[j - 2] + 1)
+            row.append(least)
+    return row[-1]
+
+
+class UnknownFields:
+    """Takes the unknown fields out of one decoded request."""
+
+    def __init__(
+        self, kind: type[msgspec.Struct], served: Collection[str], useful: Collection[str], names: Mapping[str, str],
+        answers: bool,
+    ) -> None:  # fmt: skip
+        """Describe a request.
+
+        kind: the struct that it becomes, with every field that is taken or refused by value; served: those that it has
+        itself; useful: those that do something; names: our names of fields, and what they are called in this protocol;
+        answers: it is for an answer that other fields could change
+        """
+        self._kind, self._served, self._useful = kind, served, useful
+        self._names, self._answers = names, answers
+
+    def taken_from(self, request: dict[str, object]) -> list[str]:
+        """Remove what the struct does not have, also from structs within; return it. raises RequestError"""
+        known = self._kind.__struct_fields__
+        for name in [name for name in request if name not in known]:
+            self._check(name, request)
+        ignored = ignored_names(request, known, "", useful=self._useful)
+        harmless: dict[type[msgspec.Struct], set[str]] = {}
+        for name, value in request.items():
+            for where, part, struct in _structs(_field_types(self._kind).get(name), value, name):
+                if media := [
+                    one for one in part if one in _MEDIA and part[one] and one not in struct.__struct_fields__
+                ]:
+                    raise not_yet(f"{where}.{media[0]}", "send text only")
+                of_struct = harmless.setdefault(struct, set())
+                ignored += ignored_names(part, struct.__struct_fields__, where, harmless=of_struct)
+        return ignored
+
+    def _check(self, name: str, request: dict[str, object]) -> None:
+        """raises RequestError for a name that would change the answer"""
+        if name in ELSEWHERE and name not in self._names:
+            where = ELSEWHERE[name]
+            raise unknown_field(name, f'"{name}" in a request to {where}', f"send it to {where}")
+        for ours in meanings(name):
+            theirs = self._names.get(ours, ours)
+            if theirs.partition(".")[0] not in self._served or theirs == name:
+                continue
+            if request[name] == request.get(theirs):  # some clients send all names of a field
+                return
+            if (ours not in _PROMPTS or name in _SYSTEM) and asks_nothing(request[name], CHANGING.get(ours, ())):
+                if "." not in theirs and request[name] and request.get(theirs) is None:
+                    request[theirs] = request.pop(name)  # what is neutral may differ from the model's own default
+                return
+            raise unknown_field(name, f'did you mean "{theirs}"?')
+        if name == "best_of" and request[name] == request.get("n"):
+            return
+        if wants_thoughts(name, request[name]) is False and "chat_template_kwargs" in self._names:
+            raise unknown_field(name, f'did you mean "{self._names["chat_template_kwargs"]}"?')
+        if name == "extra_body" and request[name]:
+            mend = "put its fields beside the others: clients in Python do so by themselves"
+            raise unknown_field(name, "the fields that it holds", mend)
+        if self._answers:
+            check_changing(name, request[name], name)
+
+
+def meanings(name: str) -> tuple[str, ...]:
+    """Return what the field is called here, by other servers' names; maxOutputTokens is max_output_tokens."""
+    snake = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name[:MAX_NAME]).lower()
+    return OTHER_NAMES.get(name) or OTHER_NAMES.get(snake) or (name if name == snake else snake,)
+
+
+def check_changing(name: str, value: object, path: str) -> None:
+    """raises RequestError if a field of this name and value would change the answer where it is supported"""
+    neutral = CHANGING.get(name)
+    if neutral is None or asks_nothing(value, neutral):
+        return
+    also = f", or with {' or '.join(map(written, neutral))}" if neutral else ""
+    raise RequestError(
+        f"{path} is not supported here", f"a request without it{also}", f"leave it out{INSTEAD.get(name, '')}", path
+    )
+
+
+def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    """raises RequestError if it asks for what is not supported yet; neutral: values that do not"""
+    if value is not UNSET and not asks_nothing(value, neutral):
+        raise not_yet(name, _mend(name, neutral))
+
+
+def _mend(name: str, neutral: tuple[object, ...]) -> str:
+    values = " or ".join(map(written, neutral))
+    return "leave it out" + (f", or send {values}" if values else "") + INSTEAD.get(name, "")
+
+
+def _structs(
+    kind: inspect.Type | None, value: object, where: str
+) -> Iterator[tuple[str, dict[str, object], type[msgspec.Struct]]]:
+    """Yield the path, the object and the struct of every object in `value` that becomes a struct."""
+    match kind:
+        case inspect.UnionType():
+            for one in kind.types:
+                yield from _structs(one, value, where)
+        case inspect.ListType() if isinstance(value, list):
+            for i, item in enumerate(value):
+                yield from _structs(kind.item_type, item, f"{where}[{i}]")
+        case inspect.StructType() if isinstance(value, dict):
+            yield where, value, kind.cls
+            for name, part in list(value.items()):
+                yield from _structs(_field_types(kind.cls).get(name), part, f"{where}.{name}")
+
+
+@cache
+def _field_types(kind: type[msgspec.Struct]) -> Mapping[str, inspect.Type]:
+    known = inspect.type_info(kind)
+    assert isinstance(known, inspect.StructType)
+    return {field.encode_name: _plain(field.type) for field in known.fields}
+
+
+def _plain(kind: inspect.Type) -> inspect.Type:
+    """Return the type without what describes it."""
+    return _plain(kind.type) if isinstance(kind, inspect.Metadata) else kind
+
+
+def roles_of(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the roles that messages of a request may have."""
+    messages = _field_types(kind).get("messages")
+    for each in messages.types if isinstance(messages, inspect.UnionType) else (messages,):
+        if isinstance(each, inspect.ListType) and isinstance(each.item_type, inspect.StructType):
+            return get_args(get_type_hints(each.item_type.cls)["role"])
+    return ()

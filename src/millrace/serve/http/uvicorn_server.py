@@ -1,0 +1,98 @@
+"""uvicorn as this server runs it: connections with limits, no signals of its own, an end in bounded time."""
+
+import asyncio
+import contextlib
+import functools
+import math
+import socket
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from millrace.serve.http.connection import Connection
+from millrace.serve.http.connection_limits import ConnectionLimits, number_of_connections
+from millrace.serve.http.fast_path import Shortcut
+from millrace.serve.http.server_context import Connections
+from millrace.serve.settings import ServerSettings
+
+TICK_S = 0.1
+SWEEP_TICKS = 5
+FIRST_LOOK_S = 0.001  # at connections that were closed: most are gone at once
+MIN_FLUSH_S = 0.25  # for answers that are complete to reach their clients, at the end
+
+
+class Web(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again after its shutdown, and the exit status would not be 0."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._all_connections, self._ending = connections, asyncio.Event()
+
+    @classmethod
+    def of(
+        cls, app: ASGIApp, settings: ServerSettings, max_connections: int | None,
+        shortcut: Callable[[], Shortcut] | None = None,
+    ) -> "Web":  # fmt: skip
+        """max_connections: None for as many as there are files for; shortcut: what a connection asks before the app"""
+        connections = Connections(
+            ConnectionLimits(
+                max_connections=number_of_connections(max_connections), header_timeout_s=settings.header_timeout_s,
+                keep_alive_s=settings.keep_alive_s, write_timeout_s=settings.write_timeout_s,
+                max_unread_bytes=settings.max_unread_bytes,
+            )
+        )  # fmt: skip
+        http = functools.partial(Connection, connections, shortcut)
+        config = uvicorn.Config(
+            app, interface="asgi3", loop="none", http=cast(type[asyncio.Protocol], http),  # uvicorn only calls it
+            ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            timeout_keep_alive=math.ceil(settings.keep_alive_s), ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+        )  # fmt: skip
+        return cls(config, connections)
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which would look whether to end ten times a second."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), TICK_S)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            self._all_connections.sweep()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, without its tenth of a second for every server: nobody waits where nothing is left to close.
+
+        There is no lifespan to end: `of` turns that off.
+        """
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        pause_s = FIRST_LOOK_S
+        while (self.server_state.connections or self.server_state.tasks) and not self.force_exit:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, TICK_S)
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def end(self, listening: asyncio.Task[None], flush_s: float) -> None:
+        """Close what is idle or incomplete, give answers that are complete so long to be read, and cut off the rest.
+
+        listening: what `serve` runs in
+        """
+        self.should_exit = True
+        self._ending.set()
+        await asyncio.wait((listening,), timeout=flush_s)
+        self._all_connections.abort()
+        await asyncio.wait((listening,), timeout=MIN_FLUSH_S)
+        self.force_exit = True  # whatever does not end by itself is left alone
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

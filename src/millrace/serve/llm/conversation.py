@@ -1,0 +1,112 @@
+"""A conversation to be answered, whatever the protocol it came by; each message as OpenAI's clients write it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from millrace.errors import RequestError
+from millrace.runtime.params import SamplingParams
+from millrace.runtime.request import FREELY, Terms
+from millrace.serve.llm.reasoning import Thinking, thinking_of
+from millrace.serve.llm.request_types import Message
+from millrace.serve.llm.tools import Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How the chat template is asked.
+
+    extra: further variables of it, such as enable_thinking, which count before `thinking`
+    add_special_tokens: in front of what it wrote
+    continued: the last message is the beginning of the answer; opens: else the prompt ends where an answer begins
+    """
+
+    extra: Mapping[str, object] = field(default_factory=dict)
+    opens: bool = True
+    continued: bool = False
+    add_special_tokens: bool = False
+    thinking: Thinking | None = None
+
+
+PLAINLY = Rendering()
+
+
+class AsksRendering(Protocol):
+    """A request with these fields, and those of `reasoning.py`."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_special_tokens: bool | None
+
+    @property
+    def messages(self) -> Sequence[Message] | None: ...
+
+
+def rendering_of(asked: AsksRendering) -> Rendering:
+    """raises RequestError where they contradict one another"""
+    opens, prefixed = asked.add_generation_prompt, prefixed_by(asked.messages or ())
+    continued = asked.continue_final_message
+    if prefixed and continued is False:
+        raise RequestError(
+            f"{prefixed} is true, and continue_final_message is false", "one of them", "leave one out",
+            "continue_final_message",
+        )  # fmt: skip
+    continued = bool(continued or prefixed)
+    if continued and opens:
+        raise RequestError(
+            f"{prefixed or 'continue_final_message'} and add_generation_prompt are both true",
+            "one of them: an answer begins once", "leave add_generation_prompt out", "continue_final_message",
+        )  # fmt: skip
+    extra = asked.chat_template_kwargs or {}
+    opens = opens is not False and not continued
+    return Rendering(extra, opens, continued, bool(asked.add_special_tokens), thinking_of(asked))
+
+
+def prefixed_by(messages: Sequence[Message]) -> str:
+    """Return the path of the field by which the last message is the beginning of the answer; "": there is none.
+
+    Mistral's and DeepSeek's clients call it `prefix`, Qwen's `partial`.
+    raises RequestError where it is set in another message
+    """
+    for i, message in enumerate(messages):
+        name = "prefix" if message.prefix else "partial" if message.partial else ""
+        if name and (i + 1 < len(messages) or message.role != "assistant"):
+            raise RequestError(
+                f"messages[{i}].{name} is true",
+                "the last message, and the assistant's",
+                f"leave {name} out",
+                "messages",
+            )
+        if name:
+            return f"messages[{i}].{name}"
+    return ""
+
+
+def going_on(rendering: Rendering, said: Sequence[Message]) -> Rendering:
+    """Where the assistant said the last, the answer goes on with it: as Anthropic's and Ollama's clients mean it."""
+    last = said[-1] if said else None
+    if last is None or last.role != "assistant" or last.tool_calls or not isinstance(last.content, str):
+        return rendering
+    return replace(rendering, opens=False, continued=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """messages: let go of when they are encoded; whole_bytes: of a log probability in a whole answer, None: a stream
+    capped: max_tokens beyond the context means the rest of the context; else it is an error
+    """
+
+    messages: Sequence[Message]
+    params: SamplingParams
+    terms: Terms = FREELY
+    tools: Tools | None = None
+    rendering: Rendering = PLAINLY
+    whole_bytes: int | None = None
+    capped: bool = False
+
+    @property
+    def begun(self) -> str:
+        """Of the answer that the last message is the beginning of."""
+        content = self.messages[-1].content if self.rendering.continued and self.messages else None
+        return content if isinstance(content, str) else "".join(part.text for part in content or ())

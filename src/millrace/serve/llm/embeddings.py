@@ -1,0 +1,211 @@
+"""POST /v1/embeddings, and the encoder behind it: texts to vectors, those of all clients in the same steps."""
+
+import asyncio
+import binascii
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from prometheus_client.core import Metric
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.engine.texts import Ids
+from millrace.errors import BusyError, MillraceError, RequestError
+from millrace.runtime.embedding import (
+    MAX_INPUTS,
+    EncoderLoop,
+    EncoderStats,
+    Vectors,
+    checked_ids,
+    truncated,
+    truncation,
+)
+from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
+from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.server_context import LARGE, Serving
+from millrace.serve.llm.encoder_requests import EmbeddingRequest
+from millrace.serve.llm.language_model import Texts
+from millrace.serve.llm.matryoshka import Matryoshka, check_dimensions, shorten
+from millrace.serve.llm.request_decoding import TextsOrIds, let_go, texts_or_ids
+from millrace.serve.llm.response_types import Embedding, EmbeddingReply, EmbeddingUsage
+from millrace.serve.ops.metrics import counter, gauge
+
+MAX_WAITING_TOKENS = 4 * 2**20  # of all requests; who asks for no more than SMALL_TOKENS is let in beside them
+SMALL_TOKENS = 16 * 2**10
+FLOAT_BYTES = 24  # of a number in JSON, with its comma, at most
+FORMATS = ("float", "base64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderModel(ServedModel):
+    """An encoder of texts. The server starts and stops `loop`; its network's owner closes that."""
+
+    loop: EncoderLoop
+    tokenizer: Tokenizer
+    tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
+    matryoshka: Matryoshka | None = None  # None: vectors of one length
+    max_queued: int = ServiceOptions().max_queued  # requests that may wait, of MAX_INPUTS texts each
+
+    def backend(self, serving: Serving) -> "EncoderBackend":
+        return EncoderBackend(self, serving)
+
+
+class EncoderBackend(Backend):
+    """An encoder and its texts."""
+
+    what = "an encoder"
+
+    def __init__(self, model: EncoderModel, serving: Serving) -> None:
+        super().__init__(model, serving)
+        self.model: EncoderModel = model
+        self.limits = model.loop.limits
+        self.unsent, self.off_loop = serving.unsent, serving.off_loop
+        self.texts = Texts(
+            model.tokenizer, None, serving.settings.max_preparing, model.max_context, model.tokenizer_folder
+        )
+        self._stuck = False
+        self._n_running = 0  # requests
+
+    async def vectors(self, texts: Sequence[Ids]) -> Vectors:
+        """Of texts that were checked, in their order; whoever is cancelled takes them out of the queue.
+
+        raises BusyError where too many are waiting or the server ends, EngineError where a step failed
+        """
+        stats = self.pulse()
+        n_tokens, most = sum(map(len, texts)), self.model.max_queued
+        if stats.requests >= most:
+            what, expected = f"{stats.requests} requests are waiting", f"less than {most}"
+        elif n_tokens > SMALL_TOKENS and stats.waiting_tokens + n_tokens > MAX_WAITING_TOKENS and stats.requests:
+            what, expected = f"{stats.waiting_tokens} tokens are waiting", f"at most {MAX_WAITING_TOKENS} with these"
+        else:
+            what = expected = ""
+        if what:
+            raise BusyError(what, expected, "come back later", _retry_after_s(stats))
+        job = self.model.loop.submit(texts)
+        self._n_running += 1
+        try:
+            return await asyncio.wrap_future(job.future)
+        finally:
+            self._n_running -= 1
+
+    def start(self) -> None:
+        self.model.loop.start()
+
+    async def warm_up(self) -> str | None:
+        """A text, from its characters to its vector."""
+        try:
+            (ids,) = await self.texts.encode(["Hi"], add_special_tokens=True)
+            await self.vectors([checked_ids(ids[: self.limits.max_context], self.limits, "the text")])
+        except MillraceError as error:
+            return str(error)
+        return None
+
+    def pulse(self) -> EncoderStats:
+        return self.model.loop.stats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats, model = self.pulse(), self.model.name
+        yield gauge(model, "vllm:num_requests_running", "Requests whose vectors are not all there", self._n_running)
+        yield gauge(model, "vllm:num_requests_waiting", "Texts that wait for their step", stats.waiting)
+        yield counter(model, "vllm:prompt_tokens", "Prompt tokens computed", stats.tokens_total)
+        yield counter(model, "millrace:embeddings", "Texts that became vectors", stats.texts_total)
+        yield counter(model, "millrace:encoder_steps", "Steps of the encoder", stats.steps_total)
+        yield counter(model, "millrace:encoder_busy_seconds", "That its steps took together", stats.busy_s)
+        yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
+        silent_s = 0.0 if stats.idle else stats.last_step_s
+        yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
+
+    async def abort(self, within_s: float) -> None:
+        if not await ends(self.model.loop.stop, within_s):
+            self._stuck = True
+            self.model.loop.abandon()
+        self.texts.close()
+
+    def close(self) -> None:
+        self.texts.close()
+
+    @property
+    def stuck(self) -> bool:
+        return self._stuck
+
+
+async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingRequest) -> ASGIApp:
+    """A vector for each text of the request, in their order. raises MillraceError"""
+    _check(asked, backend)
+    special, cut = asked.add_special_tokens is not False, asked.truncate_prompt_tokens
+    texts = await token_ids(backend, asked.input, "input", special, cut)
+    in_base64 = asked.encoding_format == "base64"
+    let_go(asked)
+    n_tokens = sum(map(len, texts))
+    call.log.prompt_tokens = n_tokens
+    held = backend.unsent.share()
+    try:
+        held.add(len(texts) * backend.limits.width * FLOAT_BYTES)
+        vectors = shorten(await backend.vectors(texts), asked.dimensions)
+        reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
+
+        def written() -> bytes:
+            reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
+            return msgspec.json.encode(reply)
+
+        content = await backend.off_loop(vectors.size > LARGE, written)
+    finally:
+        held.release()
+    return replied(backend, call, content)
+
+
+def replied(backend: EncoderBackend, call: Call, content: bytes) -> Response:
+    backend.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
+    backend.metrics.prompt_tokens.observe(call.log.prompt_tokens or 0)
+    return Response(content, media_type="application/json")
+
+
+def _base64(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
+    return binascii.b2a_base64(vector.astype("<f4").tobytes(), newline=False).decode()
+
+
+def _check(asked: EmbeddingRequest, backend: EncoderBackend) -> None:
+    """What does not depend on the texts. raises RequestError"""
+    if asked.encoding_format not in (None, *FORMATS):
+        raise RequestError(
+            f"encoding_format is {asked.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
+            "encoding_format",
+        )  # fmt: skip
+    check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
+
+
+async def token_ids(
+    backend: EncoderBackend, asked: TextsOrIds, field: str, special: bool = True, truncate: int | None = None
+) -> list[Ids]:
+    """Of each text, checked. field: of the request, as errors name it. raises RequestError, BusyError"""
+    limits = backend.limits
+    most = truncation(truncate, limits.max_context)
+    given = texts_or_ids(asked, field)
+    if len(given) > MAX_INPUTS:
+        raise RequestError(f"{field} has {len(given)} texts", f"at most {MAX_INPUTS}", "send several requests", field)
+    texts = [text for text in given if isinstance(text, str)]
+    found = await backend.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
+
+    around = backend.model.tokenizer.special_around if texts and special else (0, 0)
+
+    def checked() -> list[Ids]:
+        kept: list[Ids] = []
+        for i, ids in enumerate(found):
+            cut = ids if most is None else truncated(ids, most, around)
+            kept.append(checked_ids(cut, limits, f"{field} {i}" if len(found) > 1 else f"the {field}", field))
+        return kept
+
+    n_ids = sum(map(len, found))
+    return await backend.off_loop(n_ids > LARGE, checked)
+
+
+def _retry_after_s(stats: EncoderStats) -> float:
+    """Until what waits is done, at the speed of all steps so far."""
+    rate = stats.tokens_total / stats.busy_s if stats.busy_s else 0.0
+    return min(max(stats.waiting_tokens / rate if rate else 0.0, RETRY_LOW_S), RETRY_HIGH_S)

@@ -1,0 +1,397 @@
+"""The engine's side of one call: a request per prompt, read as one, measured, cancelled; and the events that
+a stream writes of it: one write for each step of the engine, however many tokens and choices it has.
+"""
+
+import contextlib
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+from starlette.types import Receive, Scope, Send
+
+from millrace import __version__
+from millrace.checkpoint.tool_calls.reader import Said
+from millrace.engine.executor import IntArray
+from millrace.runtime.params import (
+    Delta,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    capped,
+    check_context,
+    with_length,
+)
+from millrace.runtime.prompt_embeds import EmbeddedPrompt
+from millrace.runtime.request import FREELY, StopTables, Terms
+from millrace.runtime.service import RequestHandle
+from millrace.serve.http.errors import GenerationFailedError, Problem
+from millrace.serve.http.http_request import EVENT_STREAM, UNHELD, Call
+from millrace.serve.http.server_context import LARGE, LARGE_BODY, LARGE_RESUME, LARGE_STEP
+from millrace.serve.llm.conversation import Conversation
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.logprobs import check_whole
+from millrace.serve.llm.output_parsing import PLAIN_TEXT, Heard
+from millrace.serve.llm.reasoning import FIELDS
+from millrace.serve.llm.request_types import StreamOptions
+from millrace.serve.llm.response_types import (
+    Asked,
+    ChatFinish,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Receipt,
+    Usage,
+)
+
+
+class Generation:
+    """`async with` it: whoever leaves early takes the requests along. Iteration gives lists of Delta until all ended.
+
+    Choices are counted through all prompts: prompt 1 begins at n. Deltas of the same choice in one list are merged.
+    raises GenerationFailedError from the iteration.
+    """
+
+    def __init__(
+        self, handle: RequestHandle, params: SamplingParams, call: Call, backend: TextBackend, heard: Heard
+    ) -> None:
+        """heard: how its answers are read"""
+        self.handle = handle
+        self.params = params
+        n = len(handle.requests) * params.n
+        self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
+        self._known = backend.model.metadata
+        self._digests: list[hashlib.blake2b] = []  # of each choice's tokens, for a receipt
+        self.new_call_id = short_call_id if backend.speech_for(True).calls.short_ids else call_id
+        self._call, self._metrics = call, backend.metrics
+        self._held = backend.unsent.share()
+        self._n_generated = [0] * self.n_choices
+        self._last_s: dict[int, float] = {}  # when each choice last got a token
+        self._first_token_seen = False
+        self._reasons: set[str] = set()
+        for request in handle.requests:
+            request.timings.received_s = call.arrived_s
+
+    def keep_receipt(self) -> None:
+        """Before the first token: `asked` will have it."""
+        self._digests = [hashlib.blake2b(digest_size=16) for _ in range(self.n_choices)]
+
+    @property
+    def n_choices(self) -> int:
+        return len(self.handle.requests) * self.params.n
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens so far, of all choices."""
+        return sum(self._n_generated)
+
+    @property
+    def is_large(self) -> bool:
+        """Writing down its log probabilities takes more than a few milliseconds."""
+        n_top = self.params.logprobs
+        return n_top is not None and self.n_generated * (1 + n_top) > LARGE
+
+    @property
+    def usage(self) -> Usage:
+        n_thought = sum(reader.n_thought for reader in self._readers or ())
+        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached, n_thought)
+
+    def usage_so_far(self, choice: int) -> Usage:
+        """Of one choice alone, in the middle of a stream, as vLLM counts it."""
+        request = self.handle.requests[choice // self.params.n]
+        n_thought = self._readers[choice].n_thought if self._readers else 0
+        return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached, n_thought)
+
+    @property
+    def asked(self) -> Asked:
+        seeds = [request.resolved.seed for request in self.handle.requests]
+        if self._digests:
+            (request,) = self.handle.requests
+            engine, isa = (str(self._known.get(name, "")) for name in ("engine", "isa"))
+            answers = [digest.hexdigest() for digest in self._digests]
+            path, prompt = self._call.log.path, digest_of(request.prompt)
+            return Asked(seeds[0], receipt=Receipt(path, __version__, engine, isa, seeds[0], prompt, answers))
+        return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
+
+    def said(self, delta: Delta) -> Said:
+        """What a delta adds to the parts of its answer; each delta once, in order."""
+        return Said(delta.text) if self._readers is None else self._readers[delta.index].read(delta)
+
+    def finish_of(self, delta: Delta) -> ChatFinish:
+        """Of a choice's last delta; errors and aborts have been raised before."""
+        assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
+        called = self._readers is not None and self._readers[delta.index].n_calls > 0
+        return "length" if delta.finish_reason is FinishReason.LENGTH else "tool_calls" if called else "stop"
+
+    def hold(self, n_bytes: int) -> None:
+        """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""
+        self._held.add(n_bytes)
+
+    def is_much(self, deltas: list[Delta]) -> bool:
+        """Naming their tokens takes more than about a millisecond."""
+        n_top = self.params.logprobs
+        return n_top is not None and sum(delta.n_tokens for delta in deltas) * (1 + n_top) > LARGE_STEP
+
+    async def __aenter__(self) -> "Generation":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._held.release()
+        self.handle.cancel()
+        self._note()
+
+    def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        deltas = await anext(self.handle)
+        if len(deltas) > 1:
+            merged: dict[int, Delta] = {}
+            for delta in deltas:
+                before = merged.get(delta.index)
+                merged[delta.index] = delta if before is None else _joined(before, delta)
+            deltas = list(merged.values())
+        self._measure(deltas)
+        for delta in deltas:
+            if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._reasons.add(delta.finish_reason.value)
+                raise GenerationFailedError(delta, delta.fault)
+        return deltas
+
+    def _measure(self, deltas: list[Delta]) -> None:
+        now_s = time.perf_counter()
+        for delta in deltas:
+            n_tokens, choice = len(delta.token_ids), delta.index
+            if not n_tokens:
+                continue
+            self._n_generated[choice] += n_tokens
+            if self._digests:
+                self._digests[choice].update(np.array(delta.token_ids, "<i4").tobytes())
+            last_s, timings = self._last_s.get(choice), self.handle.requests[choice // self.params.n].timings
+            timings.first_told_s, timings.told_s = timings.first_told_s or now_s, now_s
+            if not self._first_token_seen:
+                self._first_token_seen = True
+                self._call.log.ttft_ms = (now_s - self._call.arrived_s) * 1e3
+                self._metrics.ttft.observe(now_s - self._call.arrived_s)
+            elif last_s is not None:
+                for _ in range(n_tokens):
+                    self._metrics.itl.observe((now_s - last_s) / n_tokens)
+            self._last_s[choice] = now_s
+            if delta.finish_reason is not None:
+                self._reasons.add(delta.finish_reason.value)
+
+    def _note(self) -> None:
+        """Into the log line and, for those that came to a regular end, the histograms."""
+        log, requests = self._call.log, self.handle.requests
+        log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self.n_generated
+        timings = requests[0].timings
+        if timings.first_scheduled_s is not None:
+            log.queue_ms = (timings.first_scheduled_s - timings.queued_s) * 1e3
+        log.finish_reason = "+".join(sorted(self._reasons)) if self.handle.finished else FinishReason.ABORT.value
+        if self.handle.finished and self._reasons <= {FinishReason.STOP.value, FinishReason.LENGTH.value}:
+            self._metrics.e2e.observe(time.perf_counter() - self._call.arrived_s)
+            n = self.params.n
+            for i, request in enumerate(requests):
+                longest = max(self._n_generated[i * n : (i + 1) * n])
+                max_tokens = request.resolved.max_tokens
+                self._metrics.finished(request.timings, len(request.prompt), n, max_tokens, longest)
+
+
+def digest_of(ids: IntArray) -> str:
+    """As in receipts."""
+    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
+
+
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def short_call_id() -> str:
+    return uuid.uuid4().hex[:9]
+
+
+def ignore_thinking(backend: TextBackend, call: Call, asked: object) -> None:
+    """List the fields about thoughts as ignored if the model has none."""
+    if backend.texts.never_thinks and (given := [name for name in FIELDS if getattr(asked, name) is not None]):
+        call.ignored = tuple(sorted({*call.ignored, *given}))
+
+
+async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Generation:
+    """Have a conversation answered; its answers are read by `Generation.said`. raises MillraceError"""
+    tools, params = asked.tools, asked.params
+    speech = backend.speech_for(tools is not None)
+    specs = tools.specs if tools else ()
+    ids = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    prompt = list(ids)
+    begun = asked.begun if asked.rendering.continued else ""
+    asked.messages = ()  # they may be many times the body, and the answer may take minutes
+    params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if asked.capped else params
+    check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
+    if tools is None and speech.thoughts is None:
+        return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
+    is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
+    params = await backend.off_loop(is_large, partial(speech.params, params, tools))
+    heard = speech.heard(tools, speech.place(prompt, begun), params.structured_outputs is not None)
+    asked.tools = None  # of them names are enough from here on
+    return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
+
+
+async def start(
+    backend: TextBackend,
+    prompts: Sequence[list[int] | EmbeddedPrompt],
+    params: SamplingParams,
+    call: Call,
+    terms: Terms = FREELY,
+    *,
+    continues: bool = False,
+    whole_bytes: int | None = None,
+    heard: Heard = PLAIN_TEXT,
+) -> Generation:
+    """Submit all prompts, or none.
+
+    continues: they are texts, whose answers are short where no length is said
+    terms: what each asks beside its answer
+    whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
+    heard: how the answers are read
+    raises RequestError, BusyError
+    """
+    engine, context = backend.model.engine, backend.model.engine.limits.context_tokens
+    each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
+    if whole_bytes is not None and params.logprobs is not None:
+        n_tokens = params.n * sum(
+            (own.max_tokens or max(0, context - len(prompt))) + (len(prompt) if own.prompt_logprobs is not None else 0)
+            for own, prompt in zip(each, prompts, strict=True)
+        )
+        check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
+    stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
+    matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), heard.thoughts)
+    if call.tenant and not terms.claim.tenant:
+        terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
+    if call.tenant and not backend.settings.share_prefix_cache:
+        terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
+    if not terms.delivered:
+        return Generation(engine.submit(prompts, each, call.id, stops, terms, matchers), params, call, backend, heard)
+    prepare = partial(engine.prepare, prompts, each, call.id, stops, terms, matchers)
+    handle = await backend.off_loop(sum(map(len, terms.delivered)) > LARGE_RESUME, prepare)
+    engine.queue(handle)
+    return Generation(handle, params, call, backend, heard)
+
+
+def _salt_of(tenant: str, salt: str) -> str:
+    """Return a salt that no other tenant can name, so that a tenant finds only its own pages in the prefix cache."""
+    parts = f"{len(tenant)} {tenant} {salt}".encode(errors="surrogatepass")
+    return "of a tenant: " + hashlib.blake2b(parts, digest_size=32).hexdigest()
+
+
+def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0) -> Usage:
+    """n_cached: tokens of the prompt that were found in the prefix cache; n_thought: generated, but thoughts"""
+    details = PromptTokensDetails(n_cached), CompletionTokensDetails(n_thought)
+    return Usage(n_prompt, n_generated, n_prompt + n_generated, *details)
+
+
+def _joined(a: Delta, b: Delta) -> Delta:
+    """Two deltas of one choice, in order, as one."""
+    return Delta(
+        index=a.index,
+        text=a.text + b.text,
+        token_ids=a.token_ids + b.token_ids,
+        logprobs=_both(a.logprobs, b.logprobs),
+        finish_reason=b.finish_reason,
+        stop_reason=b.stop_reason,
+        error=b.error,
+        fault=b.fault,
+        prompt_logprobs=_both(a.prompt_logprobs, b.prompt_logprobs),
+    )
+
+
+def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None) -> tuple[TokenLogprobs, ...] | None:
+    return None if a is None and b is None else (a or ()) + (b or ())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
+
+    content_type: bytes
+    failed: Callable[[Problem], bytes]
+    end: bytes = b""
+
+
+EVENTS = StreamForm(EVENT_STREAM, lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n")
+_ENCODER = msgspec.json.Encoder()
+log = logging.getLogger(__name__)
+
+
+class StreamUsage:
+    """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
+
+    def __init__(self, asked: StreamOptions | None, generation: Generation) -> None:
+        self.at_end = asked is not None and bool(asked.include_usage)
+        self.always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
+        self._generation = generation
+
+    def of(self, choice: int) -> Usage | UnsetType | None:
+        """For an event about that choice."""
+        if not self.at_end:
+            return UNSET
+        return self._generation.usage_so_far(choice) if self.always else None
+
+
+def events(replies: Iterable[msgspec.Struct]) -> bytes:
+    """Each reply as one event."""
+    return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
+
+
+class TextEvents:
+    """Events of a stream that differ in their text alone, so that it is all that is encoded of them."""
+
+    def __init__(self, field: bytes, empty: Callable[[int], msgspec.Struct]) -> None:
+        """field: the text's, with its value where that is empty; empty: such a reply about a choice"""
+        self._field, self._empty = field + b':""', empty
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, choice: int, text: str) -> bytes:
+        around = self._around.get(choice)
+        if around is None:  # within a string of JSON no quote stands without a backslash: the first is the field
+            before, _, after = events([self._empty(choice)]).partition(self._field)
+            around = self._around[choice] = before + self._field[:-2], after
+        return around[0] + _ENCODER.encode(text) + around[1]
+
+
+def named_event(name: str, reply: msgspec.Struct) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(reply) + b"\n\n"
+
+
+class EventStream:
+    """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
+
+    A generation that fails after the status line was sent becomes an error event. A reader that takes nothing loses its
+    connection (`connection.py`), and so the generation ends as for any client that goes away.
+    """
+
+    def __init__(
+        self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS, *, goes_on: bool = False
+    ) -> None:
+        """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
+        self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        headers = [(b"content-type", self._form.content_type), *UNHELD]
+        async with contextlib.nullcontext() if self._goes_on else self._generation:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                async for block in self._blocks:
+                    if block:
+                        await send({"type": "http.response.body", "body": block, "more_body": True})
+            except GenerationFailedError as error:
+                log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
+                await write(self._form.failed(error.problem))
+        await write(self._form.end, more=False)

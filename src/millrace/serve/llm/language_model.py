@@ -1,0 +1,400 @@
+"""Language models behind their endpoints: chat, completions, and text to tokens and back."""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from prometheus_client.core import Metric
+
+from millrace import __version__
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat_prompt import PromptRenderer
+from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
+from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.engine.bound import DecodeWork
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.errors import CheckpointError, MillraceError, RequestError
+from millrace.machine.roofline import Roofline
+from millrace.runtime.grammar import Matcher, Thoughts
+from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
+from millrace.runtime.service import AsyncEngine
+from millrace.runtime.stats import LoopStats
+from millrace.runtime.step_cost import StepProfile, beside
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.token_budget import TokenBudget
+from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.server_context import Lane, Serving
+from millrace.serve.llm.conversation import PLAINLY, Rendering
+from millrace.serve.llm.logprobs import Echo
+from millrace.serve.llm.output_parsing import Speech
+from millrace.serve.llm.prompt_warmup import WarmPrompt, warm
+from millrace.serve.llm.reasoning import ThinkingSwitch
+from millrace.serve.llm.request_decoding import check_messages
+from millrace.serve.llm.request_types import Message
+from millrace.serve.llm.token_lower_bound import LeastTokens
+from millrace.serve.ops.metrics import decode_metrics, engine_metrics, step_metrics
+
+SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
+LONG_CHARACTERS = 8192  # in a process of its own, which is started for the first such text
+VERY_LONG_CHARACTERS = 128 * 1024  # in another one
+LONG_CHAT_BYTES = 64 * 1024  # of a request's body; rendered in another process than shorter ones
+MAX_EXTRA_BYTES = 64 * 1024  # of chat_template_kwargs
+_EXTRA = "chat_template_kwargs"
+# Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
+N_THREADS = 2
+N_GRAMMARS = 8  # threads for short ones, and as many for long ones: most of them wait for the process that compiles
+
+
+class Texts:
+    """Text to tokens and back, and messages to text. At most `max_pending` calls wait or run in each lane."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, max_pending: int, max_context: int,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        """folder: of the tokenizer's files; with it, long texts are tokenised in processes of their own"""
+        self.tokenizer = tokenizer
+        self._max_context = max_context
+        self._least = LeastTokens(tokenizer, max_context)
+        self._medium = _Encoder(tokenizer, None, Lane("text", max_pending, N_THREADS))
+        self._decoding = Lane("decode", max_pending)
+        self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
+        # a template that loops must not hold up completions as well, so renderings have lanes of their own
+        self.speech = Speech("" if template is None else template.source, tokenizer)
+        has_own = template is not None and template.name_for(True) != template.name_for(False)
+        self.speech_of_tools = Speech(template.source_for(True), tokenizer) if template and has_own else self.speech
+        self._chats = None if template is None else _Renderer(template, "chat", max_pending)
+        self.never_thinks = self._chats is None or all(one.changes_nothing for one in self._chats.switches.values())
+        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, bounded_as: str | None = None
+    ) -> list[Sequence[int]]:
+        """Tokens of each text.
+
+        bounded_as: the field to name when a text, by its bytes or words, cannot fit the context
+        raises RequestError for what is no Unicode text, HttpError for one that is too long, BusyError
+        """
+        n = sum(map(len, texts))
+        if n <= SHORT_CHARACTERS:
+            return [self._medium.encode(text, add_special_tokens) for text in texts]
+        encoder = self._medium if n <= LONG_CHARACTERS else self._long if n <= VERY_LONG_CHARACTERS else self._very_long
+
+        def work() -> list[Sequence[int]]:
+            if bounded_as is not None and n > LONG_CHARACTERS:
+                for text in texts:
+                    self._least.check(text, bounded_as)
+            return [encoder.encode(text, add_special_tokens) for text in texts]
+
+        return await encoder.lane.run(work, n)
+
+    def computing(self, on_all_cores: bool) -> None:
+        """From the engine's thread: long texts wait meanwhile."""
+        self._long.hold(on_all_cores)
+        self._very_long.hold(on_all_cores)
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """raises BusyError"""
+        if len(ids) <= SHORT_CHARACTERS:
+            return self.tokenizer.decode(ids, skip_special_tokens)
+        return await self._decoding.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
+
+    async def echo(self, said: str | Sequence[int], ids: Sequence[int], special: bool, skip: bool) -> Echo:
+        """A prompt as it was said, a text or its tokens, to be given back.
+
+        special: special tokens were put around a text. skip: those of token ids are not shown
+        raises BusyError
+        """
+        tokenizer = self.tokenizer
+
+        def work() -> Echo:
+            if not isinstance(said, str):
+                return Echo.of_ids(tokenizer, ids, skip)
+            return Echo.of_text(tokenizer, said, ids, tokenizer.special_around if special else (0, 0))
+
+        return work() if len(ids) <= SHORT_CHARACTERS else await self._decoding.run(work)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        rendering: Rendering = PLAINLY,
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        body_bytes: int = 0,
+        bounded: bool = True,
+    ) -> Sequence[int]:
+        """Check, render and encode.
+
+        tools: as clients describe them; body_bytes: of the request that the messages came in: they are no longer
+        bounded: refuse what cannot fit the context by its bytes or words
+        raises HttpError without a template or where it cannot fit, what ChatTemplate.render raises; BusyError
+        """
+        renderer = self._chats if body_bytes <= LONG_CHAT_BYTES else self._long_chats
+        if renderer is None:
+            raise HttpError(
+                400,
+                "no_chat_template",
+                "this model has no chat template",
+                "a prompt as text: /v1/completions, or raw at /api/generate",
+                "send the whole prompt as text, or serve a model that has a chat template",
+            )
+        if len(messages) > self._max_context:  # each costs a token at least
+            raise context_exceeded(self._max_context, f"at least {len(messages)}", None, "messages")
+
+        def render() -> str:
+            if bounded and body_bytes > LONG_CHAT_BYTES:
+                self._least.check("".join(_contents(messages)), "messages")
+            if (n_bytes := len(msgspec.json.encode(rendering.extra))) > MAX_EXTRA_BYTES:
+                raise RequestError(
+                    f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA
+                )
+            return renderer.render(check_messages(messages), rendering, tools)
+
+        text = await renderer.lane.run(render, body_bytes)
+        return (await self.encode([text], rendering.add_special_tokens, "messages" if bounded else None))[0]
+
+    def close(self) -> None:
+        """Without waiting for anything that runs."""
+        self._decoding.close()
+        for part in (self._medium, self._long, self._very_long, self._chats, self._long_chats):
+            if part is not None:
+                part.lane.close()
+
+
+class _Encoder:
+    """A tokenizer with its lane; `process`: where it runs instead of in this process."""
+
+    def __init__(self, tokenizer: Tokenizer, process: TokenizerProcess | None, lane: Lane) -> None:
+        self._tokenizer, self._process, self.lane = tokenizer, process, lane
+
+    def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        """raises RequestError, HttpError where the tokenizer or its process cannot do it"""
+        try:
+            if self._process is None:
+                return self._tokenizer.encode(text, add_special_tokens)
+            check_unicode(text)
+            return self._process.encode(text, add_special_tokens)
+        except CheckpointError as error:
+            refusal = HttpError(503, "tokenizer_failed", error.what, error.expected, error.mend)
+            refusal.headers["retry-after"] = "10"
+            raise refusal from None
+
+    def hold(self, held: bool) -> None:
+        if self._process is not None:
+            self._process.hold(held)
+
+
+def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pending: int) -> _Encoder:
+    process = None if folder is None else TokenizerProcess(folder)
+    stop: Callable[[], None] | None = None if process is None else process.close
+    return _Encoder(tokenizer, process, Lane(f"{name}-text", max_pending, stop=stop))
+
+
+class _Renderer:
+    """A template with its lane."""
+
+    def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
+        self._prompts = PromptRenderer(template)
+        self.switches = {has: ThinkingSwitch(template.source_for(has)) for has in (False, True)}
+        self.lane = Lane(name, max_pending, stop=template.close)
+
+    def render(
+        self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
+    ) -> str:
+        """raises what ChatTemplate.render raises"""
+        return self._prompts.render(
+            messages, tools, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued,
+            extra={**self.switches[bool(tools)].variables(rendering.thinking), **rendering.extra},
+        )  # fmt: skip
+
+
+def _contents(messages: Sequence[Message]) -> "itertools.chain[str]":
+    """Every text of the messages."""
+    return itertools.chain.from_iterable(
+        (m.content,) if isinstance(m.content, str) else (part.text for part in m.content or ()) for m in messages
+    )
+
+
+T = TypeVar("T")
+WARM_UP_TOKENS = 2
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeClock:
+    """How long decoding takes at least on this machine, and how long it takes."""
+
+    work: DecodeWork
+    roofline: Roofline
+    budget: TokenBudget  # the engine loop's, which follows the steps without prompt tokens
+
+    def bound_s(self, stats: LoopStats) -> float:
+        """Of a step with what runs now; of one sequence that has only begun where nothing does."""
+        n_full = (
+            max(0, stats.pages_used - stats.running) * PAGE_TOKENS
+        )  # each sequence's last page may be all but empty
+        return self.work.bound(self.roofline, max(1, stats.running), n_full).seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel(ServedModel):
+    """A language model. The server starts and closes `engine`; its executor's owner closes that."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
+    chat_template: ChatTemplate | None
+    decode_clock: DecodeClock | None = None  # None: no roofline was measured here
+    warm_prompts: tuple[WarmPrompt, ...] = ()  # computed before the server is ready
+    profile: StepProfile | None = None  # what its steps should take here
+
+    def backend(self, serving: Serving) -> "TextBackend":
+        return TextBackend(self, serving)
+
+
+class TextBackend(Backend):
+    """A language model, its texts, and how it is named in answers."""
+
+    what = "a language model"
+
+    def __init__(self, model: TextModel, serving: Serving) -> None:
+        super().__init__(model, serving)
+        self.model: TextModel = model
+        self.unsent, self.off_loop = serving.unsent, serving.off_loop
+        self.responses, self.in_background = serving.responses, serving.in_background
+        self.texts = Texts(
+            model.tokenizer, model.chat_template, serving.settings.max_preparing, model.max_context,
+            model.tokenizer_folder,
+        )  # fmt: skip
+        self._grammars = Lane("grammar", serving.settings.max_preparing, N_GRAMMARS)
+        self._long_grammars = Lane("grammar-long", serving.settings.max_preparing, N_GRAMMARS)
+        self._answers = Lane("answers", self.capacity)  # those of the engine, which are not lost for want of a place
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may wait or run at a time."""
+        engine = self.model.engine
+        return engine.options.max_queued + engine.limits.max_sequences
+
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        return self.model.engine.loop.defaults.sampling
+
+    @property
+    def defaults_of(self) -> str:
+        return self.model.engine.loop.defaults.origin
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of this release, the model's first name, its engine and its precision: where it is equal, so are answers.
+
+        The same model under another name has another one.
+        """
+        metadata = self.model.metadata
+        parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
+        return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
+
+    async def written(self, is_large: bool, work: Callable[[], T]) -> T:
+        """`off_loop` for what the engine has computed: there is a place for every answer."""
+        return await self._answers.run(work) if is_large else work()
+
+    @property
+    def speech(self) -> Speech:
+        """How the model writes reasoning, and calls of tools in a conversation without them."""
+        return self.texts.speech
+
+    def speech_for(self, has_tools: bool) -> Speech:
+        """How the model writes calls of tools and reasoning: some have a chat template of its own for tools."""
+        return self.texts.speech_of_tools if has_tools else self.texts.speech
+
+    async def matchers(
+        self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
+    ) -> Sequence[Matcher]:
+        """Compile for n answers, beside event loop and engine. raises RequestError, BusyError, MachineError
+
+        thoughts: what may go before each
+        """
+        if asked is None:
+            return ()
+        grammars = self.model.engine.grammars
+        lane = self._grammars if asked.is_short else self._long_grammars
+        return await lane.run(lambda: grammars.matchers(asked, n, thoughts))
+
+    def start(self) -> None:
+        self.model.engine.start(self.texts.computing)
+
+    async def warm_up(self) -> str | None:
+        """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
+        grammars = self._grammars.run(self.model.engine.grammars.prepare)
+        trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
+        if self.model.warm_prompts and len(self.settings.keys) > 1 and not self.settings.share_prefix_cache:
+            log.warning("warm prompts are of no use to API keys, which do not share the prefix cache")
+        return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
+
+    async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:
+        """raises MillraceError. A conversation ends where its next message would begin"""
+        line = prompt.line
+        if line.messages is None:
+            return list((await self.texts.encode([line.prompt or ""], True, "prompt"))[0])
+        rendering = Rendering(line.chat_template_kwargs or {}, opens=False)
+        return list(await self.texts.encode_chat(line.messages, rendering, body_bytes=prompt.n_bytes))
+
+    def pulse(self) -> LoopStats:
+        return self.model.engine.stats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats, clock = self.model.engine.stats(), self.model.decode_clock
+        yield from engine_metrics(self.model.name, stats, self.model.engine.limits)
+        if clock is not None:
+            yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
+        profile, steps = self.model.profile, tuple(self.model.engine.loop.history.steps)
+        if profile is not None and (seen := beside(profile, steps)) is not None:
+            yield from step_metrics(self.model.name, *seen)
+
+    async def abort(self, within_s: float) -> None:
+        await self.model.engine.close(within_s)
+        self.texts.close()
+        self._grammars.close()
+        self._long_grammars.close()
+
+    def close(self) -> None:
+        self.texts.close()
+        self._grammars.close()
+        self._long_grammars.close()
+        self._answers.close()
+
+    @property
+    def stuck(self) -> bool:
+        return self.model.engine.stuck
+
+    async def _warm_up_engine(self) -> str | None:
+        engine, tokenizer = self.model.engine, self.model.tokenizer
+        token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id or 0
+        n_tokens = max(1, min(WARM_UP_TOKENS, self.model.max_context - 1))
+        params = SamplingParams(max_tokens=n_tokens, temperature=0.0, ignore_eos=True, seed=0)
+        try:
+            async with engine.submit([[token]], [params], "warm-up") as handle:
+                async for deltas in handle:
+                    for delta in deltas:
+                        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                            return delta.error or "it was aborted"
+        except MillraceError as error:
+            return str(error)
+        return None
+
+    async def _warm_up_template(self) -> None:
+        if self.model.chat_template is None:
+            return
+        try:
+            await self.texts.encode_chat([Message(role="user", content="Hi")])
+        except MillraceError as error:  # completions work all the same, and every chat is told
+            log.warning("the chat template does not render a greeting: %s", error)

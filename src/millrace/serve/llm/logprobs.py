@@ -1,0 +1,243 @@
+"""Log probabilities in OpenAI's two shapes: chat's, with bytes, and completions', with text offsets.
+
+A whole answer may have a million of them: `WholeChat` and `WholeCompletion` keep the JSON that they become, which is a
+sixth of what they take as objects.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
+from millrace.checkpoint.tool_calls.reader import Said
+from millrace.errors import RequestError
+from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
+from millrace.serve.llm.response_types import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+LOWEST = -9999.0  # OpenAI's number for "impossible"; JSON has no infinity
+
+
+# Bytes of JSON for each token that is named, with a word of usual length
+CHAT_BYTES, COMPLETION_BYTES = 80, 32
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            TokenLogprob(
+                token=tokenizer.token_text(t.token_id),
+                logprob=_number(t.logprob),
+                bytes=list(tokenizer.token_bytes(t.token_id)),
+                top_logprobs=[
+                    TopLogprob(tokenizer.token_text(i), _number(p), list(tokenizer.token_bytes(i))) for i, p in t.top
+                ],
+            )
+            for t in tokens
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is given back before its answer."""
+
+    text: str
+    offsets: Sequence[int]  # where each of its tokens begins
+
+    @classmethod
+    def of_text(cls, tokenizer: Tokenizer, text: str, ids: Sequence[int], around: tuple[int, int]) -> "Echo":
+        """As it was sent. around: how many special tokens were put before and behind it, which it does not show
+
+        Special tokens lie where the text spells them; between two of them characters are counted as decoding gives
+        them, which a normaliser makes one more or less than there are.
+        """
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+        shown, spelled = range(around[0], len(ids) - around[1]), set(tokenizer.special_ids)
+        offsets: list[int] = []
+        n_settled = at = spelled_to = 0
+        for i, token_id in enumerate(ids):
+            if i in shown and token_id in spelled:
+                spelling = tokenizer.token_text(token_id)
+                if (found := text.find(spelling, spelled_to)) >= 0:
+                    offsets[n_settled:] = [min(offset, found) for offset in offsets[n_settled:]]
+                    at, spelled_to, n_settled = found, found + len(spelling), len(offsets) + 1
+                else:
+                    spelled.remove(token_id)  # the unknown token: a text is not searched for it again and again
+            offsets.append(at)
+            if i in shown:
+                at += len(detokenizer.push((token_id,)))
+        return cls(text, [min(offset, len(text)) for offset in offsets])
+
+    @classmethod
+    def of_ids(cls, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> "Echo":
+        detokenizer, offsets, at = Detokenizer(tokenizer, skip_special_tokens), [], 0
+        for token_id in ids:
+            offsets.append(at)
+            at += len(detokenizer.push((token_id,)))
+        return cls(tokenizer.decode(ids, skip_special_tokens), offsets)
+
+
+class OffsetLogprobs:
+    """Completions' shape for one choice, piece by piece. Offsets count from the beginning of the choice's text.
+
+    echo: what the text begins with; then the prompt's tokens are told of before those of its answer
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] | None, skip_special_tokens: bool, echo: Echo | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
+        self._echoed = iter(() if echo is None else echo.offsets)
+        self._offset = 0 if echo is None else len(echo.text)
+
+    def first(self, token_id: int, with_top: bool) -> CompletionLogprobs:
+        """An echoed prompt's first token, before which there is nothing."""
+        name, offset = self._tokenizer.token_text(token_id), self._advance(token_id)
+        return CompletionLogprobs([name], [None], [None] if with_top else None, [offset])
+
+    def take(self, tokens: Sequence[TokenLogprobs], with_top: bool) -> CompletionLogprobs:
+        """`with_top`: the request asked for alternatives; then the chosen token is among them."""
+        offsets = [self._advance(t.token_id) for t in tokens]
+        names = [self._tokenizer.token_text(t.token_id) for t in tokens]
+        top: list[dict[str, float] | None] | None = None
+        if with_top:
+            top = [
+                {self._tokenizer.token_text(i): _number(p) for i, p in (*t.top, (t.token_id, t.logprob))}
+                for t in tokens
+            ]
+        return CompletionLogprobs(names, [_number(t.logprob) for t in tokens], top, offsets)
+
+    def _advance(self, token_id: int) -> int:
+        """Where its text begins."""
+        if (echoed := next(self._echoed, None)) is not None:
+            return echoed
+        begin = self._offset
+        self._offset += len(self._detokenizer.push((token_id,)))
+        return begin
+
+
+class ContentLogprobs:
+    """Which of an answer's tokens its content is made of, where its reader leaves marks out and holds text back.
+
+    The answer's text is followed from token to token; where in it content stands is the reader's word. A token with a
+    part in both a mark and the content is of the content; so is one that is only a part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
+        self._n_text = 0  # characters of the answer so far
+        self._n_content = 0  # of them, where all is content
+        self._tokens = deque[tuple[int, int, TokenLogprobs]]()  # not settled: where each begins and ends
+
+    def take(self, delta: Delta, said: Said) -> list[TokenLogprobs]:
+        """Those of `said.content`, which is what was read from this delta; each delta once, in order."""
+        tokens = delta.logprobs or ()
+        if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
+            tokens = tokens[:-1]  # the token that ended the answer is not in its text
+        for token in tokens:
+            begin = self._n_text
+            self._n_text += len(self._detokenizer.push((token.token_id,)))
+            self._tokens.append((begin, self._n_text, token))
+        own: list[TokenLogprobs] = []
+        for begin, end in self._spans(said):
+            self._leave(begin)
+            while self._tokens and self._tokens[0][0] < end:
+                own.append(self._tokens.popleft()[2])
+        self._leave(said.n_settled)
+        return own
+
+    def _spans(self, said: Said) -> Sequence[tuple[int, int]]:
+        if said.spans is not None:
+            return said.spans
+        begin, self._n_content = self._n_content, self._n_content + len(said.content)
+        return [(begin, self._n_content)]
+
+    def _leave(self, at: int) -> None:
+        """Out what is in front; a token that goes beyond it stays."""
+        while self._tokens and self._tokens[0][0] < at and self._tokens[0][1] <= at:
+            self._tokens.popleft()
+
+
+class JsonList:
+    """A list, as the JSON that it becomes."""
+
+    def __init__(self) -> None:
+        self._json = bytearray(b"[")
+
+    def extend(self, items: Sequence[object]) -> int:
+        """Bytes added."""
+        before = len(self._json)
+        if items:
+            self._json += b"," if before > 1 else b""
+            self._json += memoryview(msgspec.json.encode(items))[1:-1]
+        return len(self._json) - before
+
+    def so_far(self) -> list[Any]:
+        """For a reply that is encoded, while more may come."""
+        return cast(list[Any], msgspec.Raw(self._json + b"]"))
+
+    def whole(self) -> list[Any]:
+        """For a reply that is encoded. Nothing can be added afterwards."""
+        self._json += b"]"
+        return cast(list[Any], msgspec.Raw(self._json))
+
+
+class WholeChat:
+    """The log probabilities of one choice of a chat."""
+
+    def __init__(self) -> None:
+        self._content = JsonList()
+
+    def add(self, piece: ChatLogprobs) -> int:
+        """Bytes added."""
+        return self._content.extend(piece.content)
+
+    def whole(self) -> ChatLogprobs:
+        return ChatLogprobs(self._content.whole())
+
+
+class WholeCompletion:
+    """The log probabilities of one choice of a completion."""
+
+    def __init__(self) -> None:
+        self._tokens, self._logprobs, self._top, self._offsets = (JsonList() for _ in range(4))
+        self._with_top = False
+
+    def add(self, piece: CompletionLogprobs) -> int:
+        """Bytes added."""
+        n_bytes = self._tokens.extend(piece.tokens)
+        n_bytes += self._logprobs.extend(piece.token_logprobs)
+        n_bytes += self._offsets.extend(piece.text_offset)
+        if piece.top_logprobs is not None:
+            self._with_top = True
+            n_bytes += self._top.extend(piece.top_logprobs)
+        return n_bytes
+
+    def whole(self) -> CompletionLogprobs:
+        top = self._top.whole() if self._with_top else None
+        return CompletionLogprobs(self._tokens.whole(), self._logprobs.whole(), top, self._offsets.whole())
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LOWEST)
+
+
+def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int, n: int) -> None:
+    """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
+
+    Of its log probabilities only: its text is a small part of them. n: as it was asked; not all protocols have it
+    """
+    n_bytes = n_tokens * (1 + n_top) * bytes_each
+    if n_bytes > most_bytes:
+        fields = "n, max_tokens" if n > 1 else "max_tokens"
+        raise RequestError(
+            f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
+            f"is some {n_bytes // 2**20} MiB",
+            f"at most {most_bytes // 2**20} MiB in one piece",
+            f"lower {fields} or the number of log probabilities, or have a chat or completion streamed",
+            param="logprobs",
+        )

@@ -1,0 +1,47 @@
+"""An answer that is held until it is complete, where it is not streamed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from millrace.runtime.params import Delta
+from millrace.serve.llm.answer_blocks import Blocks
+from millrace.serve.llm.generation_stream import Generation
+from millrace.serve.llm.language_model import TextBackend
+
+
+@dataclass(slots=True)
+class Whole:
+    """One choice of an answer that is held until it is complete."""
+
+    blocks: Blocks
+    last: Delta | None = None
+
+    @property
+    def end(self) -> Delta:
+        """The last delta, which says why it ended."""
+        assert self.last is not None, "a generation is complete when each choice has ended"
+        return self.last
+
+
+async def whole_answer(
+    generation: Generation, backend: TextBackend, named: Callable[[Delta], int] = lambda delta: 0
+) -> list[Whole]:
+    """All choices, complete; gathered in a thread where that would hold up the event loop.
+
+    named: takes a delta's log probabilities, and says how many bytes more it holds, which count until it is left
+    raises HttpError with 503 where all answers together are too many
+    """
+    choices = [Whole(Blocks(generation.new_call_id)) for _ in range(generation.n_choices)]
+
+    def take(deltas: list[Delta]) -> int:
+        n_bytes = 0
+        for delta in deltas:
+            choices[delta.index].blocks.take(generation.said(delta))
+            choices[delta.index].last = delta
+            n_bytes += named(delta)
+        return n_bytes
+
+    async for deltas in generation:
+        generation.hold(await backend.written(generation.is_much(deltas), partial(take, deltas)))
+    return choices

@@ -1,0 +1,381 @@
+"""A request's body to its struct, and its fields to SamplingParams.
+
+Every field is used, named to the client as ignored, or an error; what was left out the engine decides.
+"""
+
+import gc
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from millrace.checkpoint.chat import normalised
+from millrace.errors import RequestError, nearest
+from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.claim import NO_CLAIM, Claim
+from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
+from millrace.runtime.request import FREELY, Terms
+from millrace.serve.http.errors import HttpError, not_yet
+from millrace.serve.http.json_scan import counts
+from millrace.serve.http.unknown_fields import MAX_NAMES, UnknownFields, check_neutral, roles_of, unknown_field
+from millrace.serve.llm.request_types import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    TermsFields,
+    ToolCall,
+    wire,
+)
+from millrace.serve.llm.structured_output import FIELDS, structured_outputs
+from millrace.serve.llm.unsupported_fields import HARMLESS, PENALTIES, PENALTY_WINDOW, asks_nothing
+
+T = TypeVar("T", bound=Body)
+TextsOrIds = str | list[str | int | list[int]]
+
+MOST_VALUES, MOST_CONTAINERS = 2_000_000, 250_000  # of a body: decoding more would hold up everybody else
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
+_GOT = re.compile(r"Expected `(?P<expected>.*)`, got `(?P<got>.*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
+# What msgspec calls a type, as clients in any language know it: of a value, and in an expectation
+_TYPES = {
+    "str": ("string", "a string"), "int": ("integer", "an integer"), "float": ("number", "a number"),
+    "bool": ("boolean", "true or false"), "array": ("array", "an array"), "object": ("object", "an object"),
+    "null": ("null", "null"),
+}  # fmt: skip
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Return the request. raises as `read_request`, and RequestError for any field that is not known"""
+    asked, unknown = read_request(body, kind)
+    if unknown:
+        raise unknown_field(unknown[0], nearest(unknown[0], wire(kind).__struct_fields__, kind.__struct_fields__))
+    return asked
+
+
+def read_request(body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
+    """Return the request, and the names of its fields that are not known and change nothing.
+
+    raises RequestError naming the field, HttpError where the body is not a JSON object
+    """
+    found = counts(body)
+    if found.values > MOST_VALUES or found.containers > MOST_CONTAINERS:
+        raise _no_json(
+            f"it has {found.values} values and {found.containers} lists and objects, at most {MOST_VALUES} and "
+            f"{MOST_CONTAINERS} are supported"
+        )
+    unknown: list[str] = []
+    try:
+        with _collector_paused():
+            try:
+                asked = msgspec.json.decode(body, type=wire(kind))
+            except msgspec.ValidationError as error:
+                if not _UNKNOWN.fullmatch(str(error)):
+                    raise
+                asked, unknown = _without_unknown(body, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_value(str(error), kind) from None
+    except RecursionError:
+        raise _no_json("it is nested too deeply") from None
+    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError, integers with thousands of digits
+        raise _no_json(_no_utf8(body) or str(error)) from None
+    for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
+        if (value := getattr(asked, name)) is UNSET:
+            continue
+        if name in PENALTY_WINDOW and not asks_nothing(value, neutral) and not _penalises(asked):
+            unknown.append(name)
+        else:
+            check_neutral(name, value, neutral)
+    assert isinstance(asked, kind)
+    return asked, tuple(unknown)
+
+
+def _without_unknown(body: bytes, kind: type[Body]) -> tuple[Struct, list[str]]:
+    """Decode a request that has fields of unknown names, and return these. raises RequestError if they matter"""
+    request = msgspec.json.decode(body)
+    own = kind.__struct_fields__
+    useful = set(own) - kind.UNUSED
+    unknown = UnknownFields(wire(kind), own, useful, kind.NAMES, kind.ANSWERS).taken_from(request)
+    return msgspec.convert(request, wire(kind), str_keys=True), unknown
+
+
+def _penalises(asked: object) -> bool:
+    return any(getattr(asked, name, None) not in (None, off) for name, off in PENALTIES.items())
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """What JSON becomes holds no cycles; looking at a million lists again and again took ten times the decoding."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def take_ignored(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the fields of the request that change nothing, as the client is told of them.
+
+    What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
+    times the body, and an answer may take minutes.
+
+    unknown: names that were taken out of it already
+    raises RequestError for a name within a field that was probably meant to be a known one
+    """
+    told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
+    within = asked.ignored_within() if any(getattr(asked, name) for name in kind.WITHIN) else ()
+    others = sorted({*unknown, *within} - told)  # a client may write any number of names
+    told |= {*others[:MAX_NAMES], *([f"{len(others) - MAX_NAMES} more"] if len(others) > MAX_NAMES else [])}
+    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
+        if asked.max_tokens not in (None, asked.max_completion_tokens):
+            told.add("max_tokens")
+        asked.max_tokens = None
+    for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
+        setattr(asked, name, UNSET)
+    return tuple(sorted(told))
+
+
+def let_go(asked: Body) -> None:
+    """Of its texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
+    for name in asked.__struct_fields__:
+        held = getattr(asked, name)
+        if isinstance(held, (str, list, dict)):
+            setattr(asked, name, type(held)())
+
+
+def texts_or_ids(given: TextsOrIds, field: str) -> list[str] | list[list[int]]:
+    """The four ways to write prompts, as a list of texts or of token-id lists. raises RequestError for a mixture"""
+    if isinstance(given, str):
+        return [given]
+    texts = [p for p in given if isinstance(p, str)]
+    lists = [p for p in given if isinstance(p, list)]
+    ids = [p for p in given if isinstance(p, int)]
+    if len(texts) == len(given) > 0:
+        return texts
+    if len(lists) == len(given) > 0:
+        return lists
+    if len(ids) == len(given) > 0:
+        return [ids]
+    what = f"{field} mixes texts, token ids or lists" if given else f"{field} is an empty list"
+    raise RequestError(
+        what, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param=field
+    )
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
+    for i, message in enumerate(messages):
+        for name in ("function_call", "audio", "refusal"):
+            if getattr(message, name):
+                raise not_yet(f"messages[{i}].{name}", "send messages of text and tool_calls only")
+        if message.tool_calls and message.role != "assistant":
+            raise RequestError(
+                f"messages[{i}] has tool_calls, and the role {message.role}", "calls of the assistant",
+                "correct the messages", "messages",
+            )  # fmt: skip
+    return normalised([_plain(message) for message in messages])
+
+
+def _plain(message: Message) -> dict[str, object]:
+    content = message.content
+    return {
+        "role": message.role,
+        **({} if content is UNSET else {"content": msgspec.to_builtins(content)}),
+        "name": message.name,
+        "tool_calls": [_plain_call(call) for call in message.tool_calls] if message.tool_calls else None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+
+
+def _plain_call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    plain: dict[str, object] = {"type": "function", "function": function}
+    return plain if call.id is None else {"id": call.id, **plain}
+
+
+def _wrong_value(message: str, kind: type[Body]) -> RequestError | HttpError:
+    """msgspec's message in our words."""
+    if missing := _MISSING.fullmatch(message):
+        field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
+        return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))
+    if not (wrong := _WRONG.fullmatch(message)):  # the body itself: "Expected `object`, got `array`"
+        return _no_json(f"it is of type {_type_name(got['got'])}" if (got := _GOT.fullmatch(message)) else message)
+    what, path = wrong["what"], wrong["path"]
+    subject = f"a key of {path}" if wrong["key"] else path
+    if got := _GOT.fullmatch(what):
+        expected = " or ".join(_TYPES[kind][1] if kind in _TYPES else kind for kind in got["expected"].split(" | "))
+        return RequestError(f"{subject} is of type {_type_name(got['got'])}", expected, f"correct {path}", _top(path))
+    if what.startswith("Invalid enum value"):
+        return _not_in_choices(subject, what.removeprefix("Invalid enum value "), kind)
+    return RequestError(f"{subject}: {what}", "a value in range", f"correct {path}", _top(path))
+
+
+def _type_name(kind: str) -> str:
+    return _TYPES[kind][0] if kind in _TYPES else kind
+
+
+def _not_in_choices(path: str, value: str, kind: type[Body]) -> RequestError:
+    if path.endswith(".role"):
+        *roles, last = roles_of(kind)
+        mend = "tool is the role today, with a tool_call_id" if value == "'function'" else "correct the role"
+        return RequestError(f"{path} is {value}", f"{', '.join(roles)} or {last}", mend, "messages")
+    if path.endswith(".type") and "tool_calls" in path:
+        return RequestError(f"{path} is {value}", '"function" or "custom"', "correct the messages", "messages")
+    return RequestError(
+        f"{path} is {value}", '"text"', "send text parts only; images and sound are not supported yet", "messages"
+    )
+
+
+def _top(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _no_utf8(body: bytes) -> str:
+    """Return where the body is no UTF-8, or "": the decoder's own position is one inside a string, if it tells one."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not utf-8"
+    return ""
+
+
+def _no_json(why: str) -> HttpError:
+    return HttpError(
+        400,
+        "invalid_json",
+        f"the body is not a JSON object: {why}",
+        "a JSON object in UTF-8 (NaN and Infinity are no JSON)",
+        "correct the body",
+    )
+
+
+def chat_params(asked: ChatRequest) -> SamplingParams:
+    """raises RequestError naming the field as the client wrote it"""
+    max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    n_top = asked.top_logprobs
+    if n_top and not asked.logprobs:
+        raise RequestError(
+            "top_logprobs is set, but logprobs is not", "both", "set logprobs to true", param="top_logprobs"
+        )
+    if n_top is not None and not 0 <= n_top <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {n_top}", f"an integer from 0 to {MAX_LOGPROBS}", "change top_logprobs", "top_logprobs"
+        )
+    try:
+        return _params(asked, max_tokens, (n_top or 0) if asked.logprobs else None)
+    except RequestError as error:
+        if error.param == "max_tokens" and asked.max_tokens is None:
+            what, mend = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.mend))
+            raise RequestError(what, error.expected, mend, "max_completion_tokens") from None
+        raise
+
+
+def completion_params(asked: CompletionRequest) -> SamplingParams:
+    """raises RequestError naming the field"""
+    n = 1 if asked.n is None else asked.n
+    if asked.best_of is not None and asked.best_of != n:
+        raise RequestError(
+            f"best_of is {asked.best_of} and n is {n}", "best_of equal to n", "leave best_of out", param="best_of"
+        )
+    if asked.max_tokens == 0 and asked.min_tokens:
+        raise RequestError(
+            f"min_tokens is {asked.min_tokens} and max_tokens is 0", "min_tokens up to max_tokens",
+            "leave min_tokens out", param="min_tokens",
+        )  # fmt: skip
+    if not asked.echo:
+        return _params(asked, asked.max_tokens, asked.logprobs)
+    # the engine draws one token at least: of an echo alone, `completions` leaves it out
+    params = _params(asked, 1 if asked.max_tokens == 0 else asked.max_tokens, asked.logprobs)
+    return replace(params, prompt_logprobs=asked.logprobs)
+
+
+class AsksCache(Protocol):
+    """A request with these fields."""
+
+    cache_salt: str | None
+    cache_priority: int | None
+    cache_ttl_s: float | None
+    cache_pin: bool | None
+
+
+def wants_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
+    """raises RequestError where there cannot be one"""
+    if asked.receipt and (asked.stream or n_prompts > 1):
+        what = "stream" if asked.stream else f"{n_prompts} prompts"
+        raise RequestError(
+            f"a receipt is wanted of {what}",
+            "of one prompt, in a whole answer",
+            "leave receipt out, or ask so",
+            "receipt",
+        )
+    return bool(asked.receipt)
+
+
+def terms_of(asked: TermsFields) -> Terms:
+    """raises RequestError naming the field"""
+    cache, claim = cache_options(asked), _claim(asked)
+    return FREELY if cache is PLAIN and claim is NO_CLAIM else Terms(cache=cache, claim=claim)
+
+
+def _claim(asked: TermsFields) -> Claim:
+    if asked.priority is None and asked.queue_timeout_s is None:
+        return NO_CLAIM
+    return Claim(priority=asked.priority or 0, queue_timeout_s=asked.queue_timeout_s)
+
+
+def cache_options(asked: AsksCache) -> CacheOptions:
+    """raises RequestError naming the field"""
+    given = (asked.cache_salt, asked.cache_priority, asked.cache_ttl_s, asked.cache_pin)
+    if given == (None, None, None, None):
+        return PLAIN
+    salt, priority, ttl_s, pin = given
+    return CacheOptions(salt=salt or "", priority=priority, ttl_s=ttl_s, pin=bool(pin))
+
+
+def _bias(given: dict[int, float] | list[Any] | None) -> dict[int, float]:
+    """An empty list is none: llama.cpp's clients write pairs. raises RequestError for a list that is not empty"""
+    if isinstance(given, list) and given:
+        expected = "an object of token ids and numbers"
+        raise RequestError("logit_bias is of type array", expected, "correct logit_bias", "logit_bias")
+    return given if isinstance(given, dict) else {}
+
+
+def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:
+    if asked.stream_options is not None and not asked.stream:
+        raise RequestError(
+            "stream_options is set, but stream is not", "both", "set stream to true", param="stream_options"
+        )
+    return SamplingParams(
+        n=1 if asked.n is None else asked.n,
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens or 0,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        repetition_penalty=asked.repetition_penalty,
+        repeat_last_n=asked.repeat_last_n,
+        seed=None if asked.seed == -1 else asked.seed,  # vLLM's and llama.cpp's word for any
+        stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=bool(asked.ignore_eos),
+        logit_bias=_bias(asked.logit_bias),
+        logprobs=n_top,
+        include_stop_str_in_output=bool(asked.include_stop_str_in_output),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+        structured_outputs=structured_outputs(asked)
+        if any(getattr(asked, name) is not None for name in FIELDS)
+        else None,
+    )

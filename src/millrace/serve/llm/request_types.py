@@ -1,0 +1,352 @@
+"""What clients may ask: OpenAI's requests with vLLM's extras.
+
+A field is in a struct, or in one of the tables of `unsupported_fields.py`; any other is refused, naming the nearest.
+Ranges are checked once, by SamplingParams; here are only names and types.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
+
+from millrace.runtime.cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
+from millrace.runtime.claim import MAX_PRIORITY, MAX_WAIT_S
+from millrace.runtime.pages import DEFAULT_PRIORITY, MAX_CACHE_PRIORITY
+from millrace.runtime.params import (
+    LEAST,
+    MAX_BIASED_TOKENS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+from millrace.serve.llm.reasoning import FIELDS as THINKING
+from millrace.serve.llm.reasoning import Effort, EnableThinking, ReasoningOptions, Think, ThinkingType, said_nothing
+from millrace.serve.llm.unsupported_fields import (
+    CHAT_NOT_YET,
+    COMPLETION_NOT_YET,
+    HARMLESS,
+    IGNORED,
+    LLAMA_NOT_YET,
+    VLLM_NOT_YET,
+)
+from millrace.serve.llm.usable_tools import FUNCTION, usable_tools
+
+OPENAI_TOOLS = ("function", None)
+
+
+class Body(Struct):
+    """What a client posts.
+
+    NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
+    OTHERS: fields that are taken with any value, and change nothing
+    UNUSED: such ones among the struct's own
+    NAMES: names of fields in `SamplingParams` and the chat's requests, and what this protocol calls them
+    ANSWERS: the request is for an answer, which fields of other protocols could change
+    WITHIN: fields that hold what `ignored_within` looks at
+    """
+
+    NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    OTHERS: ClassVar[frozenset[str]] = frozenset()
+    UNUSED: ClassVar[frozenset[str]] = frozenset()
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    ANSWERS: ClassVar[bool] = False
+    WITHIN: ClassVar[tuple[str, ...]] = ()
+
+    def ignored_within(self) -> list[str]:
+        """Remove from objects and lists that are fields what changes nothing; return it, named by its path.
+
+        raises RequestError for a name that was probably meant to be a known one
+        """
+        return []
+
+
+# gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy
+class TextPart(Struct, forbid_unknown_fields=True, gc=False):
+    text: str
+    type: Literal["text"]
+
+
+class CalledFunction(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
+    """arguments: JSON, as a text"""
+
+    name: str
+    arguments: str = ""
+
+
+class CalledCustom(Struct, forbid_unknown_fields=True, gc=False):
+    """A call that another server's model made of a tool without a schema."""
+
+    name: str
+    input: str = ""
+
+
+_NO_FUNCTION = CalledFunction("")
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """Of an assistant's message, as it was given to the client. A custom tool's becomes a function's."""
+
+    function: CalledFunction = _NO_FUNCTION
+    id: str | None = None
+    type: Literal["function", "custom"] = "function"
+    index: int | None = None  # which some clients keep from a stream
+    custom: CalledCustom | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "custom" and self.custom is not None:
+            arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
+            self.function, self.type, self.custom = CalledFunction(self.custom.name, arguments), "function", None
+        if self.function is _NO_FUNCTION:
+            raise ValueError(f"Object missing required field `{self.type}`")
+
+
+class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """`developer` is today's name of `system`, and is given to the chat template as such."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | UnsetType | None = UNSET
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of the assistant
+    tool_call_id: str | None = None  # of a tool's result: which call it answers
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of it
+    prefix: bool | None = None  # of the last: the answer goes on with it, as Mistral's and DeepSeek's clients say it
+    partial: bool | None = None  # and Qwen's
+    # what clients send back with an answer of ours, or of another server: empty, or refused
+    refusal: str | None = None
+    function_call: Any = None
+    audio: Any = None
+    annotations: list[Any] | None = None
+
+
+def described(what: str, default: object = None, low: float | None = None, high: float | None = None) -> Meta:
+    """What the documentation says of a field. `x-default`: what happens where it is left out"""
+    known = {"x-default": default, "minimum": low, "maximum": high}
+    return Meta(description=what, extra_json_schema={key: value for key, value in known.items() if value is not None})
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: Annotated[bool | None, described("end with an event that carries the usage", False)] = None
+    continuous_usage_stats: Annotated[bool | None, described("with include_usage: in every event", False)] = None
+    include_obfuscation: Annotated[bool | None, described("accepted; nothing is padded")] = None
+
+
+class TermsFields(Body, kw_only=True):
+    """What a request asks beside its answer, in every protocol that has one."""
+
+    cache_salt: Annotated[
+        str | None,
+        described(f"only requests with the same one share KV pages; at most {MAX_SALT_CHARACTERS} characters"),
+    ] = None
+    cache_priority: Annotated[
+        int | None,
+        described(
+            "of the prompt's KV pages: when room is needed, lower ones go first",
+            DEFAULT_PRIORITY, 0, MAX_CACHE_PRIORITY,
+        ),
+    ] = None  # fmt: skip
+    cache_ttl_s: Annotated[
+        float | None,
+        described("seconds until cache_priority or cache_pin end; left out: never, or an hour", high=MAX_TTL_S),
+    ] = None
+    cache_pin: Annotated[bool | None, described("keep the prompt's KV pages whatever comes", False)] = None
+    priority: Annotated[
+        int | None, described("lower goes first where requests wait", 0, -MAX_PRIORITY, MAX_PRIORITY)
+    ] = None
+    queue_timeout_s: Annotated[
+        float | None, described("seconds that it may wait for its first step; else 429, or 503", high=MAX_WAIT_S)
+    ] = None
+
+
+class SamplingFields(TermsFields, kw_only=True):
+    """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
+
+    OTHERS: ClassVar = HARMLESS | IGNORED
+    ANSWERS: ClassVar = True
+
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    n: Annotated[int | None, described("answers per prompt", 1, 1, MAX_CHOICES)] = None
+    max_tokens: Annotated[
+        int | None,
+        described("tokens of one answer at most; left out: the rest of the context for a chat, else 16", low=1),
+    ] = None
+    min_tokens: Annotated[int | None, described("no end before so many tokens", 0, 0)] = None
+    temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
+    top_p: Annotated[float | None, described("the likeliest tokens that together are so probable", 1.0, LEAST, 1)] = (
+        None
+    )
+    top_k: Annotated[int | None, described("so many of the likeliest tokens; 0 or -1 is off", 0, -1)] = None
+    min_p: Annotated[float | None, described("tokens at least so likely, relative to the likeliest", 0.0, 0, 1)] = None
+    presence_penalty: Annotated[float | None, described("for tokens that the answer has", 0.0, -2, 2)] = None
+    frequency_penalty: Annotated[float | None, described("for each time that it has them", 0.0, -2, 2)] = None
+    repetition_penalty: Annotated[
+        float | None, described("divides the logits of tokens in prompt and answer; 1 is off", 1.0, LEAST, 100)
+    ] = None
+    repeat_last_n: Annotated[
+        int | None, described("so many of the last tokens count for penalties; -1: all, 0: penalties are off", -1, -1)
+    ] = None
+    seed: Annotated[
+        int | None,
+        described("the same seed, the same answer; else one is drawn and ignored", low=-(2**63), high=2**64 - 1),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        described(
+            f"texts that end the answer and are left out; {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS} characters"
+        ),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, described(f"tokens that end the answer; at most {MAX_STOP_TOKENS}")] = (
+        None
+    )
+    include_stop_str_in_output: Annotated[bool | None, described("leave what ended it in the answer", False)] = None
+    skip_special_tokens: Annotated[bool | None, described("leave tokens such as </s> out of the text", True)] = None
+    ignore_eos: Annotated[bool | None, described("go on after the model's end-of-text token", False)] = None
+    logit_bias: Annotated[
+        dict[int, float] | list[Any] | None,
+        described(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
+    ] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        described(
+            '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}'
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        described("what each answer is held to: an object with one of json, regex, choice, grammar or json_object"),
+    ] = None
+    guided_json: Annotated[str | dict[str, Any] | None, described("the answer is JSON of this schema")] = None
+    guided_regex: Annotated[str | None, described("the whole answer matches this regular expression")] = None
+    guided_choice: Annotated[list[str] | None, described("the answer is one of these texts")] = None
+    guided_grammar: Annotated[str | None, described("the answer follows this grammar, in Lark's syntax or as GBNF")] = (
+        None
+    )
+    receipt: Annotated[
+        bool | None,
+        described("say what the answer came from, for `millrace verify`; of one prompt, not streamed", False),
+    ] = None
+    stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
+    stream_options: Annotated[StreamOptions | None, described("with stream")] = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    OTHERS: ClassVar = SamplingFields.OTHERS - {*THINKING}
+    WITHIN: ClassVar = ("tools", *THINKING)
+    NOT_YET: ClassVar = {**CHAT_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
+
+    messages: Annotated[list[Message], described("the conversation so far")]
+    max_completion_tokens: Annotated[int | None, described("today's name of max_tokens; of two, it counts", low=1)] = (
+        None
+    )
+    logprobs: Annotated[bool | None, described("log probabilities of the chosen tokens", False)] = None
+    top_logprobs: Annotated[int | None, described("alternatives per token; needs logprobs", 0, 0, MAX_LOGPROBS)] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        described(
+            'functions that may be called: {"type": "function", "function": {"name", "description", "parameters"}}'
+        ),
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        described('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}', "auto"),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
+    add_generation_prompt: Annotated[
+        bool | None, described("end the prompt where the assistant's turn begins", True)
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, described("the last message is the beginning of the answer, which goes on with it", False)
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, described("further variables for the chat template, such as enable_thinking")
+    ] = None
+    add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
+    enable_thinking: EnableThinking = None
+    think: Think = None
+    thinking: ThinkingType = None
+    reasoning: ReasoningOptions = None
+    reasoning_effort: Effort = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored + said_nothing(self)
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    NOT_YET: ClassVar = {**COMPLETION_NOT_YET, **VLLM_NOT_YET, **LLAMA_NOT_YET}
+
+    prompt: Annotated[
+        str | list[str | int | list[int]] | None,
+        described("a text, token ids, or a list of texts or of token-id lists"),
+    ] = None
+    prompt_embeds: Annotated[
+        str | list[list[float]] | None,
+        described(
+            "in place of a prompt, what enters the first layer: base64 of a safetensors file, or rows of numbers"
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None, described("alternatives per token; 0 is the chosen one only", low=0, high=MAX_LOGPROBS)
+    ] = None
+    echo: Annotated[
+        bool | None, described("begin with the prompt, and its log probabilities; with max_tokens 0 no more", False)
+    ] = None
+    best_of: Annotated[int | None, described("only as many as n", low=1, high=MAX_CHOICES)] = None
+    add_special_tokens: Annotated[bool | None, described("in front of a text, such as <s>", True)] = None
+    return_token_ids: Annotated[bool | None, described("return token ids of prompt and answer", False)] = None
+    resume_token_ids: Annotated[
+        list[int | list[int]] | None,
+        described("output tokens that the client already has, one list per choice; generation continues after them"),
+    ] = None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    NOT_YET: ClassVar = {"chat_template": ()}
+    WITHIN: ClassVar = ("tools", *THINKING)
+
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    prompt: Annotated[str | None, described("a text, of any length")] = None
+    messages: Annotated[list[Message] | None, described("a conversation, as for a chat")] = None
+    add_special_tokens: Annotated[bool | None, described("left out: true for a prompt, false for messages")] = None
+    add_generation_prompt: Annotated[bool | None, described("end where the assistant's turn begins", True)] = None
+    continue_final_message: Annotated[bool | None, described("end where the last message ends", False)] = None
+    tools: Annotated[list[dict[str, Any]] | None, described("as for a chat")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
+    enable_thinking: EnableThinking = None
+    think: Think = None
+    thinking: ThinkingType = None
+    reasoning: ReasoningOptions = None
+    reasoning_effort: Effort = None
+    return_token_strs: Annotated[bool | None, described("the text of each token, too", False)] = None
+
+    def ignored_within(self) -> list[str]:
+        self.tools, ignored = usable_tools(self.tools, OPENAI_TOOLS, ("type", "function"), FUNCTION)
+        return ignored + said_nothing(self)
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    tokens: Annotated[list[int], described("ids, no more than the context has")]
+
+
+def other_names(kind: type[Body]) -> frozenset[str]:
+    """The fields of a request that are no members of its struct."""
+    return frozenset(kind.NOT_YET) | kind.OTHERS
+
+
+@cache
+def wire(kind: type[Body]) -> type[Struct]:
+    """What a body is decoded to, in one pass: the struct with its other fields, which hold any value, or UNSET."""
+    return defstruct(
+        f"{kind.__name__}Body",
+        [(name, Any, UNSET) for name in sorted(other_names(kind))],
+        bases=(kind,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )

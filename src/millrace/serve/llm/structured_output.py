@@ -1,0 +1,69 @@
+"""What a request holds its answers to: OpenAI's `response_format`, vLLM's `guided_*` and `structured_outputs`."""
+
+from collections.abc import Mapping
+
+from millrace.errors import RequestError, check_names
+from millrace.runtime.structured import StructuredOutputsParams, structured
+from millrace.serve.llm.request_types import SamplingFields
+
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FIELDS = ("response_format", "structured_outputs", *GUIDED)
+_TYPES = (
+    '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+)
+_OF_SCHEMA = {"name": str, "schema": dict, "strict": bool, "description": str}
+
+
+def structured_outputs(asked: SamplingFields) -> StructuredOutputsParams | None:
+    """None where only text is asked for. raises RequestError naming the field"""
+    said = [name for name in FIELDS if getattr(asked, name) is not None]
+    formats = {name: _one(name, getattr(asked, name)) for name in said}
+    found = [name for name, one in formats.items() if one is not None]
+    if len(found) > 1:
+        first, second = found[:2]
+        raise RequestError(
+            f"{first} and {second} are both set", "one of them: an answer has one form", f"leave {second} out", second
+        )
+    return formats[found[0]] if found else None
+
+
+def _one(name: str, value: object) -> StructuredOutputsParams | None:
+    if name == "response_format":
+        return response_format(value)
+    if name == "structured_outputs":
+        return structured(value, name)
+    return structured({name.removeprefix("guided_"): value}, name)
+
+
+def response_format(value: object) -> StructuredOutputsParams | None:
+    """A schema is always kept to, so `strict` changes nothing: OpenAI's false would only promise less."""
+    given = _object(value, "response_format", {"type", "json_schema"}, _TYPES)
+    kind, described = given.get("type"), given.get("json_schema")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _wrong(f"response_format.type is {kind!r:.60}", _TYPES)
+    if (kind == "json_schema") != (described is not None):
+        missing = "is missing" if described is None else f'stands beside the type "{kind}"'
+        raise _wrong(f"response_format.json_schema {missing}", _TYPES)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True, asked_as="response_format")
+    expected = "an object with a schema, and beside it name, strict and description"
+    schema = _object(described, "response_format.json_schema", set(_OF_SCHEMA), expected)
+    for name, wanted in _OF_SCHEMA.items():
+        if schema.get(name) is not None and not isinstance(schema[name], wanted):
+            raise _wrong(f"response_format.json_schema.{name} is of type {type(schema[name]).__name__}", expected)
+    if schema.get("schema") is None:
+        raise _wrong("response_format.json_schema.schema is missing", expected)
+    return StructuredOutputsParams(json=schema["schema"], asked_as="response_format")  # type: ignore[arg-type]
+
+
+def _object(value: object, path: str, known: set[str], expected: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise _wrong(f"{path} is of type {type(value).__name__}", expected)
+    check_names(value, known, path, "response_format")
+    return value
+
+
+def _wrong(what: str, expected: str) -> RequestError:
+    return RequestError(what, expected, "correct response_format", "response_format")

@@ -1,0 +1,136 @@
+"""What a conversation says of tools: read, checked, and what an answer that has to call one is held to."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from millrace.checkpoint.tool_calls.formats import ToolFormat
+from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
+from millrace.errors import RequestError, nearest
+from millrace.runtime.grammar import in_one_layout
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.tool_specs import OPENAI, ToolShape, checked_functions
+from millrace.serve.http.errors import not_yet
+
+MOST_CALLS = 16  # of one answer: a small model would go on for ever
+
+
+RESPONSES = ToolShape(
+    '{"type": "function", "name": ..., "description": ..., "parameters": {...}}',
+    '"none", "auto", "required" or {"type": "function", "name": ...}',
+)  # fmt: skip
+ANTHROPIC = ToolShape(
+    '{"name": ..., "description": ..., "input_schema": {...}}',
+    '{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}', parameters="input_schema",
+    longest=128,
+)  # fmt: skip
+_ELSEWHERE = {"$ref", "anyOf", "oneOf", "allOf"}  # where a schema may name properties instead of in `properties`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """Those of one conversation.
+
+    specs: as clients write them, and chat templates read them
+    must: one of them is called at least; only: this one; parallel: an answer may have several calls
+    """
+
+    specs: Sequence[Mapping[str, object]]
+    schemas: Mapping[str, Mapping[str, object]]  # of the arguments, by the tool's name
+    strict: bool = False  # calls that the model makes by itself keep to the schemas
+    must: bool = False
+    only: str | None = None
+    parallel: bool = True
+
+    def most(self, of: ToolFormat) -> int:
+        """Calls that an answer may have: no more than its template takes back."""
+        return MOST_CALLS if self.parallel and self.only is None and not of.single else 1
+
+    def form(
+        self, of: ToolFormat, special: Callable[[str], int | None], beside: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
+        """What the answer is held to; beside: what a text would be. raises RequestError where both cannot be"""
+        schemas = {self.only: self.schemas[self.only]} if self.only else self.schemas
+        held = {name: in_one_layout(schema) for name, schema in schemas.items()}
+        if self.must:
+            if beside is not None:
+                raise RequestError(
+                    f"tool_choice asks for a call, and {beside.asked_as} for another form", "one of them",
+                    f'leave {beside.asked_as} out, or set tool_choice to "auto"', "tool_choice",
+                )  # fmt: skip
+            return StructuredOutputsParams(
+                grammar=calls_grammar(of, held, special, most=self.most(of)), asked_as="tools"
+            )
+        if beside is not None:
+            if beside.kind not in ("json", "json_object"):
+                raise RequestError(
+                    f"{beside.asked_as} stands beside tools", "a JSON schema beside tools", "leave one of them out",
+                    beside.asked_as,
+                )  # fmt: skip
+            schema = in_one_layout(beside.schema())
+            text = calls_grammar(of, held, special, most=self.most(of), or_json=schema)
+            return StructuredOutputsParams(grammar=text, asked_as=beside.asked_as)
+        if not self.strict:
+            return None
+        return StructuredOutputsParams(grammar=free_grammar(of, held, special, most=self.most(of)), asked_as="tools")
+
+
+def tools_of(
+    tools: Sequence[Mapping[str, object]] | None, choice: object, parallel: bool | None, shape: ToolShape = OPENAI
+) -> Tools | None:
+    """OpenAI's three fields; None where nothing may be called. raises RequestError naming the field
+
+    shape: of the protocol in which the client wrote them
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is set, but there are no tools", "both", "send tools", "tool_choice")
+        return None
+    functions = checked_functions(tools, shape)
+    schemas = {str(function["name"]): _schema(function.get("parameters")) for function in functions}
+    must, only = _chosen(choice, schemas, shape)
+    if choice == "none":
+        return None
+    strict = any(function.get("strict") for function in functions)
+    if must or strict:  # the others are for the model to read
+        for name, schema in schemas.items():
+            _check_schema(name, schema)
+    return Tools(
+        specs=tools, schemas=schemas, strict=strict, must=must, only=only, parallel=parallel is not False
+    )  # fmt: skip
+
+
+def _schema(parameters: object) -> Mapping[str, object]:
+    """Of a call's arguments, which are always an object, and none but those that are named unless it is said.
+
+    What names them elsewhere says itself what else may come: here it would be all of them.
+    """
+    given = parameters if isinstance(parameters, Mapping) else {}
+    closed = {} if given.keys() & _ELSEWHERE else {"properties": {}, "additionalProperties": False}
+    return {**closed, **given, "type": "object"}
+
+
+def _check_schema(name: str, schema: Mapping[str, object]) -> None:
+    """raises RequestError as for any schema that an answer is held to"""
+    try:
+        StructuredOutputsParams(json=schema).text()
+    except RequestError as error:
+        what = f"the parameters of the tool {name!r}: {error.what.partition(': ')[2]}"
+        raise RequestError(what, error.expected, "correct tools", "tools") from None
+
+
+def _chosen(choice: object, schemas: Mapping[str, object], shape: ToolShape) -> tuple[bool, str | None]:
+    """(one must be called, which one)"""
+    match choice:
+        case None | "none" | "auto":
+            return False, None
+        case "required":
+            return True, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            if name not in schemas:
+                raise RequestError(
+                    f"tool_choice names {name!r:.80}", nearest(name, schemas), "name one of tools", "tool_choice"
+                )
+            return True, name
+        case {"type": str(kind)} if kind != "function":
+            raise not_yet("tool_choice", f"send {shape.choices}", f'tool_choice of the type "{kind[:60]}"')
+    raise RequestError(f"tool_choice is {choice!r:.80}", shape.choices, "correct tool_choice", "tool_choice")

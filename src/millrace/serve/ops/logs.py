@@ -1,0 +1,119 @@
+"""Log formats: text for people, JSON for machines. `http_request.py` decides what a request's line says."""
+
+import json
+import logging
+import re
+import time
+from functools import lru_cache
+from typing import Literal
+
+from millrace.serve.http.http_request import IN_RECORD, Lines, RequestLog
+from millrace.settings import LOGGER
+
+# Controls, ends of lines and paragraphs, marks that turn the direction of writing, halves of surrogate pairs.
+_ODD = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class Seldom:
+    """Warnings that strangers could multiply: each text at most once in `every_s`, with how many it stands for."""
+
+    def __init__(self, log: logging.Logger, every_s: float = 10.0) -> None:
+        self._log, self._every_s = log, every_s
+        self._quiet: dict[str, tuple[float, int]] = {}  # text to (until when nothing is said, how many were not)
+
+    def warn(self, text: str) -> None:
+        """`text` is one of a few: nothing that a client wrote."""
+        now_s = time.monotonic()
+        until_s, n_unsaid = self._quiet.get(text, (0.0, 0))
+        if now_s < until_s:
+            self._quiet[text] = (until_s, n_unsaid + 1)
+            return
+        self._quiet[text] = (now_s + self._every_s, 0)
+        self._log.warning("%s%s", text, f" ({n_unsaid} more since the last such line)" if n_unsaid else "")
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00Z INFO POST /v1/completions status=200 request_id=...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = getattr(record, IN_RECORD, None)
+        if isinstance(entry, Lines):
+            return _text(record.levelname, entry)
+        line = f"{_time(record.created)} {record.levelname} {escaped(record.getMessage())}"
+        if not record.exc_info:
+            return line
+        trace = self.formatException(record.exc_info).split("\n")  # whose messages, too, come from outside
+        return "\n".join((line, *(f"  {escaped(one)}" for one in trace)))
+
+
+def escaped(text: str) -> str:
+    """On one line, with nothing that moves a terminal's cursor or changes its colours: `\\n`, `\\x1b`, `\\u2028`."""
+    return _ODD.sub(lambda odd: odd[0].encode("unicode_escape").decode(), text)
+
+
+def _text(level: str, lines: Lines) -> str:
+    """As a RequestLog says them, in a fifth of the time."""
+    found, second_s, second = [], -1, ""
+    for at_s, method, path, request_id, status, total_ms, error in lines:
+        if not 0 <= at_s - second_s < 1:
+            second_s = int(at_s)
+            second = _second(second_s)
+        begin = f"{second}.{int((at_s - second_s) * 1000):03d}Z {level} "
+        if error:
+            found.append(begin + str(RequestLog(method, path, request_id, status, total_ms, error=error)))
+        else:
+            found.append(f"{begin}{method} {path} request_id={request_id} status={status} total_ms={total_ms:.1f}")
+    return "\n".join(found)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; the fields of a request are keys of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = getattr(record, IN_RECORD, None)
+        if isinstance(entry, Lines):
+            return "\n".join(json.dumps(self._head(record, at_s) | one.known()) for at_s, one in entry.entries())
+        line = self._head(record, record.created)
+        line |= entry.known() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+    def _head(self, record: logging.LogRecord, at_s: float) -> dict[str, object]:
+        return {"time": _time(at_s), "level": record.levelname.lower(), "logger": record.name}
+
+
+class Logging:
+    """`with Logging("json"):` sends this package's log to stderr, and puts everything back afterwards."""
+
+    def __init__(self, form: Literal["text", "json"]) -> None:
+        self._handler = logging.StreamHandler()
+        self._handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+        self._levels: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        ours = logging.getLogger(LOGGER)
+        self._set_level(LOGGER, logging.INFO)
+        # uvicorn reports what a closed connection looks like from below; the edge has said it better by then
+        self._set_level("uvicorn.error", logging.CRITICAL)
+        ours.addHandler(self._handler)
+
+    def __exit__(self, *exc_info: object) -> None:
+        logging.getLogger(LOGGER).removeHandler(self._handler)
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
+
+    def _set_level(self, name: str, level: int) -> None:
+        logger = logging.getLogger(name)
+        self._levels[name] = logger.level
+        if name != LOGGER or logger.level == logging.NOTSET:  # whoever asked for DEBUG gets it
+            logger.setLevel(level)
+
+
+def _time(at_s: float) -> str:
+    return f"{_second(int(at_s))}.{int(at_s % 1 * 1000):03d}Z"
+
+
+@lru_cache(2)
+def _second(at_s: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at_s))

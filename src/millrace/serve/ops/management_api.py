@@ -1,0 +1,174 @@
+"""GET endpoints: models, health, metrics, metadata, versions."""
+
+import datetime
+from collections.abc import Collection
+
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import Scope
+
+from millrace import __version__
+from millrace.serve.backend import Backend, Models
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.http_request import header
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.response_types import (
+    EngineVersionReply,
+    HealthReply,
+    LicenseInfo,
+    LoadReply,
+    MetadataReply,
+    ModelCard,
+    ModelInfo,
+    ModelList,
+    TokenizerInfoReply,
+    VersionReply,
+    json_reply,
+)
+from millrace.serve.ops.health import Health
+from millrace.serve.ops.metrics import CONTENT_TYPE
+from millrace.serve.protocols.anthropic.protocol import VERSION, AnthropicModel, AnthropicModels
+
+API_VERSION = "1.0.0"
+_VECTORS = "use /v1/embeddings"
+_TEXT, _OTHER = "use /v1/completions", "use another server for these"
+# Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
+NOT_YET = {
+    "/v1/assistants": "use /v1/responses", "/v1/threads": "use /v1/responses", "/v1/conversations": "use /v1/responses",
+    "/embedding": _VECTORS,
+    "/api": "models come with the server's start: of Ollama's paths there are chat, generate, embed, embeddings, tags, "
+            "show, ps, version",
+    "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
+    "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
+    "/v1/moderations": _OTHER,
+    "/v1/audio": _OTHER, "/v1/images": _OTHER, "/v1/files": _OTHER, "/v1/batches": _OTHER, "/v1/uploads": _OTHER,
+    "/v1/fine_tuning": _OTHER, "/v1/vector_stores": _OTHER,
+}  # fmt: skip
+# Where a person looks who has no path yet.
+_ROOTS = {
+    "/v1": "this is the base URL: clients put /chat/completions behind it, and /v1/models tells what there is",
+}
+
+
+def model_list(models: Models, scope: Scope) -> Response:
+    """OpenAI's, or Anthropic's for its clients."""
+    if header(scope, VERSION) is not None:
+        found = [_anthropic(b, name) for b in models.backends for name in b.model.listed_names]
+        first, last = (found[0].id, found[-1].id) if found else (None, None)
+        return json_reply(AnthropicModels(found, first, last))
+    return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.listed_names]))
+
+
+def model(models: Models, scope: Scope) -> Response:
+    name: str = scope["path_params"]["model"]
+    if header(scope, VERSION) is not None:
+        return json_reply(_anthropic(models.get(name), name))
+    return json_reply(_card(models.get(name), name))
+
+
+def live(models: Models, scope: Scope) -> Response:
+    """The process answers; nothing is said of the engine."""
+    return json_reply(HealthReply("live", "live"))
+
+
+def ready(models: Models, scope: Scope) -> Response:
+    """NIM's: 200 when requests may be sent, 503 with the reason otherwise."""
+    health: Health = models.heartbeat.ready()
+    if health.ok:
+        return json_reply(HealthReply(f"{', '.join(b.model.name for b in models.backends)} is ready", "ready"))
+    return json_reply(HealthReply(health.message, "not_ready"), 503)
+
+
+def health(models: Models, scope: Scope) -> Response:
+    """vLLM's: 200 without a body, or 503; stays 200 while running requests are finished."""
+    alive = models.heartbeat.alive()
+    return Response(status_code=200) if alive.ok else Response(alive.message, 503, media_type="text/plain")
+
+
+def load(models: Models, scope: Scope) -> Response:
+    """vLLM's: how many requests are being answered, this one left out."""
+    return json_reply(LoadReply(models.serving.load.n - 1))
+
+
+def tokenizer_info(models: Models, scope: Scope) -> Response:
+    """vLLM's: what a client needs to write a prompt by itself."""
+    able = models.of_kind(TextBackend)
+    if not able:
+        raise HttpError(
+            404, "no_tokenizer", f"{models.first.model.name} is {models.first.what}", "a language model",
+            "ask a server that has one",
+        )  # fmt: skip
+    model = able[0].model
+    tokenizer, template = model.tokenizer, model.chat_template
+    return json_reply(
+        TokenizerInfoReply(
+            type(tokenizer).__name__,
+            tokenizer.vocab_size,
+            model.max_context,
+            None if template is None else template.source,
+            **tokenizer.special_token_strings,
+        )
+    )
+
+
+def metrics(models: Models, scope: Scope) -> Response:
+    return Response(models.serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def version(models: Models, scope: Scope) -> Response:
+    return json_reply(VersionReply(__version__, API_VERSION))
+
+
+def engine_version(models: Models, scope: Scope) -> Response:
+    return json_reply(EngineVersionReply(__version__))
+
+
+def metadata(models: Models, scope: Scope) -> Response:
+    """NIM's, which knows one model: more than its name is said of the first only."""
+    known = models.first.model.metadata
+    reply = MetadataReply(
+        version=__version__,
+        modelInfo=[ModelInfo(b.model.name, str(b.model.metadata.get("source", ""))) for b in models.backends],
+        licenseInfo=LicenseInfo(str(known.get("license", ""))),
+        selectedModelProfileId=str(known.get("engine", "")),
+        assetInfo=[],
+        repository_override="",
+        millrace=dict(known),
+    )
+    return json_reply(reply)
+
+
+def unknown_path(path: str, known: Collection[str]) -> HttpError:
+    """known: the paths that there are"""
+    plain = path.rstrip("/")
+    what, expected, mend = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"
+    base = "end the base URL of the client with /v1, once"
+    instead = next((mend for prefix, mend in NOT_YET.items() if f"{plain}/".startswith(f"{prefix}/")), None)
+    if plain in known:
+        expected, mend = f'"{plain}"', "leave out the slash at its end"
+    elif f"/v1{plain}" in known:
+        expected, mend = f'"/v1{plain}"', base
+    elif plain.startswith("/v1/v1/") and plain.removeprefix("/v1") in known:
+        expected, mend = f'"{plain.removeprefix("/v1")}"', base
+    elif plain in _ROOTS:
+        mend = _ROOTS[plain]
+    elif plain.endswith("/chat/completions"):  # a base URL with another path in it, or with this one already
+        expected, mend = '"/v1/chat/completions"', base
+    elif plain.endswith("/completions"):
+        expected, mend = '"/v1/completions"', base
+    elif instead is not None:
+        what, mend = f"{path} is not served yet", instead
+    return HttpError(404, "not_found", what, expected, mend)
+
+
+def _anthropic(backend: Backend, name: str) -> AnthropicModel:
+    created = datetime.datetime.fromtimestamp(backend.model.created, datetime.UTC)
+    return AnthropicModel(name, backend.model.name, created.isoformat().replace("+00:00", "Z"))
+
+
+def _card(backend: Backend, name: str) -> ModelCard:
+    card = ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
+    if backend.defaults:
+        card.default_sampling = dict(backend.defaults)
+        card.default_sampling_of = backend.defaults_of or UNSET
+    return card

@@ -1,0 +1,53 @@
+"""Requests to language models and encoders as spans, with OpenTelemetry's names for generative models.
+
+Source: semantic conventions of OpenTelemetry, "gen-ai"; times by the names that vLLM gives them.
+"""
+
+from typing import Any
+
+from starlette.types import Scope
+
+from millrace.model_repository.tracing.trace_context import PARENT, STATE
+from millrace.model_repository.tracing.tracer import Tracer
+from millrace.serve.http.errors import CLIENT_CLOSED
+from millrace.serve.http.http_request import Call, joined
+
+# What the paths of all protocols ask for; others are named by their last part.
+_OPERATIONS = {"chat/completions": "chat", "responses": "chat", "messages": "chat", "api/chat": "chat",
+               "completions": "text_completion", "generate": "text_completion", "embeddings": "embeddings",
+               "embed": "embeddings"}  # fmt: skip
+
+
+def trace(tracer: Tracer, call: Call, scope: Scope) -> None:
+    """Of a tracer that is on. It has ended; where it was for a model it is told, or not, as the settings have it."""
+    if not call.model:
+        return
+    headers = joined(scope["headers"], b",")
+    parent = tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
+    if tracer.spans is None or not tracer.takes(parent):
+        return
+    log = call.log
+    path = log.path.partition("?")[0].rstrip("/")
+    operation = next((what for end, what in _OPERATIONS.items() if path.endswith(f"/{end}")), path.rpartition("/")[2])
+    status = log.status or CLIENT_CLOSED
+    failed = log.error or ("the client has gone" if status == CLIENT_CLOSED else "")
+    name, began_ns = f"{operation} {call.model}", int(call.arrived_s * 1e9)
+    tracer.spans.told(name, began_ns, parent, _attributes(call, operation, status), failed, str(status))
+
+
+def _attributes(call: Call, operation: str, status: int) -> dict[str, Any]:
+    log = call.log
+    told = {
+        "gen_ai.operation.name": operation, "gen_ai.provider.name": "millrace", "gen_ai.request.model": call.model,
+        "gen_ai.request.id": call.id, "gen_ai.usage.input_tokens": log.prompt_tokens,
+        "gen_ai.usage.output_tokens": log.generated_tokens,
+        "gen_ai.response.finish_reasons": log.finish_reason.split("+") if log.finish_reason else None,
+        "gen_ai.latency.time_in_queue": _seconds(log.queue_ms),
+        "gen_ai.latency.time_to_first_token": _seconds(log.ttft_ms),
+        "http.request.method": log.method, "url.path": log.path, "http.response.status_code": status,
+    }  # fmt: skip
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3

@@ -1,0 +1,123 @@
+"""What happened to a request, step by step."""
+
+import re
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
+
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Scope
+
+from millrace.errors import RequestError
+from millrace.runtime.history import MOST_STEPS, RequestTrace, StepSeen
+from millrace.serve.backend import Models
+from millrace.serve.http.errors import HttpError
+from millrace.serve.http.http_request import CALL, Call
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.response_types import json_reply
+
+
+class StepReply(Struct):
+    """Times in milliseconds, the first since the request was queued. tokens: of this request in the step"""
+
+    step: int
+    at_ms: float
+    took_ms: float
+    prompt_tokens: int  # computed in it; output that is computed again after a preemption is none
+    drawn_tokens: int
+    all_tokens: int  # with those of others in the same step
+    others: int  # sequences beside this request's
+    waiting: int  # that nobody computed anything for
+
+
+class TraceReply(Struct):
+    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all
+
+    Between two of these times lies one stage of its way: received, prepared, queued, computed, told.
+    """
+
+    id: str
+    preparing_ms: float | None  # from its first byte to being queued: read, rendered, tokenised
+    queued_ms: float | None  # from then on, as all that follow, until its first step
+    first_token_ms: float | None  # until the step that drew it had ended
+    first_told_ms: float | None  # until it was text, and given to its connection
+    total_ms: float | None
+    told_ms: float | None  # the last token, as the first
+    prompt_tokens: int
+    cached_tokens: int  # of them: their pages were known, so that nothing was computed
+    prefill_saved_ms: float | None  # by that, at the pace of prompts in this server, of late; None where there was none
+    generated_tokens: int
+    preemptions: int
+    steps: list[StepReply]
+
+
+class TraceList(Struct):
+    data: list[TraceReply]  # a call with several prompts has several; the last 8 of that id
+    object: str = "request.trace"
+
+
+def request_trace(models: Models, scope: Scope) -> Response:
+    """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
+    n_steps = _steps_asked(scope)
+    request_id: str = scope["path_params"]["request_id"]
+    call: Call = scope[CALL]
+    loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
+    found: list[TraceReply] = []
+    for loop in loops:
+        if own := [trace for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]:
+            token_s = _prompt_token_s(tuple(loop.history.steps))
+            found += [_trace(trace, token_s, n_steps) for trace in own]
+    if not found:
+        raise HttpError(
+            404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
+            "one of the last few hundred", "send the x-request-id that came with the answer",
+        )  # fmt: skip
+    return json_reply(TraceList(found))
+
+
+def _steps_asked(scope: Scope) -> int:
+    found = MOST_STEPS
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name != "steps" or not re.fullmatch("[0-9]{1,9}", value):
+            raise RequestError(f"{name:.60}={value:.60} is asked of a trace", "steps=N", "leave it out", name[:60])
+        found = int(value)
+    return found
+
+
+def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
+    seen, timings = trace.seen, trace.seen.timings
+    queued_s = timings.queued_s
+    steps = [
+        StepReply(
+            step.number, _ms(step.began_s - queued_s), _ms(step.took_s),
+            int(parts["n_prompt"].sum()), int(parts["draws"].sum()), step.n_tokens,
+            len(step.parts) - len(parts), step.waiting,
+        )
+        for step, parts in trace.steps[max(0, len(trace.steps) - n_steps) :]
+    ]  # fmt: skip
+    saved = None if token_s is None else _ms(seen.n_cached * token_s)
+    return TraceReply(
+        seen.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
+        _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
+        _since(queued_s, timings.first_told_s), _since(queued_s, timings.finished_s), _since(queued_s, timings.told_s),
+        seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
+        timings.n_preemptions, steps,
+    )  # fmt: skip
+
+
+def _prompt_token_s(steps: Sequence[StepSeen]) -> float | None:
+    """What a token of a prompt took of late: steps are shared by their tokens, so long prompts decide."""
+    n_prompt = took_s = 0.0
+    for step in steps:
+        n_own = int(step.parts["n_prompt"].sum())
+        n_prompt += n_own
+        took_s += step.took_s * n_own / max(1, step.n_tokens)
+    return took_s / n_prompt if n_prompt else None
+
+
+def _since(start_s: float, end_s: float | None) -> float | None:
+    return None if end_s is None else _ms(end_s - start_s)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

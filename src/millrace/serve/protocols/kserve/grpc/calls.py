@@ -1,0 +1,263 @@
+"""KServe's calls over gRPC but the stream's, as Triton has them: a request's bytes, and its answer's; no server.
+
+Codes and words of errors are Triton's. `server.py` joins it to gRPC, `stream.py` has the stream.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import Bill, InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
+from millrace.model_repository.tracing.tracer import Exchange
+from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
+from millrace.serve.protocols.kserve.grpc import message_scan
+from millrace.serve.protocols.kserve.grpc.infer import GrpcWanted, plain, read_infer, response_bytes
+from millrace.serve.protocols.kserve.grpc.message_scan import Cut
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import config_message, made, message
+from millrace.serve.protocols.kserve.http.generate_extension import Aside
+from millrace.serve.protocols.kserve.shared_memory import Regions, allowed, of_tenant
+
+OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
+ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
+SHARED = tuple(
+    f"{kind}SharedMemory{action}" for kind in ("System", "Cuda") for action in ("Status", "Register", "Unregister")
+)
+ADJUSTED = ("LogSettings", "TraceSetting")
+_EXPECTED = {"string": "string_param", "boolean": "bool_param", "file": "bytes_param"}
+_SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
+_HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are called there
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun
+
+    tenant: whose API key it came with, where there are several; owner: whose models it may change, "" for all of them
+    """
+
+    shown: Mapping[str, str] = field(default_factory=dict)
+    parent: Parent | None = None
+    bill: Bill = field(default_factory=Bill)
+    tenant: str = ""
+    owner: str = ""
+
+
+class GrpcFront:
+    """The calls of one repository."""
+
+    def __init__(
+        self,
+        repository: ModelRepository,
+        is_ready: Callable[[], bool],
+        aside: Aside,
+        came: Callable[[bytes, Any, Model], None] = lambda data, told, model: None,
+        shared: Regions | None = None,
+    ) -> None:
+        """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop
+
+        came: is told of each inference: its bytes, its message, its model
+        shared: None where no client's memory is read
+        """
+        self._shared = shared
+        self._came = came
+        self._repository, self._is_ready, self._aside = repository, is_ready, aside
+        self._calls: dict[str, Callable[[Any], Any]] = {
+            "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
+            "Check": self._health, "ServerMetadata": lambda _: metadata.server(shared is not None),
+            "ModelReady": self._model_ready, "ModelMetadata": self._metadata, "ModelConfig": self._config,
+            "ModelStatistics": self._statistics,
+        }  # fmt: skip
+
+    def parent(self, metadata: Mapping[str, str]) -> Parent | None:
+        """Of the trace that its client has begun."""
+        tracer = self._repository.common.tracer
+        return tracer.parent(metadata.get(PARENT), metadata.get(STATE))
+
+    async def answer(self, name: str, data: bytes, caller: Caller) -> bytes:
+        """One call. raises StatusError, BusyError"""
+        match name:
+            case "ModelInfer":
+                return await self._infer(data, caller)
+            case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
+                found = await self._of_repository(name, read(f"{name}Request", data), caller.owner)
+                return written(name, found)
+        if name in SHARED:
+            return written(name, self._of_shared(name, data, caller.tenant))
+        if name in ADJUSTED:
+            return written(name, self._adjusted(name, read(f"{name}Request", data), caller.owner))
+        request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
+        return written("HealthCheck" if name == "Check" else name, self._calls[name](request))
+
+    # ------------------------------------------------------------------ inferences
+
+    def model(self, request: Any) -> Model:
+        """Of a ModelInferRequest. raises StatusError"""
+        return self._repository.get(request.model_name, _version(request.model_version))
+
+    async def decoded(self, data: bytes) -> tuple[Any, Cut | None]:
+        """A ModelInferRequest, of a large one without its data. raises StatusError, BusyError"""
+        found: tuple[Any, Cut | None] = await self._aside(lambda: _read_infer(data), len(data))
+        return found
+
+    async def checked(
+        self, request: Any, cut: Cut | None, model: Model, n_bytes: int, caller: Caller
+    ) -> tuple[InferRequest, GrpcWanted]:
+        """request, cut: as `decoded` returned them. n_bytes: the request's. raises StatusError, BusyError"""
+        began_ns = time.monotonic_ns()
+        if self._shared is not None:
+            n_bytes = max(n_bytes, self._shared.slow_bytes)
+        found: tuple[InferRequest, GrpcWanted] = await self._aside(
+            lambda: read_infer(request, model, of_tenant(self._shared, caller.tenant), cut), n_bytes
+        )
+        found[0].parameters.update(caller.shown)
+        found[0].bill, found[0].tenant = caller.bill, caller.tenant
+        self._repository.common.tracer.came(found[0], "GRPC", began_ns, caller.parent)
+        return found
+
+    async def packed(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
+        """write: what makes the answer, of so many bytes. raises StatusError, BusyError"""
+        data: bytes = await self._aside(write, n_bytes)
+        return data
+
+    async def _infer(self, data: bytes, caller: Caller) -> bytes:
+        came_ns = time.monotonic_ns()
+        request, cut = await self.decoded(data)
+        model = self.model(request)
+        if model.is_decoupled:
+            what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            raise StatusError(Code.UNSUPPORTED, what)
+        self._came(data, request, model)
+        asking, wanted = await self.checked(request, cut, model, len(data), caller)
+        with Exchange(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
+            response = await model.infer(asking)
+            call.answered()
+            return await self.packed(
+                held_bytes(response.outputs.values()),
+                lambda: response_bytes(model, asking, response, wanted),
+            )
+
+    # ------------------------------------------------------------------ what is told
+
+    def _health(self, request: Any) -> Any:
+        if request.service not in _HEALTHY:
+            raise StatusError(Code.NOT_FOUND, f"unknown service '{request.service}'")
+        return {"status": _SERVING if self._is_ready() else _NOT_SERVING}
+
+    def _model_ready(self, request: Any) -> Any:
+        version = _version(request.version)
+        try:
+            return {"ready": self._repository.get(request.name, version).is_ready}
+        except StatusError:
+            return {"ready": False}
+
+    def _metadata(self, request: Any) -> Any:
+        model = self._repository.get(request.name, _version(request.version))
+        return metadata.metadata(model, self._repository.versions(request.name))
+
+    def _config(self, request: Any) -> Any:
+        return {"config": config_message(self._repository.get(request.name, _version(request.version)).config)}
+
+    def _statistics(self, request: Any) -> Any:
+        found = metadata.statistics(self._repository, request.name, _version(request.version))
+        for one in found:
+            del one["batch_closed"]  # ours, for which the protocol has no field
+        return {"model_stats": found}
+
+    # ------------------------------------------------------------------ settings
+
+    def _adjusted(self, name: str, request: Any, owner: str) -> Any:
+        """Looked up, and changed where there are any in the request. raises StatusError"""
+        if name == "LogSettings":
+            change = dict(plain(request.settings))
+            kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
+            logged = settings_endpoints.log(self._repository.common.log, change, owner)
+            return {"settings": {key: {kinds[type(value)]: value} for key, value in logged.items()}}
+        said = {key: _said(key, list(one.value)) for key, one in request.settings.items()}
+        traced = settings_endpoints.trace(self._repository, request.model_name, said, owner)
+        return {"settings": {k: {"value": v if isinstance(v, list) else [v]} for k, v in traced.items()}}
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _of_shared(self, name: str, data: bytes, tenant: str) -> Any:
+        regions = allowed(of_tenant(self._shared, tenant))
+        request = read(f"{name}Request", data)
+        if name.startswith("Cuda"):
+            request_fields.cuda_regions(name.removeprefix("CudaSharedMemory").lower(), request.name)
+            return {}
+        if name.endswith("Status"):
+            return {"regions": {one["name"]: one for one in regions.status(request.name)}}
+        if name.endswith("Unregister"):
+            regions.unregister(request.name)
+        else:
+            regions.register(request.name, request.key, request.offset, request.byte_size)
+        return {}
+
+    # ------------------------------------------------------------------ repository
+
+    async def _of_repository(self, name: str, request: Any, owner: str) -> Any:
+        if request.repository_name:
+            raise StatusError(Code.UNSUPPORTED, request_fields.NO_REPOSITORY_NAME)
+        if name == "RepositoryIndex":
+            return {"models": await self._repository.index(request.ready)}
+        parameters = dict(plain(request.parameters))
+        if name == "RepositoryModelLoad":
+            load = request_fields.load_of(request.model_name, parameters, _wrong, bytes)
+            if load.dry_run:
+                raise StatusError(Code.UNSUPPORTED, "a dry run has no answer over gRPC: ask over HTTP")
+            await self._repository.load(request.model_name, load.config, load.files, owner=owner)
+        else:
+            with_members = request_fields.unloads_members(parameters, _wrong)
+            await self._repository.unload(request.model_name, with_members=with_members, owner=owner)
+        return {}
+
+
+def _read_infer(data: bytes) -> tuple[Any, Cut | None]:
+    """raises StatusError"""
+    cut = message_scan.cut(data)
+    return _parsed("ModelInferRequest", data if cut is None else cut.rest), cut
+
+
+def read(name: str, data: bytes) -> Any:
+    """raises StatusError"""
+    message_scan.check(name, data)
+    return _parsed(name, data)
+
+
+def _parsed(name: str, data: bytes) -> Any:
+    """raises StatusError"""
+    try:
+        return message(name).FromString(data)
+    except DecodeError as error:
+        raise StatusError(Code.INTERNAL, f"failed to parse the message {name}: {error}") from None
+
+
+def written(name: str, fields: Any) -> bytes:
+    data: bytes = made(f"{name}Response", fields).SerializeToString()
+    return data
+
+
+def _version(text: str) -> int | None:
+    return request_fields.version_of(text) if text else None
+
+
+def _said(key: str, values: list[str]) -> list[str] | str | None:
+    """A trace setting as it stands in JSON; None: cleared. raises StatusError"""
+    if key == "trace_level" or not values:
+        return values or None
+    if len(values) > 1:
+        raise invalid(f"expect only 1 value for '{key:.80}'")
+    return values[0]
+
+
+def _wrong(key: str, wanted: str) -> StatusError:
+    if key == "config" or wanted == "file":
+        return invalid(f"invalid value type for load parameter '{key}', expected {_EXPECTED[wanted]}.")
+    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")

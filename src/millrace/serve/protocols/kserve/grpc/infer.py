@@ -1,0 +1,252 @@
+"""An inference over gRPC: its message as a request, and a model's response as a message.
+
+Errors have Triton's words. Data is raw for all inputs or in typed fields for all; outputs are always raw.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from millrace.checkpoint.protobuf import varint
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.python_backend.stub.bytes_tensors import joined_pieces
+from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.request_validation import Given, Later, check_shape, shown
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import BYTES, DTYPES
+from millrace.serve.protocols.kserve.grpc.message_scan import Cut, Packed, contents_pieces
+from millrace.serve.protocols.kserve.grpc.packed_numbers import numbers
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, message
+from millrace.serve.protocols.kserve.http.infer_response import told_outputs
+from millrace.serve.protocols.kserve.request_fields import output_names, take_parameter
+from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, allowed
+
+RAW_OUTPUT = bytes((6 << 3 | 2,))  # a field of ModelInferResponse, its last
+EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
+_KIND_OF = {"bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
+            "uint64_contents": "UINT64", "fp32_contents": "FP32", "fp64_contents": "FP64",
+            "bytes_contents": BYTES}  # fmt: skip
+_PIECE = 1 << 16  # values
+_EXPECTED = {
+    "id": "int64_param or string_param", "boolean": "bool_param", "count": "int64_param or uint64_param",
+    "any": "int64_param, bool_param, string_param, or double_param",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class GrpcWanted:
+    """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
+    inputs: in shared memory, whose regions stay until the request is over
+    empty_final: the end is told, though it brings no response
+    """
+
+    n_classes: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, RegionPlace] = field(default_factory=dict)
+    inputs: list[RegionPlace] = field(default_factory=list)
+    empty_final: bool = False
+
+
+def read_infer(
+    told: Any, model: Model, shared: TenantRegions | None = None, cut: Cut | None = None
+) -> tuple[InferRequest, GrpcWanted]:
+    """told: a ModelInferRequest. shared: None where no client's memory is read. cut: the data of a large one
+
+    raises StatusError
+    """
+    request, wanted = InferRequest({}, request_id=told.id), GrpcWanted()
+    for key, value in plain(told.parameters):
+        if key == EMPTY_FINAL:
+            if not isinstance(value, bool):
+                raise _wrong(key, "boolean")
+            wanted.empty_final = value
+        elif key.startswith("triton_"):
+            raise invalid(
+                "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+                f"starting with 'triton_' are allowed: {EMPTY_FINAL}"
+            )
+        else:
+            take_parameter(request, key, value, _wrong)
+    request.outputs = output_names(output.name for output in told.outputs)
+    for output in told.outputs:
+        if output.parameters:
+            _take_output(output, wanted, shared)
+    model.checker.take(request, list(_given(told, model.name, shared, cut, wanted.inputs)))
+    return request, wanted
+
+
+def plain(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values; None of one that says nothing."""
+    for key, value in parameters.items():
+        kind = value.WhichOneof("parameter_choice")
+        yield key, None if kind is None else getattr(value, kind)
+
+
+def _wrong(key: str, wanted: str) -> StatusError:
+    if wanted == "natural":
+        return invalid(f"invalid value for '{key}', expected value >= 0.")
+    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
+
+
+def _place(tensor: Any, shared: TenantRegions | None) -> RegionPlace | None:
+    """Of an input or an output; None where it is in no shared memory. raises StatusError"""
+    said = {key: value for key, value in plain(tensor.parameters) if key.startswith("shared_memory_")}
+    if not said:
+        return None
+    regions = allowed(shared)
+    region, offset, size = (said.get(f"shared_memory_{k}", 0) for k in ("region", "offset", "byte_size"))
+    for key, value, kind in (
+        ("region", region, "string_param"), ("offset", offset, "int64_param"), ("byte_size", size, "int64_param")
+    ):  # fmt: skip
+        if not isinstance(value, str if kind == "string_param" else int) or isinstance(value, bool):
+            raise invalid(
+                f"invalid value type for 'shared_memory_{key}' parameter for input '{tensor.name}', expected {kind}."
+            )
+    return regions.place(region, offset, size)
+
+
+def _take_output(output: Any, wanted: GrpcWanted, shared: TenantRegions | None) -> None:
+    if (place := _place(output, shared)) is not None:
+        wanted.shared[output.name] = place
+    for key, value in plain(output.parameters):
+        if key == "classification":
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise invalid("invalid value type for 'classification' parameter, expected int64_param")
+            if value < 0:
+                raise invalid("invalid value for 'classification' parameter, expected >= 0")
+            wanted.n_classes[output.name] = value
+
+
+def _given(
+    told: Any, model: str, shared: TenantRegions | None, cut: Cut | None, places: list[RegionPlace]
+) -> Iterator[Given]:
+    n_raw = shared_bytes = 0
+    raws: Sequence[bytes | memoryview] = told.raw_input_contents if cut is None else cut.raw_contents
+    for i, tensor in enumerate(told.inputs):
+        place = _place(tensor, shared) if tensor.parameters else None
+        if tensor.datatype not in DTYPES:
+            raise invalid(f"invalid datatype for input {tensor.name}")
+        shape = tuple(tensor.shape)
+        if shape and min(shape) < 0:
+            what = f"shape {shown(shape)} contains one or more invalid dimensions"
+            raise invalid(f"invalid shape for input '{tensor.name}': {what}")
+        check_shape(tensor.name, tensor.datatype, shape)
+        data: bytes | memoryview | Later
+        if place is not None:
+            if tensor.HasField("contents"):
+                what = "unexpected 'contents' in request when using shared memory for input tensor"
+                raise invalid(f"{what} '{tensor.name}' for model '{model}'")
+            places.append(place)
+            shared_bytes += place.byte_size
+            allowed(shared).check_total(shared_bytes)
+            data = Later(place.read, place.byte_size)
+        elif tensor.HasField("contents"):
+            if raws:
+                what = "contents field must not be specified when using raw_input_contents for"
+                raise invalid(f"{what} '{tensor.name}' for model '{model}'")
+            data = _typed(tensor, model, cut.contents.get(i, ()) if cut is not None else ())
+        elif n_raw < len(raws):
+            data, n_raw = raws[n_raw], n_raw + 1
+        else:
+            what = f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request."
+            raise invalid(what)
+        yield Given(tensor.name, tensor.datatype, shape, data if isinstance(data, Later) else memoryview(data))
+    if n_raw < len(raws):
+        raise invalid(f"unexpected additional input data for model '{model}'")
+
+
+def _typed(tensor: Any, model: str, cut: Sequence[memoryview]) -> bytes:
+    """What an input says in typed fields, as it would be in raw form. cut: those of a large one
+
+    raises StatusError
+    """
+    what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
+    parts, kinds = list[bytes](), set[str]()
+    for fields in (_fields(tensor.contents), *_decoded(cut)):
+        kinds.update(fields)
+        if len(kinds) > 1:
+            raise invalid(f"{what}, binary data was already supplied.")
+        for name, values in fields.items():
+            if name != CONTENTS.get(tensor.datatype):
+                raise invalid(f"{what} of type '{_KIND_OF[name]}', expected datatype '{tensor.datatype}'")
+            parts += _raw_pieces(tensor.datatype, name, values)
+    return concatenated(parts)
+
+
+def _fields(contents: Any) -> dict[str, Any]:
+    """Return the fields of an InferTensorContents that have values."""
+    return {spec.name: values for spec, values in contents.ListFields()}
+
+
+def _decoded(cut: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of contents, in pieces. raises StatusError"""
+    for contents in cut:
+        for piece in contents_pieces(contents):
+            if isinstance(piece, Packed):
+                if (found := numbers(piece.data, np.dtype(DTYPES[_KIND_OF[piece.field]]))) is None:
+                    raise _malformed(f"{piece.field} ends within a number, or has one of more than 10 bytes")
+                yield {piece.field: found}
+                continue
+            try:
+                yield _fields(message("InferTensorContents").FromString(piece))
+            except DecodeError as error:
+                raise _malformed(error) from None
+
+
+def _malformed(why: object) -> StatusError:
+    return StatusError(Code.INTERNAL, f"failed to parse the message ModelInferRequest: {why}")
+
+
+def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[bytes]:
+    """Each holds the interpreter. Of 8 and 16 bits the lowest are taken, as Triton takes them."""
+    if datatype == BYTES:
+        yield from joined_pieces(values)
+        return
+    kind = DTYPES[_KIND_OF[name]]
+    for i in range(0, len(values), _PIECE):
+        yield np.array(values[i : i + _PIECE], kind).astype(DTYPES[datatype]).tobytes()
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def response_bytes(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> bytes:
+    """A ModelInferResponse. raises StatusError"""
+    found = message("ModelInferResponse")()
+    raws = fill_response(found, model, request, response, wanted)
+    return concatenated([found.SerializeToString(), *raws])
+
+
+def fill_response(
+    found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted
+) -> list[bytes | memoryview]:
+    """found: an empty one. Its tensors are what is returned, to be written behind it. raises StatusError"""
+    found.model_name, found.model_version, found.id = model.name, str(model.version), request.id
+    for key, value in response.parameters.items():
+        set_parameter(found, key, value)
+    raws = list[bytes | memoryview]()
+    for tensor in told_outputs(model, request, response, wanted.n_classes):
+        found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
+        parts: Sequence[bytes | memoryview] = ()
+        if (place := wanted.shared.get(tensor.name)) is not None:
+            place.write(tensor.name, tensor.raw())
+        else:
+            parts = tensor.raw_parts()
+        # One for each output, as in Triton, whose clients count them.
+        raws += (RAW_OUTPUT + varint(sum(map(len, parts))), *parts)
+    return raws
+
+
+def set_parameter(of: Any, key: str, value: Any) -> None:
+    """raises StatusError for what no parameter can hold"""
+    kinds = ((bool, "bool_param"), (int, "int64_param"), (float, "double_param"), (str, "string_param"))
+    name = next((name for kind, name in kinds if isinstance(value, kind)), None)
+    try:
+        if name is None:
+            raise ValueError(f"it is {type(value).__name__}, no bool, int, float or string")
+        setattr(of.parameters[key], "uint64_param" if name == "int64_param" and value >= 1 << 63 else name, value)
+    except ValueError as error:  # also text that is no UTF-8, and integers beyond 64 bits
+        raise StatusError(Code.INTERNAL, f"response parameter '{key}': {error}") from None

@@ -1,0 +1,152 @@
+"""Large messages, looked over before protobuf decodes them, which holds the interpreter until it is done.
+
+Tensors in raw_input_contents are cut out of a request, and read where they lie. Everything else becomes objects, many
+times as large; of these the contents of an input are cut out too, and decoded in pieces.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from millrace.checkpoint.protobuf import BYTES, MAX_VARINT, WireError, fields, key, varint
+from millrace.model_repository.request.status_code import StatusError, invalid
+from millrace.model_repository.request.tensors import MOST_STRINGS
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import field_numbers
+
+LARGE = 64 << 10  # bytes of a message: smaller ones are not looked over
+MOST_TYPED = 16 << 20  # bytes of all typed contents together
+MOST_BESIDE = 1 << 20  # bytes of names, shapes and parameters
+_MOST_FIELDS = 1 << 16  # of a message that is no tensor
+_PIECE = 1 << 16  # bytes of contents, which are decoded at once
+
+
+@dataclass(slots=True)
+class Cut:
+    """A ModelInferRequest without the data of its inputs. contents: by the index of an input, which keeps empty ones"""
+
+    rest: bytes
+    raw_contents: list[memoryview] = field(default_factory=list)
+    contents: dict[int, list[memoryview]] = field(default_factory=dict)
+
+
+def check(name: str, data: bytes) -> None:
+    """name: of the message. raises StatusError where decoding it would take too much"""
+    if len(data) <= LARGE:
+        return
+    try:
+        match name:
+            case "ModelInferRequest":
+                _cut(memoryview(data))
+            case "RepositoryModelLoadRequest":  # with files
+                for _ in _fields(memoryview(data), _MOST_FIELDS):
+                    pass
+            case _ if len(data) > MOST_BESIDE:
+                raise invalid(f"the message {name} has {len(data)} bytes, at most {MOST_BESIDE} are supported")
+    except WireError:  # protobuf will say so
+        return
+
+
+def cut(data: bytes) -> Cut | None:
+    """Of a ModelInferRequest; None of one that is small, or no message. raises StatusError as `check` does"""
+    if len(data) <= LARGE:
+        return None
+    try:
+        return _cut(memoryview(data))
+    except WireError:  # protobuf will say so
+        return None
+
+
+def _cut(data: memoryview) -> Cut:
+    request, tensor = field_numbers("ModelInferRequest"), field_numbers("ModelInferRequest.InferInputTensor")
+    found, kept, n_inputs = Cut(b""), list[bytes | memoryview](), 0
+    typed = beside = 0
+    for number, kind, start, begin, end in _fields(data, _MOST_FIELDS):
+        if (number, kind) == (request["raw_input_contents"], BYTES):
+            found.raw_contents.append(data[begin:end])
+            continue
+        beside += end - begin
+        if (number, kind) != (request["inputs"], BYTES):
+            kept.append(data[start:end])
+            continue
+        inner, parts = data[begin:end], list[bytes | memoryview]()
+        for of_input, its_kind, key_at, at, stop in _fields(inner, _MOST_FIELDS):
+            part = inner[at:stop]
+            if (of_input, its_kind) == (tensor["contents"], BYTES):
+                typed, beside = typed + len(part), beside - len(part)
+                _check_strings(part)
+                if len(part) > _PIECE:
+                    found.contents.setdefault(n_inputs, []).append(part)
+                    parts.append(_header(tensor["contents"], 0))
+                    continue
+            parts.append(inner[key_at:stop])
+        kept += (_header(request["inputs"], sum(map(len, parts))), *parts)
+        n_inputs += 1
+    if typed > MOST_TYPED:
+        what = f"the inputs have {typed} bytes in 'contents', at most {MOST_TYPED} are supported"
+        raise invalid(f"{what}: send large tensors in 'raw_input_contents'")
+    if beside > MOST_BESIDE:
+        what = f"the request has {beside} bytes beside the data of its inputs, at most {MOST_BESIDE} are supported"
+        raise invalid(what)
+    found.rest = b"".join(kept)
+    return found
+
+
+def _header(number: int, n_bytes: int) -> bytes:
+    return key(number, BYTES) + varint(n_bytes)
+
+
+@dataclass(slots=True)
+class Packed:
+    """Numbers of a field of InferTensorContents, as they are encoded."""
+
+    field: str
+    data: memoryview
+
+
+def contents_pieces(contents: memoryview) -> Iterator[bytes | Packed]:
+    """Yield messages of InferTensorContents and packed numbers, which together have the values of a message.
+
+    contents: such a message, looked over
+    """
+    numbers, kept_from = field_numbers("InferTensorContents"), 0
+    names = {number: name for name, number in numbers.items()}
+    fixed = (numbers["fp32_contents"], numbers["fp64_contents"])
+    for number, kind, start, begin, end in _fields(contents, MOST_STRINGS):
+        if kind == BYTES and end - begin > _PIECE and names.get(number, "bytes_contents") != "bytes_contents":
+            yield bytes(contents[kept_from:start])
+            for packed in _packed_pieces(contents[begin:end], has_varints=number not in fixed):
+                yield Packed(names[number], packed)
+            kept_from = end
+        elif start - kept_from >= _PIECE:
+            yield bytes(contents[kept_from:start])
+            kept_from = start
+    yield bytes(contents[kept_from:])
+
+
+def _packed_pieces(packed: memoryview, *, has_varints: bool) -> Iterator[memoryview]:
+    """Of whole numbers: others have 4 or 8 bytes, of which a piece is a multiple."""
+    begin = 0
+    while begin < len(packed):
+        end = begin + _PIECE
+        while has_varints and end < min(len(packed), begin + _PIECE + MAX_VARINT) and packed[end - 1] & 0x80:
+            end += 1
+        yield packed[begin:end]
+        begin = end
+
+
+def _check_strings(contents: memoryview) -> None:
+    """raises StatusError"""
+    if len(contents) <= MOST_TYPED:  # others are refused as a whole
+        for _ in _fields(contents, MOST_STRINGS):
+            pass
+
+
+def _fields(data: memoryview, most: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield fields as `protobuf.fields` does, of which there are at most so many. raises StatusError, WireError"""
+    for n, one in enumerate(fields(data), 1):
+        if n > most:
+            raise _too_many(most)
+        yield one
+
+
+def _too_many(most: int) -> StatusError:
+    return invalid(f"the request has more than {most} fields, or strings of one input: send them in fewer requests")

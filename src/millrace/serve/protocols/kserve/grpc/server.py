@@ -1,0 +1,329 @@
+"""KServe's gRPC service in this server: who may ask, messages within bounds, what a call's end is called in gRPC.
+
+It lives in the event loop that HTTP has, and shares with it what is served, its limits and its keys.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from millrace.errors import ConfigError, MillraceError
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.request.infer_request import Bill
+from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.serve.backend import Models
+from millrace.serve.http.api_keys import LIMITED, Grant, Keys
+from millrace.serve.http.connection_limits import number_of_connections
+from millrace.serve.http.errors import BUG, HttpError, problem_of
+from millrace.serve.http.http_request import LogLater, RequestLog, id_of, joined, log_request
+from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
+from millrace.serve.protocols.kserve.grpc.fast_path import QuickCalls
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE
+from millrace.serve.protocols.kserve.grpc.send_budget import Share, Untaken
+from millrace.serve.protocols.kserve.grpc.stream import Stream
+from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
+from millrace.serve.protocols.kserve.restricted_apis import GRPC_PREFIX, group_of_call
+
+STATUS = {
+    Code.UNKNOWN: grpc.StatusCode.UNKNOWN, Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND, Code.INVALID_ARG: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE, Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Code.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS, Code.CANCELLED: grpc.StatusCode.CANCELLED,
+}  # fmt: skip
+_OK = grpc.StatusCode.OK
+_STREAM = "ModelStreamInfer"
+_UNARY = (
+    "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics",
+    "ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", *SHARED, *ADJUSTED,
+)  # fmt: skip
+_INFER = f"{SERVICE}ModelInfer"
+_HEALTH = "/grpc.health.v1.Health/"
+_MOST_MESSAGE = 2**31 - 1  # gRPC's own, of a size in its options
+_PING_TIMEOUT_S = 20
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """Of the event loop in which it is opened. url: HOST:PORT"""
+
+    name = "grpc_url"
+
+    def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
+        self._serving, self._keys, self._heartbeat = models.serving, keys, models.heartbeat
+        repository, settings = backend.repository, models.serving.settings
+        assert repository.flags.grpc_port is not None
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
+        self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
+        self._backend, self._guard = backend, backend.grpc_guard
+        self._quick = QuickCalls(backend)
+        is_ready = partial(backend.is_ready, models.heartbeat)
+        self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.remember, backend.shared)
+        self._untaken = Untaken(settings.max_unread_bytes)
+        self._streams: set[Stream] = set()
+        self._server: Any = None
+
+    async def open(self) -> None:
+        """Listen. raises ConfigError"""
+        settings = self._serving.settings
+        most = number_of_connections(settings.max_connections)
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", self._most_bytes), ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", int(settings.reuse_port)),  # by default a port that is taken would be shared
+                ("grpc.max_allowed_incoming_connections", most),
+                ("grpc.keepalive_time_ms", int(settings.keep_alive_s * 1e3)),  # who does not answer is gone
+                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_S * 1000),
+            ],
+            maximum_concurrent_rpcs=most,
+        )  # fmt: skip
+        services: dict[str, dict[str, Any]] = {
+            SERVICE: {name: grpc.unary_unary_rpc_method_handler(self._unary(SERVICE, name)) for name in _UNARY},
+            _HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._unary(_HEALTH, "Check"))},
+        }
+        services[SERVICE][_STREAM] = grpc.stream_stream_rpc_method_handler(self._stream)
+        handlers = [grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items()]
+        if self._keys.are_open and self._guard.leaves_inference_alone:
+            handlers.insert(0, _Inferences(self._quick, self._backend.log, self._unary(SERVICE, "ModelInfer")))
+        server.add_generic_rpc_handlers(tuple(handlers))
+        try:
+            port = self._add_port(server)
+        except RuntimeError:
+            port = 0  # as older ones say it
+        if not port:
+            raise ConfigError(
+                f"cannot listen for gRPC on {self.url}", "a free port at an address of this machine",
+                "choose another --host or --grpc-port, or stop what listens there",
+            )  # fmt: skip
+        await server.start()
+        self._server, self.url = server, f"{self._host}:{port}"
+
+    def _add_port(self, server: Any) -> int:
+        """With the certificate that HTTP has. raises RuntimeError where the port is taken"""
+        settings = self._serving.settings
+        if settings.ssl_certfile is None:
+            return int(server.add_insecure_port(self.url))
+        chain = Path(settings.ssl_certfile).read_bytes()
+        key = Path(settings.ssl_keyfile).read_bytes() if settings.ssl_keyfile is not None else chain
+        return int(server.add_secure_port(self.url, grpc.ssl_server_credentials([(key, chain)])))
+
+    async def close(self, within_s: float) -> None:
+        """Take no more, end streams that wait for their clients, and give answers so long to be read."""
+        for stream in list(self._streams):
+            stream.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(within_s)
+
+    # ------------------------------------------------------------------ calls
+
+    def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def called(data: bytes, context: Any) -> bytes:
+            outcome = await self._call(service, name, context, partial(self._answered, name, data, context))
+            del data  # gRPC's context keeps what it raises to abort the call, and with it this frame
+            return await _told(context, outcome)
+
+        return called
+
+    async def _answered(self, name: str, data: bytes, context: Any, called: "_Called") -> bytes:
+        """raises StatusError, MillraceError"""
+        caller = self._caller(called)
+        if name not in ADMITTED:
+            return await self._front.answer(name, data, caller)
+        share = self._untaken.share(context.peer())
+        with self._held(share, len(data), is_control=name.startswith("Repository")):
+            answer = await self._front.answer(name, data, caller)
+            share.add(len(answer))
+            share.until(context)
+            return answer
+
+    async def _stream(self, _: Any, context: Any) -> None:
+        await _told(context, await self._call(SERVICE, _STREAM, context, partial(self._streamed, context)))
+
+    async def _streamed(self, context: Any, called: "_Called") -> None:
+        """raises StatusError, MillraceError"""
+
+        async def read() -> bytes | None:
+            data = await context.read()
+            return None if data is grpc.aio.EOF else data
+
+        ends_with_error = called.metadata.get("triton_grpc_error") == "true"
+        caller, write_s = self._caller(called), self._serving.settings.write_timeout_s
+        share = partial(self._untaken.share, context.peer())
+        held = partial(self._held, share())
+        stream = Stream(self._front, held, share, write_s, ends_with_error, caller, called.grant)
+        self._streams.add(stream)
+        try:
+            # Before its answers: gRPC tells nobody of a call's end while its head waits with the first of them.
+            await stream.run(partial(context.send_initial_metadata, ()), read, context.write)
+        except StatusError:
+            share().keep(context, stream.n_writing)
+            raise
+        finally:
+            self._streams.discard(stream)
+        if stream.stopped:
+            raise StatusError(Code.UNAVAILABLE, "Server is stopping")
+
+    def _caller(self, called: "_Called") -> Caller:
+        """raises StatusError"""
+        metadata = called.metadata
+        tenant, owner = (called.grant.tenant, called.grant.owner) if called.grant is not None else ("", "")
+        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant, owner)
+
+    @contextmanager
+    def _held(self, share: Share, n_bytes: int, is_control: bool = False) -> Iterator[None]:
+        """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
+        if not is_control:
+            share.check()
+        bodies = self._backend.bodies
+        with bodies.receiving("") as incoming:
+            bodies.grew(incoming, n_bytes)
+            with self._backend.admitted(is_control):
+                yield
+
+    async def _call(
+        self, service: str, name: str, context: Any, work: Callable[["_Called"], Awaitable[T]]
+    ) -> "T | _Refusal":
+        """Do the work of one call. A refusal becomes a status; the log has a line of it."""
+        began_s, metadata = time.perf_counter(), _texts(context.invocation_metadata() or ())
+        entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
+        code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
+        called = _Called(metadata)
+        self._serving.load.n += 1
+        try:
+            if name not in OPEN:
+                called.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
+            if (header := self._guard.missing(group_of_call(name), metadata, GRPC_PREFIX)) is not None:
+                what = f"This protocol is restricted, expecting header '{header}'"
+                raise StatusError(Code.UNAVAILABLE, what)
+            answer = await work(called)
+            code = grpc.StatusCode.OK
+            return answer
+        except StatusError as error:
+            code, details = STATUS[error.code], without_frames(error).message
+        except MillraceError as error:
+            code, details = self._refusal(without_frames(error))
+        except grpc.aio.InternalError:  # of a write: its client is gone, and gRPC is about to cancel it
+            raise asyncio.CancelledError from None
+        except Exception as error:  # a bug of ours must cost one call and not the server; the log has it all
+            log.exception("call %s: a bug in the server", entry.request_id)
+            without_frames(error)
+            code, details = grpc.StatusCode.INTERNAL, BUG.message
+        finally:
+            self._serving.load.n -= 1
+            entry.prompt_tokens, entry.generated_tokens = called.bill.prompt or None, called.bill.generated or None
+            if called.grant is not None:
+                called.grant.end(called.bill.settled())
+            entry.status, entry.error = code.value[0], details or None
+            entry.total_ms = (time.perf_counter() - began_s) * 1e3
+            log_request(entry)
+        return _Refusal(code, details)
+
+    def _refusal(self, error: MillraceError) -> tuple[grpc.StatusCode, str]:
+        problem = problem_of(error, accepting=self._heartbeat.accepting)
+        if isinstance(error, HttpError) and error.status == 401:
+            return grpc.StatusCode.UNAUTHENTICATED, problem.message
+        if isinstance(error, HttpError) and error.code == LIMITED:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, problem.message
+        busy = problem.status in (429, 503)
+        return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """With what a call ends that has no answer."""
+
+    code: grpc.StatusCode
+    details: str
+
+
+@dataclass(slots=True)
+class _Called:
+    """A call that goes on. grant: None of one that needs no key"""
+
+    metadata: dict[str, str]
+    grant: Grant | None = None
+    bill: Bill = field(default_factory=Bill)
+
+
+class _Inferences(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
+    """ModelInfer where anybody may ask: short and quick ones without what other calls need around them."""
+
+    def __init__(self, quick: QuickCalls, log_later: LogLater, otherwise: Callable[[bytes, Any], Awaitable[bytes]]):
+        self.quick, self.log_later, self.otherwise = quick, log_later, otherwise
+
+    def service(self, handler_call_details: Any) -> "_Inference | None":
+        is_ours = handler_call_details.method == _INFER
+        return _Inference(self, handler_call_details.invocation_metadata or ()) if is_ours else None
+
+
+@Awaitable.register  # of what is called that grpcio need not look whether its code is a coroutine's, call by call
+class _Inference:
+    """One of them, as grpcio's RpcMethodHandler. Its metadata is read once: of the context it would be read again."""
+
+    __slots__ = ("_metadata", "_of")
+    request_streaming = response_streaming = False
+    request_deserializer = response_serializer = None
+
+    def __init__(self, of: _Inferences, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self._of, self._metadata = of, metadata
+
+    @property
+    def unary_unary(self) -> "_Inference":
+        return self
+
+    async def __call__(self, data: bytes, context: Any) -> bytes:
+        came_ns, code, details = time.monotonic_ns(), _OK, ""
+        try:
+            found = self._of.quick.answer(data, came_ns)
+        except StatusError as error:
+            found, code, details = b"", STATUS[error.code], error.message
+        if found is None:
+            answer = self._of.otherwise(data, context)
+            del data  # as in `_unary`
+            return await answer
+        del data
+        request_id = None  # drawn when the line is written
+        for key, value in self._metadata:
+            if key == "x-request-id":
+                request_id = id_of(value.encode() if isinstance(value, str) else bytes(value))
+        took_ms = (time.monotonic_ns() - came_ns) / 1e6
+        self._of.log_later.add("GRPC", _INFER, request_id, code.value[0], took_ms, details)
+        if details:
+            await _abort(context, code, details)
+        return found
+
+
+async def _told(context: Any, outcome: T | _Refusal) -> T:
+    """The answer of a call; a refusal aborts it."""
+    if isinstance(outcome, _Refusal):
+        await _abort(context, outcome.code, outcome.details)
+    return outcome
+
+
+async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
+    """End a call with its status; that of a client which is gone is cancelled."""
+    try:
+        await context.abort(code, details)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+    raise AssertionError("it raises")
+
+
+def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """By name; values of names that end in -bin are bytes."""
+    return joined(((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ",")
+
+
+def _header(metadata: dict[str, str], name: str) -> bytes | None:
+    value = metadata.get(name)
+    return value.encode() if value is not None else None

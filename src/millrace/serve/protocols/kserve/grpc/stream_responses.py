@@ -1,0 +1,133 @@
+"""What a stream tells of one request: its ModelStreamInferResponses, of which most are like the one before.
+
+A language model's answers differ by their texts alone, a token each. So the message without its tensors is kept, and
+the next response with outputs of the same names, types and shapes has it again, before tensors of its own: the bytes
+that protobuf would write.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.checkpoint.protobuf import varint
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.concatenation import LARGE, concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import BYTES, Array, Tensor
+from millrace.serve.protocols.kserve.grpc.infer import FINAL, RAW_OUTPUT, GrpcWanted, fill_response, set_parameter
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
+
+_INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
+_Kind = tuple[str, Any, tuple[int, ...]]  # of an output: its name, dtype and shape
+
+
+def error_answer(told: Any, error: StatusError) -> bytes:
+    """Of a request that was not begun. told: its message, if it is one"""
+    found = message("ModelStreamInferResponse")(error_message=error.message)
+    if told is not None:
+        found.infer_response.id = told.id  # so that the client knows which request it is
+    data: bytes = found.SerializeToString()
+    return data
+
+
+class Answers:
+    """Of one request that was begun. told: its message"""
+
+    def __init__(self, told: Any, model: Model, asking: InferRequest, wanted: GrpcWanted) -> None:
+        self._told, self._model, self._asking, self._wanted = told, model, asking, wanted
+        self._kinds: Sequence[_Kind] = ()  # of the last response's outputs
+        self._front = b""  # of its message: all but its tensors
+
+    def error(self, error: StatusError, final: bool) -> bytes:
+        found = message("ModelStreamInferResponse")(error_message=error.message)
+        found.infer_response.id = self._told.id
+        return self._named(found, final)
+
+    def end(self) -> bytes:
+        """Without a response."""
+        found = message("ModelStreamInferResponse")()
+        found.infer_response.id = self._told.id
+        return self._named(found, True)
+
+    def response(self, response: InferResponse, final: bool) -> bytes:
+        """raises StatusError"""
+        alike = not final and self._kinds and not response.parameters
+        if alike and (data := self._as_before(response.outputs)) is not None:
+            return data
+        found = message("ModelInferResponse")()
+        raws = fill_response(found, self._model, self._asking, response, self._wanted)
+        set_parameter(found, FINAL, final)
+        front = found.SerializeToString()
+        if not (final or self._asking.outputs or response.parameters or self._wanted.n_classes or self._wanted.shared):
+            self._front = front
+            self._kinds = [(name, array.dtype, array.shape) for name, array in response.outputs.items()]
+        return _framed([front, *raws])
+
+    def _as_before(self, outputs: Any) -> bytes | None:
+        """None where it is not like the last one."""
+        if len(outputs) != len(self._kinds):
+            return None
+        parts: list[bytes | memoryview] = [self._front]
+        for (name, dtype, shape), (found, array) in zip(self._kinds, outputs.items(), strict=True):
+            if name != found or dtype != array.dtype or shape != array.shape:
+                return None
+            raw = _raw(name, array)
+            parts += (RAW_OUTPUT + varint(len(raw)), raw)
+        return _framed(parts)
+
+    def _named(self, found: Any, final: bool) -> bytes:
+        found.infer_response.model_name = self._told.model_name
+        found.infer_response.model_version = self._told.model_version
+        set_parameter(found.infer_response, FINAL, final)
+        data: bytes = found.SerializeToString()
+        return data
+
+
+def _framed(parts: Sequence[bytes | memoryview]) -> bytes:
+    """A ModelStreamInferResponse. parts: of its ModelInferResponse"""
+    return concatenated([_INFER_RESPONSE + varint(sum(map(len, parts))), *parts])
+
+
+def _raw(name: str, array: Array) -> bytes:
+    if not array.dtype.hasobject:
+        return array.tobytes() if array.nbytes < LARGE else Tensor(name, "", array).raw()
+    if array.size == 1 and type(value := array.item()) is bytes:
+        return len(value).to_bytes(4, "little") + value
+    return Tensor(name, BYTES, array).raw()
+
+
+class Deadline:
+    """Cancels the task that it is entered in, where one of its writes takes too long; one timer for all of them."""
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s, self._until_s, self._is_over = within_s, float("inf"), False
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self) -> None:
+        """A write."""
+        self._until_s = self._loop.time() + self._within_s
+
+    def end(self) -> None:
+        self._until_s = float("inf")
+
+    def __enter__(self) -> "Deadline":
+        task = asyncio.current_task()
+        assert task is not None, "in a task"
+        self._task = task
+        self._timer = self._loop.call_later(self._within_s, self._look)
+        return self
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        if self._until_s <= now_s:
+            self._is_over = True
+            self._task.cancel()
+        else:  # a write that begins by then has its own time
+            self._timer = self._loop.call_at(min(self._until_s, now_s + self._within_s), self._look)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """raises TimeoutError"""
+        self._timer.cancel()
+        if self._is_over and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise TimeoutError

@@ -1,0 +1,132 @@
+"""KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.types import Receive, Scope, Send
+
+from millrace.model_repository.request.status_code import StatusError
+from millrace.serve.backend import Models
+from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.disconnects import unless_gone
+from millrace.serve.http.errors import HttpError, Problem
+from millrace.serve.http.http_request import CALL, PIECE_BYTES, Call, header, joined
+from millrace.serve.http.request_bodies import read_body
+from millrace.serve.http.routes import Protocol
+from millrace.serve.protocols.kserve.http.compression import load_too_large, raw_too_large, too_large
+from millrace.serve.protocols.kserve.http.frontend import STATUS, HttpFront, Reply, Request, error_reply
+from millrace.serve.protocols.kserve.http.infer_request import HEADER
+from millrace.serve.protocols.kserve.http.infer_response import written_error
+from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
+from millrace.serve.protocols.kserve.restricted_apis import group_of_path, named
+from millrace.serve.protocols.kserve.routes import BELOW, OPEN, pattern_of
+
+_CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
+
+
+def write_error(problem: Problem) -> bytes:
+    """Of what is wrong before a route of KServe's is reached: a key, a body that does not come."""
+    return written_error(problem.message)
+
+
+KSERVE = Protocol((), write_error, below=BELOW)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What the metrics call it."""
+
+    path: str
+
+
+class KServe:
+    """An ASGI application for the paths below /v2."""
+
+    def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
+        repository = backend.repository
+        most = repository.flags.http_max_input_size
+        self._guard = backend.http_guard
+        self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
+        self._front = HttpFront(
+            repository,
+            lambda: backend.is_ready(models.heartbeat),
+            backend.aside,
+            backend.shared,
+            self._guard,
+        )  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["raw_path"].decode("latin-1")
+        if path not in OPEN:
+            self._keys.admit(scope)
+        scope["route"] = _Route(pattern_of(path))
+        restricting = self._guard.missing(group_of_path(path), named(scope["headers"])) if self._guard.rules else None
+        if restricting is not None:
+            reply = error_reply(403, f"This API is restricted, expecting header '{restricting}'")
+        elif scope["method"] == "GET":
+            reply = await self._front.answer(_of_key(Request("GET", path, {}, b""), scope[CALL]))
+        else:
+            reply = await self._posted(scope, receive, send, path)
+        if reply.events is not None:
+            return  # they were sent while they came
+        headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        at, end = 0, len(reply.body)
+        while end - at > PIECE_BYTES:  # as the client takes them: what it has not taken is copied
+            await send({"type": "http.response.body", "body": reply.body[at : at + PIECE_BYTES], "more_body": True})
+            await asyncio.sleep(0)  # a client that takes it at once would hold up all others
+            at += PIECE_BYTES
+        await send({"type": "http.response.body", "body": reply.body[at:]})
+
+    async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
+        call, came_ns = scope[CALL], time.monotonic_ns()
+        with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
+            try:
+                body = await read_body(scope, receive, self._bodies, incoming)
+            except HttpError as error:
+                if error.status != 413:
+                    raise
+                return error_reply(400, _too_large(scope, path, self._most_bytes).message)
+            call.body_bytes = len(body)
+            headers = joined(scope["headers"], b",")
+            request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
+            _of_key(request, call)
+            try:
+                with self._backend.admitted(path.startswith(_CONTROL)):
+                    return await unless_gone(receive, self._answered(request, send))
+            except StatusError as full:  # the front has answers to its own
+                return error_reply(STATUS[full.code], full.message)
+            finally:  # the call's end charges them
+                bill = request.bill
+                call.log.prompt_tokens, call.log.generated_tokens = bill.prompt or None, bill.generated or None
+
+    async def _answered(self, request: Request, send: Send) -> Reply:
+        """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""
+        reply = await self._front.answer(request)
+        if reply.events is not None:
+            try:
+                await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+                async for event in reply.events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            finally:
+                reply.events.close()
+        return reply
+
+
+def _of_key(request: Request, call: Call) -> Request:
+    """Return the request with whose it is."""
+    request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
+    return request
+
+
+def _too_large(scope: Scope, path: str, most: int) -> StatusError:
+    announced = header(scope, b"content-length")
+    n = announced.decode() if announced else f"more than {most}"
+    if path.startswith(_CONTROL):
+        return load_too_large(n, most)
+    if header(scope, HEADER.lower().encode()) == b"0":
+        return raw_too_large(n, most)
+    return too_large("request JSON size", n, most)

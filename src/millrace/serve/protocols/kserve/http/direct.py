@@ -1,0 +1,313 @@
+"""Inference requests over HTTP that are answered without ASGI: no parser, no task, no scope.
+
+A client sends the same HTTP head again and again; only the body differs. A head that the usual path has parsed and
+admitted is kept, byte for byte, with what it says: the model, the lengths, the credentials. A packet with the same head
+and a body of the announced length is such a request. Its body is read as the usual path reads it, its model is asked as
+the usual path asks it, and the answer is written when it comes. Everything else takes the usual path: another head, a
+body in several packets or above `FREE_BYTES`, a stream, a request while something is traced or the server drains.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from millrace.errors import BusyError
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.models.model_version import Model, only_response
+from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import held_bytes
+from millrace.serve.http.api_keys import Grant, Keys
+from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
+from millrace.serve.http.fast_path import Sending
+from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, id_of, log_request
+from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.http.server_context import LARGE_BODY, Serving
+from millrace.serve.protocols.kserve.http import compression
+from millrace.serve.protocols.kserve.http.frontend import (
+    Reply,
+    addressed,
+    error_of,
+    error_reply,
+    header_length,
+    infer_headers,
+)
+from millrace.serve.protocols.kserve.http.infer_request import HttpWanted, read_infer
+from millrace.serve.protocols.kserve.http.infer_response import written
+from millrace.serve.protocols.kserve.http.request_template import END, JSON_LENGTH, LENGTH, REQUEST_ID
+from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
+from millrace.serve.protocols.kserve.routes import BELOW, pattern_of
+from millrace.serve.protocols.kserve.shared_memory import of_tenant
+
+Header = tuple[bytes, bytes]
+MOST_HEADS, MOST_HEAD_BYTES = 1024, 2 << 10  # of one server: about 2 MiB
+_MODELS = f"{BELOW}/models/".encode()
+# Headers that change nothing here, or that are read below. Any other one takes the usual path.
+_HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"content-type", LENGTH,
+                       b"connection", b"authorization", b"x-api-key", REQUEST_ID, JSON_LENGTH))  # fmt: skip
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InferHead:
+    """A parsed HTTP head of an inference request.
+
+    n_body, n_json: bytes of the body, and of the JSON that begins it (None: all of it)
+    """
+
+    n_bytes: int
+    name: str
+    version: int | None
+    n_body: int
+    n_json: int | None
+    path: str  # as the log has it
+    route: str  # as the metrics call it
+    coding: str  # of the answer
+    headers: Mapping[bytes, bytes]
+
+
+class HeadCache:
+    """HTTP heads of inference requests, of all connections of one server; the least recently used leave first."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: of a body"""
+        self._most_bytes = min(most_bytes, FREE_BYTES)
+        self._heads: OrderedDict[bytes, InferHead] = OrderedDict()
+
+    def lookup(self, packet: bytes) -> InferHead | None:
+        """Return the head of `packet`, if it is known and its whole body follows; None: take the usual path."""
+        end = packet.find(END, 0, MOST_HEAD_BYTES) + len(END)
+        raw = packet[:end]
+        head = self._heads.get(raw)
+        if head is None or len(packet) - end != head.n_body:
+            return None
+        self._heads.move_to_end(raw)
+        return head
+
+    def knows(self, raw: bytes) -> bool:
+        """Return whether `raw` is the head of a known request with a body, without that body."""
+        head = self._heads.get(raw)
+        return head is not None and head.n_body > 0
+
+    def add(self, path: bytes, headers: Sequence[Header], packet: bytes) -> InferHead | None:
+        """Keep the head of `packet`, a POST of HTTP/1.1 to `path`; None if something in it needs the usual path."""
+        if not path.startswith(_MODELS):
+            return None
+        end, by_name = packet.find(END) + len(END), dict(headers)
+        if end > MOST_HEAD_BYTES or len(by_name) < len(headers) or not _HARMLESS.issuperset(by_name):
+            return None
+        length = by_name.get(LENGTH, b"")
+        if not length.isdigit() or len(length) > 9 or not int(length) == len(packet) - end <= self._most_bytes:
+            return None
+        if by_name.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+            return None
+        said = path.decode("ascii")
+        try:
+            name, version, action = addressed(said.split("/")[3:])
+            n_json = header_length(by_name.get(JSON_LENGTH))
+        except StatusError:
+            return None
+        if action != "infer":
+            return None
+        coding = compression.chosen(by_name.get(b"accept-encoding", b"identity").decode("latin-1"))
+        found = InferHead(end, name, version, int(length), n_json, said[:300], pattern_of(said), coding, by_name)
+        self._heads[packet[:end]] = found
+        if len(self._heads) > MOST_HEADS:
+            self._heads.popitem(last=False)
+        return found
+
+
+class Direct:
+    """Answers inference requests of one server whose heads are known."""
+
+    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
+        self.backend, self.keys, self.serving = backend, keys, serving
+        self.heads = HeadCache(backend.bodies.max_bytes)
+
+    def begin(
+        self, head: InferHead, packet: bytes, dates: Sequence[Header], connection: Sending
+    ) -> "DirectAnswer | bytes | None":
+        """Answer a request: return the response, or a request whose response is sent later; None: take the usual path.
+
+        head: of `packet`. dates: headers that every response has
+        """
+        model = self._model(head)
+        grant = self.granted(head) if model is not None else None
+        if model is None or grant is None:
+            return None
+        answer = DirectAnswer(self, head, model, grant.end, dates, connection)
+        return answer.begin(packet[head.n_bytes :], grant.tenant) or answer
+
+    def granted(self, head: InferHead) -> Grant | None:
+        """Return what the credentials of a head grant; None: the usual path refuses the request, and counts that."""
+        given = head.headers.get(b"authorization"), head.headers.get(b"x-api-key")
+        try:
+            return self.keys.grant(*given, counts_refusals=False)
+        except HttpError:
+            return None
+
+    def _model(self, head: InferHead) -> Model | None:
+        backend = self.backend
+        repository = backend.repository
+        if repository.common.tracer.is_on or self.serving.tracer.is_on or not backend.has_room:
+            return None
+        if backend.shared is not None and backend.shared.slow_bytes > LARGE_BODY:
+            return None  # reading it may take long
+        try:
+            model = repository.get(head.name, head.version)
+        except StatusError:
+            return None
+        return None if model.is_decoupled else model
+
+
+class _DisconnectEvent:
+    """The `message_event` of a request, which uvicorn sets if its client disconnects."""
+
+    __slots__ = ("set",)
+
+    def __init__(self, called: Callable[[], None]) -> None:
+        self.set = called
+
+
+class DirectAnswer:
+    """A request, from its body to its response; in place of uvicorn's RequestResponseCycle."""
+
+    scope = {"http_version": "1.1"}  # noqa: RUF012  read by the connection, never written
+    __slots__ = (
+        "_began_ns", "_connection", "_dates", "_direct", "_end_grant", "_head", "_id", "_is_begun",
+        "_is_over", "_model", "_request", "_response", "_wanted", "_writing", "disconnected", "keep_alive",
+        "message_event", "response_complete", "response_started",
+    )  # fmt: skip
+
+    def __init__(
+        self, direct: Direct, head: InferHead, model: Model, end_grant: Callable[[int], None], dates: Sequence[Header],
+        connection: Sending,
+    ) -> None:  # fmt: skip
+        self._direct, self._head, self._model, self._end_grant = direct, head, model, end_grant
+        self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
+        self._id = id_of(head.headers.get(REQUEST_ID))
+        self._request: InferRequest | None = None
+        self._wanted: HttpWanted | None = None
+        self._response: bytes | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._is_begun = self._is_over = False
+        self.disconnected = self.response_started = self.response_complete = False
+        self.keep_alive = True
+        self.message_event = _DisconnectEvent(self._on_disconnect)
+
+    def begin(self, body: bytes, tenant: str) -> bytes | None:
+        """Read the body and submit the request; return the response if it is ready at once."""
+        backend = self._direct.backend
+        self._direct.serving.load.n += 1
+        backend.enter()
+        try:
+            request, self._wanted = read_infer(
+                body, self._head.n_json, self._model.name, self._model.checker, of_tenant(backend.shared, tenant)
+            )
+            request.bill, request.tenant = Bill(), tenant
+            self._request = request
+            self._model.submit(request, only_response(self._answered))
+        except StatusError as error:
+            self._answered(None, error)
+        self._is_begun = True
+        response, self._response = self._response, None
+        return response
+
+    # ------------------------------------------------------------------ its end
+
+    def _answered(self, response: InferResponse | None, error: StatusError | None) -> None:
+        """Take the model's response, or the error."""
+        if self._is_over:
+            return
+        if response is not None and (n_bytes := held_bytes(response.outputs.values())) > LARGE_BODY:
+            self._writing = asyncio.ensure_future(self._written_aside(response, n_bytes))
+        else:
+            self._finish(self._reply(response, error))
+
+    async def _written_aside(self, response: InferResponse, n_bytes: int) -> None:
+        try:
+            reply = await self._direct.backend.aside(lambda: self._reply(response, None), n_bytes)
+        except BusyError as busy:
+            problem = problem_of(busy, accepting=True)
+            reply = error_reply(problem.status, problem.message)
+        if self._is_over:
+            return
+        if len(reply.body) <= PIECE_BYTES:
+            self._finish(reply)
+            return
+        self._end(reply.status)
+        await self._connection.send_in_pieces(self, self._head_of(reply), reply.body)
+
+    def _reply(self, response: InferResponse | None, error: StatusError | None) -> Reply:
+        try:
+            if response is not None:
+                assert self._request is not None and self._wanted is not None, "it was read"
+                body, n_json = written(self._model, self._request, response, self._wanted)
+                headers, coding = infer_headers(n_json), self._head.coding
+                if coding != "identity":
+                    body = compression.encoded(body, coding)
+                    headers.append((b"content-encoding", coding.encode()))
+                return Reply(200, body, headers)
+        except StatusError as unfit:
+            error = unfit
+        except Exception as bug:  # as at the edge: one request ends with it, not the server
+            log.exception("request %s: a bug in the server", self._id)
+            without_frames(bug)
+            return error_reply(BUG.status, BUG.message)
+        assert error is not None, "there is a response, or an error"
+        return error_of(without_frames(error))
+
+    def _finish(self, reply: Reply) -> None:
+        self._end(reply.status)
+        response = self._head_of(reply) + reply.body
+        if self._is_begun:
+            self._connection.send(self, response)
+        else:
+            self._response = response
+
+    def _head_of(self, reply: Reply) -> bytes:
+        return b"".join(
+            (
+                STATUS_LINE[reply.status],
+                header_lines(self._dates),
+                header_lines(reply.headers),
+                b"content-length: %d\r\nx-request-id: %b\r\n\r\n" % (len(reply.body), self._id.encode()),
+            )
+        )
+
+    def _end(self, status: int) -> None:
+        """Release what the request holds, and log it."""
+        self._is_over = True
+        direct, head, took_ms = self._direct, self._head, (time.monotonic_ns() - self._began_ns) / 1e6
+        direct.backend.leave()
+        bill = self._request.bill if self._request is not None else None
+        prompt, generated = (bill.prompt, bill.generated) if bill is not None else (0, 0)
+        self._end_grant(prompt + generated)
+        if prompt or generated:
+            log_request(RequestLog("POST", head.path, self._id, status, took_ms, None, prompt, generated or None))
+        else:
+            direct.backend.log.add("POST", head.path, self._id, status, took_ms)
+        direct.serving.metrics.answered(head.route, "POST", status)
+        direct.serving.load.n -= 1
+        self._request = self._wanted = None  # the connection keeps this, and so would regions of shared memory be kept
+
+    def _on_disconnect(self) -> None:
+        """Cancel the request if its client has disconnected."""
+        if not self.disconnected or self._is_over:
+            return
+        request = self._request
+        self._end(CLIENT_CLOSED)
+        if request is not None:
+            self._model.cancel(request)
+        if self._writing is not None:
+            self._writing.cancel()
+
+
+def header_lines(headers: Sequence[Header]) -> bytes:
+    """Return the lines of an HTTP head, as uvicorn writes them."""
+    return b"".join(b"%b: %b\r\n" % (name.lower(), value) for name, value in headers)

@@ -1,0 +1,273 @@
+"""Short inferences over HTTP, answered in the call that reads them if an instance is idle: no task, parser or JSON.
+
+A client repeats the same HTTP head and JSON; only the numbers of its tensors and the request id differ
+(`request_template.py`). Each connection remembers the last request that the normal path read and checked: all bytes
+before the tensors, and where each tensor starts. A packet with exactly these bytes and as many after them is the same
+request with other numbers. Nothing is parsed here, so nothing can be read differently. Everything else takes the normal
+path, as does every request while the model is busy, was reloaded, or the server drains.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+from numpy import ndarray
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Parameter
+from millrace.model_repository.request.status_code import StatusError
+from millrace.model_repository.request.tensors import Array
+from millrace.serve.http.api_keys import Keys
+from millrace.serve.http.fast_path import Sending
+from millrace.serve.http.http_request import id_of
+from millrace.serve.http.server_context import Serving
+from millrace.serve.protocols.kserve.http.direct import Direct, DirectAnswer, InferHead, header_lines
+from millrace.serve.protocols.kserve.http.frontend import error_of, infer_headers
+from millrace.serve.protocols.kserve.http.infer_request import HttpWanted, read_infer
+from millrace.serve.protocols.kserve.http.infer_response import written
+from millrace.serve.protocols.kserve.http.request_template import ID, REQUEST_ID, Filled, Head, head_of
+from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
+
+MOST_KNOWN = 4  # heads that a connection remembers
+Header = tuple[bytes, bytes]
+Likeness = Sequence[tuple[str, Any, tuple[int, ...]]]  # arrays' names, dtypes and shapes
+
+
+class InputPlace(NamedTuple):
+    """Where an input lies in what came, from its head's end on over HTTP. It is copied from there, as NumPy takes three
+    times as long for what begins at an odd address, and it is short."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    at: int
+    end: int
+
+
+@dataclass(slots=True)
+class _Told:
+    """An answer, but for its numbers. front, back: its JSON around the id, which has so many bytes"""
+
+    like: Likeness
+    n_id: int
+    headers: bytes
+    front: bytes
+    back: bytes
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request that came before: `head`, and all that follows from it."""
+
+    head: Head
+    filled: Filled  # as it last was
+    n_bytes: int  # of its tensors
+    told: InferHead
+    model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
+    tensors: Sequence[InputPlace]
+    like: InferRequest  # but for its inputs
+    wanted: HttpWanted
+    last: _Told | None = None  # the last answer
+
+
+class Quick:
+    """Of one server."""
+
+    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
+        self.repository, self.backend, self.serving = backend.repository, backend, serving
+        self.direct = Direct(backend, keys, serving)
+
+    def connection(self) -> "QuickConnection":
+        return QuickConnection(self)
+
+
+class QuickConnection:
+    """What one connection remembers."""
+
+    def __init__(self, of: Quick) -> None:
+        self._of = of
+        self._known: list[_Known] = []  # the newest first
+        self._head: Head | None = None  # of the last that came the usual way: what comes twice is to be remembered
+
+    # ------------------------------------------------------------------ what came the usual way
+
+    def remember(self, method: str, path: bytes, headers: Sequence[Header], packet: bytes) -> None:
+        """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
+        if method == "POST" and path.endswith(b"/infer"):
+            found = self._of.direct.heads.add(path, headers, packet)
+            if found is not None:
+                self._look(found, packet)
+
+    def _look(self, told: InferHead, packet: bytes) -> None:
+        """What its model answers at once is remembered, if it comes twice. told: its head"""
+        if told.n_json is None or told.coding != "identity":
+            return
+        try:
+            model = self._of.repository.get(told.name, told.version)
+        except StatusError:
+            return
+        # where nothing is JSON, heads of different lengths are alike
+        if not model.answers_at_once(told.n_body - told.n_json):
+            return
+        head = head_of(packet, told.headers)
+        if head is not None and head == self._head:
+            found = self._read(told, model, packet, head)
+            self._known = [found, *self._known][:MOST_KNOWN] if found is not None else self._known
+        self._head = head
+
+    def _read(self, told: InferHead, model: Model, packet: bytes, head: Head) -> _Known | None:
+        body, n_json = packet[told.n_bytes :], told.n_json
+        assert n_json is not None, "it has that header"
+        n_bytes = len(body) - n_json
+        if any(k.head == head and k.n_bytes == n_bytes and k.model() is model for k in self._known):
+            return None
+        try:
+            request, wanted = read_infer(body, n_json, model.name, model.checker)
+        except StatusError:
+            return None
+        tensors = _places(request, body, n_json)
+        if tensors is None:
+            return None
+        request.inputs = {}
+        filled = head.filled(packet)
+        assert filled is not None, "it is its head"
+        return _Known(head, filled, n_bytes, told, ref(model), tensors, request, wanted)
+
+    # ------------------------------------------------------------------ what comes again
+
+    def knows(self, head: bytes) -> bool:
+        """As the connection's `Shortcut` has it."""
+        return self._of.direct.heads.knows(head)
+
+    def begin(self, packet: bytes, dates: Sequence[Header], connection: Sending) -> DirectAnswer | bytes | None:
+        """As the connection's `Shortcut` has it."""
+        if self._known and (response := self.answer(packet, dates)) is not None:
+            return response
+        head = self._of.direct.heads.lookup(packet)
+        if head is None:
+            return None
+        self._look(head, packet)
+        return self._of.direct.begin(head, packet, dates, connection)
+
+    def answer(self, packet: bytes, dates: Sequence[Header]) -> bytes | None:
+        """The whole response to `packet`; None: it is none of those. dates: headers that every response has"""
+        for known in self._known:
+            holes = known.filled.again(packet)
+            if holes is None:
+                filled = known.head.filled(packet)
+                if filled is None or len(packet) - filled.end != known.n_bytes:
+                    continue
+                known.filled, holes = filled, filled.again(packet)
+                assert holes is not None, "it is the same packet"
+            model = ready(self._of.backend, known.told.name, known.told.version, known.model, known.n_bytes)
+            return self._granted(known, model, packet, holes, dates) if model is not None else None
+        return None
+
+    def _granted(
+        self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+    ) -> bytes | None:
+        """holes: what is in them"""
+        grant = self._of.direct.granted(known.told)
+        if grant is None:
+            return None
+        try:
+            return self._answer(known, model, packet, holes, dates)
+        finally:
+            grant.end()
+
+    def _answer(
+        self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+    ) -> bytes:
+        began_ns, front = time.monotonic_ns(), known.filled.end
+        request_id = id_of(holes.get(REQUEST_ID) or known.told.headers.get(REQUEST_ID))
+        if (own := holes.get(ID)) is not None:
+            known.like.id = own.decode()
+        try:
+            inputs = {
+                name: ndarray(shape, dtype, packet[front + at : front + end])
+                for name, dtype, shape, at, end in known.tensors
+            }
+            answered = model.infer_at_once(known.like, inputs, began_ns)
+            status, (head, body) = 200, _written(known, model, own or b"", *answered)
+        except StatusError as error:
+            refused = error_of(error)
+            status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
+        took_ms = (time.monotonic_ns() - began_ns) / 1e6
+        self._of.backend.log.add("POST", known.told.path, request_id, status, took_ms)
+        self._of.serving.metrics.answered(known.told.route, "POST", status)
+        told = b"x-request-id: %b\r\n\r\n" % request_id.encode()
+        return b"".join((STATUS_LINE[status], header_lines(dates), head, told, body))
+
+
+def ready(
+    backend: RepositoryBackend, name: str, version: int | None, known: "ref[Model]", n_bytes: int
+) -> Model | None:
+    """The model, where that name still means it, and it would answer so many bytes at once."""
+    try:
+        model = backend.repository.get(name, version)
+    except StatusError:
+        return None
+    return model if model is known() and backend.has_room and model.answers_at_once(n_bytes) else None
+
+
+def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace] | None:
+    """From the end of the JSON on.
+
+    None where an input is no plain piece of the body: it was JSON, or strings, or it had to be converted.
+    """
+    found, begin = [], _address(np.frombuffer(body, np.uint8))
+    for name, array in request.inputs.items():
+        here = _address(array) - begin
+        if not array.nbytes or not array.flags.c_contiguous or not n_json <= here <= len(body) - array.nbytes:
+            return None
+        found.append(InputPlace(name, array.dtype, array.shape, here - n_json, here - n_json + array.nbytes))
+    return found
+
+
+def _address(array: Array) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+def _written(
+    known: _Known, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
+) -> tuple[bytes, bytes]:
+    """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew.
+
+    own: the id, where that is another one each time
+    """
+    told = known.last
+    if told is not None and not parameters and len(own) == told.n_id and is_like(told.like, outputs):
+        return told.headers, b"".join((told.front, own, told.back, *[array.tobytes() for array in outputs.values()]))
+    body, n_json = written(model, known.like, InferResponse(outputs, parameters), known.wanted)
+    headers, _ = _with_head(infer_headers(n_json), body)
+    is_plain = not (parameters or known.wanted.n_classes or any(a.dtype == np.object_ for a in outputs.values()))
+    # all of them, and nothing else, in binary: then what is in front of them depends on `like` alone
+    if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
+        front = b'{"id":"' if own else b""
+        assert body.startswith(front + own), body[:80]
+        known.last = _Told(likeness(outputs), len(own), headers, front, body[len(front) + len(own) : n_json])
+    return headers, body
+
+
+def likeness(outputs: Mapping[str, Array]) -> Likeness:
+    """All of them but their numbers."""
+    return [(name, array.dtype, array.shape) for name, array in outputs.items()]
+
+
+def is_like(like: Likeness, outputs: Mapping[str, Array]) -> bool:
+    """Whether `like` is their likeness."""
+    if len(like) != len(outputs):
+        return False
+    for (name, dtype, shape), (found, array) in zip(like, outputs.items(), strict=True):
+        if name != found or dtype != array.dtype or shape != array.shape:
+            return False
+    return True
+
+
+def _with_head(headers: Sequence[Header], body: bytes) -> tuple[bytes, bytes]:
+    return header_lines([*headers, (b"content-length", b"%d" % len(body))]), body

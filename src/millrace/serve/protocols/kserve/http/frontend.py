@@ -1,0 +1,382 @@
+"""KServe's routes over HTTP, as Triton has them: a request in plain types, and its answer; no web framework.
+
+Statuses, bodies and the words of errors are Triton's (`status.py` has the codes). `asgi_app.py` joins it to the server.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from millrace.model_repository.config.config_json import config_json
+from millrace.model_repository.execution.tracebacks import without_frames
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import Bill, InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import held_bytes
+from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
+from millrace.model_repository.tracing.tracer import Exchange
+from millrace.serve.http.http_request import EVENT_STREAM, UNHELD
+from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
+from millrace.serve.protocols.kserve.http import compression
+from millrace.serve.protocols.kserve.http.generate_extension import Aside, Events, generate, read_generate
+from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpWanted, read_infer
+from millrace.serve.protocols.kserve.http.infer_response import written, written_error
+from millrace.serve.protocols.kserve.http.server_timing import TIMED, server_timing
+from millrace.serve.protocols.kserve.restricted_apis import OPEN, Guard, named
+from millrace.serve.protocols.kserve.shared_memory import Regions, allowed, of_tenant
+
+STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
+_JSON, _BINARY = b"application/json", b"application/octet-stream"
+_HEADER = HEADER.encode()
+_LINES = b"application/x-ndjson"
+_STREAMS = {b"text/event-stream": EVENT_STREAM, _LINES: _LINES}
+_EVENTS = ((b"content-type", EVENT_STREAM), *UNHELD)
+_MOST_GROWTH = 1032  # times, of deflate
+OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
+
+
+@dataclass(slots=True)
+class Request:
+    """path: without the query, as it was sent. headers: names in lower case"""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
+    came_ns: int = 0  # time.monotonic_ns(), before its body
+    bill: Bill = field(default_factory=Bill)
+    tenant: str = ""  # whose API key it came with, where there are several
+    owner: str = ""  # whose models it may change; "" for all of them
+
+
+@dataclass(slots=True)
+class Reply:
+    status: int
+    body: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    events: Events | None = None  # in place of `body`; to be closed
+
+
+def error_reply(status: int, message: str) -> Reply:
+    return Reply(status, written_error(message), [(b"content-type", _JSON)])
+
+
+def error_of(error: StatusError) -> Reply:
+    reply = error_reply(STATUS.get(error.code, 400), error.message)
+    if error.code is Code.UNSUPPORTED and error.message == "Unsupported compression type":
+        reply.headers.append((b"accept-encoding", b"gzip, deflate"))
+    return reply
+
+
+def json_reply(answer: object) -> Reply:
+    return Reply(200, msgspec.json.encode(answer), [(b"content-type", _JSON)])
+
+
+class _NoSuchPath(Exception):  # noqa: N818  - it never leaves this file
+    pass
+
+
+class _WrongMethod(Exception):  # noqa: N818
+    pass
+
+
+class HttpFront:
+    """The routes of one repository."""
+
+    def __init__(
+        self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside, shared: Regions | None = None,
+        guard: Guard = OPEN,
+    ) -> None:  # fmt: skip
+        """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop
+
+        shared: None where no client's memory is read; guard: which headers models see
+        """
+        self._guard = guard
+        self._repository, self._is_ready, self._aside, self._shared = repository, is_ready, aside, shared
+        self._most_bytes = repository.flags.http_max_input_size
+
+    async def answer(self, request: Request) -> Reply:
+        try:
+            return await self._routed(request)
+        except StatusError as error:
+            return error_of(without_frames(error))
+        except _NoSuchPath:
+            return error_reply(404, "Not Found")
+        except _WrongMethod:
+            return error_reply(405, "Method Not Allowed")
+
+    async def _routed(self, request: Request) -> Reply:
+        parts = request.path.split("/")[2:]  # ["", "v2", ...]
+        match parts:
+            case ["models", "stats"]:
+                _only("GET", request)
+                return json_reply({"model_stats": metadata.statistics(self._repository)})
+            case ["models", name, *_] if name:
+                return await self._of_model(request, *addressed(parts[1:]))
+            case [] | ["health", "live" | "ready"]:
+                return self._of_server(request, parts)
+            case ["repository", *rest]:
+                return await self._of_repository(request, rest)
+            case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
+                return self._of_shared(request, parts[0], rest)
+            case ["logging"]:
+                return json_reply(settings_endpoints.log(self._repository.common.log, _change(request), request.owner))
+            case ["trace", "setting"]:
+                return json_reply(settings_endpoints.trace(self._repository, "", _change(request), request.owner))
+        raise _NoSuchPath
+
+    def _of_server(self, request: Request, parts: list[str]) -> Reply:
+        _only("GET", request)
+        if not parts:
+            return json_reply(metadata.server(self._shared is not None))
+        return Reply(200 if parts[1] == "live" or self._is_ready() else 400)
+
+    # ------------------------------------------------------------------ models
+
+    async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> Reply:
+        if action and action not in OF_MODEL:
+            raise _NoSuchPath
+        if action == "trace/setting":
+            if version is not None:
+                raise _NoSuchPath
+            return json_reply(settings_endpoints.trace(self._repository, name, _change(request), request.owner))
+        _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
+        if action == "ready":
+            return self._model_ready(name, version)
+        if action == "stats":
+            return json_reply({"model_stats": metadata.statistics(self._repository, name, version)})
+        model = self._repository.get(name, version)
+        match action:
+            case "infer":
+                return await self._infer(request, model)
+            case "config":
+                return json_reply(config_json(model.config))
+            case "":
+                return json_reply(metadata.metadata(model, self._repository.versions(name)))
+        return await self._generate(request, model, streamed=action == "generate_stream")
+
+    def _model_ready(self, name: str, version: int | None) -> Reply:
+        try:
+            is_ready = self._repository.get(name, version).is_ready
+        except StatusError:
+            is_ready = False
+        return Reply(200) if is_ready else error_reply(400, "Model version not ready")
+
+    async def _infer(self, request: Request, model: Model) -> Reply:
+        headers = request.headers
+        accepts = headers.get(b"accept", b"").split(b";")[0].strip()
+        if model.is_decoupled and accepts not in _STREAMS:
+            what = "HTTP end point doesn't support models with decoupled transaction policy"
+            raise StatusError(Code.UNSUPPORTED, what)
+        asking, wanted = await self._read(request, model)
+        if model.is_decoupled:
+            return await self._stream(request, model, asking, wanted, accepts)
+        asking.hops = [] if TIMED in headers else None
+        with Exchange(self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)) as call:
+            response = await model.infer(asking)
+            call.answered()
+            n_bytes = held_bytes(response.outputs.values())
+            answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
+        found = [*infer_headers(n_head), *server_timing(asking, request.came_ns)]
+        accepted = headers.get(b"accept-encoding")
+        if accepted and (coding := compression.chosen(accepted.decode("latin-1"))) != "identity":
+            answer = await self._aside(lambda: compression.encoded(answer, coding), len(answer))
+            found.append((b"content-encoding", coding.encode()))
+        return Reply(200, answer, found)
+
+    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, HttpWanted]:
+        """raises StatusError"""
+        headers = request.headers
+        coding = headers.get(b"content-encoding", b"").decode("latin-1")
+        body = request.body if coding in ("", "identity") else await self._unpacked(request, coding)
+        n_json = header_length(headers.get(_HEADER.lower()))
+
+        def read() -> Any:
+            return read_infer(body, n_json, model.name, model.checker, of_tenant(self._shared, request.tenant))
+
+        n_slow = len(body) if n_json is None or model.checker.reads_all else n_json
+        if self._shared is not None:
+            n_slow = max(n_slow, self._shared.slow_bytes)
+        asking: InferRequest
+        asking, wanted = await self._aside(read, n_slow)
+        self._show_headers(asking, request)
+        asking.bill, asking.tenant = request.bill, request.tenant
+        return asking, wanted
+
+    async def _stream(
+        self, request: Request, model: Model, asking: InferRequest, wanted: HttpWanted, accepts: bytes
+    ) -> Reply:
+        """The responses of a decoupled model, as they are ready: each what `/infer` would answer. raises StatusError"""
+        if wanted.otherwise or any(wanted.binary.values()):
+            raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
+        self._repository.common.tracer.came(asking, "HTTP", request.came_ns, self._parent(request))
+        write = lambda model, asking, response: written(model, asking, response, wanted)[0]  # noqa: E731
+        events = Events(model, asking, self._aside, write, lines=accepts == _LINES)
+        failed = await events.begin()
+        headers = [(b"content-type", _STREAMS[accepts]), *UNHELD]
+        return Reply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
+
+    async def _generate(self, request: Request, model: Model, *, streamed: bool) -> Reply:
+        if request.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
+        inference = await self._aside(lambda: read_generate(request.body, model), len(request.body))
+        self._show_headers(inference, request)
+        inference.bill, inference.tenant = request.bill, request.tenant
+        self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
+        if not streamed:
+            return Reply(200, await generate(model, inference, self._aside), [(b"content-type", _JSON)])
+        events = Events(model, inference, self._aside)
+        failed = await events.begin()
+        return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
+
+    def _parent(self, request: Request) -> Parent | None:
+        """Of the trace that its client has begun."""
+        headers = request.headers
+        return self._repository.common.tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
+
+    def _show_headers(self, asking: InferRequest, request: Request) -> None:
+        """Those that become parameters. raises StatusError"""
+        if self._guard.forward is not None:  # otherwise nobody looks at them
+            asking.parameters.update(self._guard.forwarded(named(request.headers.items())))
+
+    async def _unpacked(self, request: Request, coding: str) -> bytes:
+        """In pieces, each counted before the next: it may become a thousand times larger."""
+        reader, pieces = compression.Decoder(request.body, coding, self._most_bytes), list[bytes]()
+        while not reader.is_done:
+            pieces.append(await self._aside(reader.piece, min(compression.PIECE, len(request.body) * _MOST_GROWTH)))
+            request.grew(len(pieces[-1]))
+        n_bytes = sum(map(len, pieces))
+        return await self._aside(lambda: b"".join(pieces), n_bytes) if len(pieces) > 1 else pieces[0]
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _of_shared(self, request: Request, kind: str, rest: list[str]) -> Reply:
+        """[/region/{name}]/{status,register,unregister}"""
+        action, region = rest[-1], ""
+        if len(rest) == 3 and rest[0] == "region":
+            region = _name(rest[1])
+        elif len(rest) > 1:
+            raise _NoSuchPath
+        _only("GET" if action == "status" else "POST", request)
+        regions = allowed(of_tenant(self._shared, request.tenant))
+        if kind == "cudasharedmemory":
+            if action == "register":
+                request_fields.json_object(request.body)
+            found = request_fields.cuda_regions(action, region)
+            return Reply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
+        if action == "status":
+            return json_reply(regions.status(region))
+        if action == "unregister":
+            regions.unregister(region)
+        else:
+            regions.register(region, *_registered(region, request_fields.json_object(request.body)))
+        return Reply(200, b"", [(b"content-type", _JSON)])
+
+    # ------------------------------------------------------------------ repository
+
+    async def _of_repository(self, request: Request, rest: list[str]) -> Reply:
+        of_one = ""
+        if len(rest) in (2, 4) and rest[0]:
+            of_one, rest = rest[0], rest[1:]
+        match rest:
+            case ["index"]:
+                _only("POST", request)
+                ready = request_fields.json_object(request.body).get("ready", False)
+                if not isinstance(ready, bool):
+                    raise StatusError(Code.INTERNAL, "attempt to access JSON non-boolean as boolean")
+                return json_reply(await self._repository.index(ready))
+            case ["models", name, "load" | "unload" as action] if name:
+                _only("POST", request)
+                if of_one:
+                    raise StatusError(Code.UNSUPPORTED, request_fields.NO_REPOSITORY_NAME)
+                most = self._most_bytes  # it may bring the model's files
+                body = await self._aside(lambda: request_fields.json_object(request.body, most), len(request.body))
+                return await self._control(_name(name), action, body, request.owner)
+        raise _NoSuchPath
+
+    async def _control(self, name: str, action: str, body: dict[str, Any], owner: str) -> Reply:
+        parameters = body.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
+        if action == "unload":
+            await self._repository.unload(
+                name, with_members=request_fields.unloads_members(parameters, _wrong), owner=owner
+            )
+            return Reply(200, b"", [(b"content-type", _JSON)])
+        load = request_fields.load_of(name, parameters, _wrong, str)
+        if load.dry_run:
+            return json_reply(await self._repository.would_load(name, load.config))
+        await self._repository.load(name, load.config, load.files, owner=owner)
+        return Reply(200, b"", [(b"content-type", _JSON)])
+
+
+_SHARED_ACTIONS = ("status", "register", "unregister")
+
+
+def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
+    """(key, offset, byte_size). raises StatusError"""
+    if not region:
+        raise invalid("'region name' is necessary to register system shared memory region")
+    for member in ("key", "byte_size"):
+        if member not in body:
+            raise invalid(f"Shared memory register request has no '{member}' field")
+    key, offset, size = body["key"], body.get("offset", 0), body["byte_size"]
+    if not isinstance(key, str):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
+    for number in (offset, size):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-unsigned-integer as unsigned-integer")
+    return key, offset, size
+
+
+def _change(request: Request) -> dict[str, Any] | None:
+    """Of settings; None where they are only looked up. raises StatusError"""
+    if request.method not in ("GET", "POST"):
+        raise _WrongMethod
+    return request_fields.json_object(request.body) if request.method == "POST" else None
+
+
+def _only(method: str, request: Request) -> None:
+    if request.method != method:
+        raise _WrongMethod
+
+
+def _name(part: str) -> str:
+    return unquote(part, errors="replace") if "%" in part else part
+
+
+def addressed(parts: list[str]) -> tuple[str, int | None, str]:
+    """A model, its version, and what is asked of it: NAME[/versions/V][/ACTION]. raises StatusError"""
+    name, *rest = parts
+    version: int | None = None
+    if rest[:1] == ["versions"] and len(rest) > 1 and rest[1].isascii() and rest[1].isdigit():
+        version, rest = request_fields.version_of(rest[1]), rest[2:]
+    return _name(name), version, "/".join(rest)
+
+
+def infer_headers(n_head: int | None) -> list[tuple[bytes, bytes]]:
+    """Of an answer, by how much of it is JSON where not all of it is."""
+    if n_head is None:
+        return [(b"content-type", _JSON)]
+    return [(b"content-type", _BINARY), (_HEADER, b"%d" % n_head)]
+
+
+def header_length(said: bytes | None) -> int | None:
+    if said is None:
+        return None
+    text = said.decode("latin-1")
+    if not text.removeprefix("-").isdigit() or not text.isascii() or len(text) > 19:
+        raise invalid(f"Unable to parse {HEADER}, got: {text}")
+    return int(text)
+
+
+def _wrong(key: str, wanted: str) -> StatusError:
+    """Of a parameter of a load or an unload, in the words of Triton's JSON."""
+    wanted = "string" if wanted == "file" else wanted
+    what = f"attempt to access JSON non-{wanted} as {wanted}"
+    return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {what}" if key == "unload_dependents" else what)

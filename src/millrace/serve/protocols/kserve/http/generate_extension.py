@@ -1,0 +1,203 @@
+"""Triton's `generate` and `generate_stream`: a flat JSON object in, one or several out.
+
+A key that is an input's name is that input, as a scalar or a list; any other is a parameter, and so are those of the
+object `parameters`. An answer has its outputs by name, scalars where they have one element.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from math import prod
+from typing import Any
+
+import msgspec
+
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.response_stream import Responses
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import held_bytes, named_type
+from millrace.serve.http.json_scan import counts
+from millrace.serve.protocols.kserve.http.compression import too_large
+from millrace.serve.protocols.kserve.http.infer_request import take_parameters
+from millrace.serve.protocols.kserve.http.infer_response import listed, written_error
+from millrace.serve.protocols.kserve.http.json_values import elements, from_json, no_json, too_deep, unparsed
+
+_MOST_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
+_MOST_VALUES = 1 << 17
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
+    "of responses"
+)
+Aside = Callable[[Callable[[], Any], int], Awaitable[Any]]
+
+
+class _Object(tuple[tuple[str, Any], ...]):
+    """In the order in which it came; whatever is there twice is there twice."""
+
+    __slots__ = ()
+
+
+def read_generate(body: bytes, model: Model) -> InferRequest:
+    """raises StatusError"""
+    told = _decoded(body)
+    request, given = InferRequest({}), list[Given]()
+    for key, value in told:
+        if key == "id" and model.checker.said(key) is None:
+            if not isinstance(value, str):
+                raise unparsed("id", "attempt to access JSON non-string as string")
+            request.id = value
+        elif key == "parameters":
+            if not isinstance(value, _Object):
+                raise invalid("Expected JSON object for keyword: 'parameters'")
+            try:
+                for inner, inner_value in value:
+                    _take(inner, inner_value, request, given, model)
+            except StatusError as error:
+                raise StatusError(error.code, f"Converting keyword: 'parameters': {error}") from None
+        else:
+            _take(key, value, request, given, model)
+    model.checker.take(request, given)
+    return request
+
+
+def _decoded(body: bytes) -> _Object:
+    if len(body) > _MOST_BYTES:
+        raise too_large("generate request JSON size", len(body), _MOST_BYTES)
+    if counts(body).values > _MOST_VALUES:
+        raise no_json(f"it has more than {_MOST_VALUES} values: send tensors of so many to /infer")
+    try:
+        found = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
+        msgspec.json.encode(found)  # half of a surrogate pair, of which no answer could speak
+    except RecursionError:
+        raise too_deep() from None
+    except ValueError as error:
+        raise no_json(error) from None
+    if not isinstance(found, _Object):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
+    return found
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _take(key: str, value: Any, request: InferRequest, given: list[Given], model: Model) -> None:
+    said = model.checker.said(key)
+    if said is None:
+        if take_parameters(request, {key: value}):  # `binary_data_output`, which is nothing of this protocol's
+            request.parameters[key] = value
+        return
+    if any(tensor.name == key for tensor in given):
+        raise invalid(f"{request.named}input '{key}' already exists in request")
+    datatype, dims = said
+    shape = _shape(key, dims, value)
+    given.append(Given(key, datatype, shape, from_json(key, datatype, value, prod(shape)).reshape(shape)))
+
+
+def _shape(name: str, dims: tuple[int, ...], value: Any) -> tuple[int, ...]:
+    """That of its lists, where they have as many levels as dims. Otherwise the last that varies has all there is."""
+    nested = _nesting(value, len(dims))
+    if nested is not None and all(d in (-1, n) for d, n in zip(dims, nested, strict=True)):
+        return nested
+    n = len(elements(value))
+    left, rest = divmod(n, prod(d for d in dims if d != -1) or 1)
+    shape = list(dims)
+    for i in reversed(range(len(dims))):
+        if dims[i] == -1:
+            shape[i], left = left, 1
+    if rest or left != 1:
+        raise invalid(f"unexpected number of elements for input '{name}': {n}, which do not fit {list(dims)}")
+    return tuple(shape)
+
+
+def _nesting(value: Any, depth: int) -> tuple[int, ...] | None:
+    """The lengths of lists in lists, as far as the first of each goes; None where there are fewer levels."""
+    found: list[int] = []
+    while isinstance(value, list) and len(found) < depth:
+        found.append(len(value))
+        value = value[0] if value else None
+    return tuple(found) if len(found) == depth else None
+
+
+def generated(model: Model, request: InferRequest, response: InferResponse) -> bytes:
+    """One response. raises StatusError"""
+    answer: dict[str, Any] = dict(response.parameters)
+    answer |= {"id": request.id} if request.id else {}
+    answer |= {"model_name": model.name, "model_version": str(model.version)}
+    for name, array in response.outputs.items():
+        values = listed(name, named_type(name, array), array)
+        answer[name] = values[0] if len(values) == 1 else values
+    return msgspec.json.encode(answer)
+
+
+async def generate(model: Model, request: InferRequest, aside: Aside) -> bytes:
+    """The one response that there must be. raises StatusError"""
+    responses = Responses(model, request)
+    try:
+        only = await responses.next()
+        if only is None or await responses.next() is not None:
+            raise StatusError(Code.INTERNAL, _NOT_ONE)
+    finally:
+        responses.close()
+    written: bytes = await aside(lambda: generated(model, request, only), held_bytes(only.outputs.values()))
+    return written
+
+
+Write = Callable[[Model, InferRequest, InferResponse], bytes]
+
+
+class Events:
+    """Server-sent events, one a response. What went wrong is one, too: the status is sent long since."""
+
+    def __init__(
+        self, model: Model, request: InferRequest, aside: Aside, write: Write = generated, *, lines: bool = False
+    ) -> None:
+        """write: a response as JSON; lines: one a line, in place of events. raises StatusError"""
+        self._model, self._request, self._aside, self._write = model, request, aside, write
+        self._around = (b"", b"\n") if lines else (b"data: ", b"\n\n")
+        self._responses = Responses(model, request)
+        self._first: bytes | None = None
+
+    async def begin(self) -> Code | None:
+        """Wait for the first, whose error decides on the status."""
+        try:
+            self._first = await self._next()
+        except StatusError as error:
+            self._first = self._failed(error)
+            return error.code
+        except BaseException:  # the client is gone
+            self.close()
+            raise
+        return None
+
+    def __aiter__(self) -> "Events":
+        return self
+
+    async def __anext__(self) -> bytes:
+        event, self._first = self._first, None
+        if event is None:
+            try:
+                event = await self._next()
+            except StatusError as error:
+                event = self._failed(error)
+        if not event:
+            raise StopAsyncIteration
+        return event
+
+    async def _next(self) -> bytes:
+        """b"": there is none any more. raises StatusError"""
+        response = await self._responses.next()
+        if response is None:
+            return b""
+        written: bytes = await self._aside(
+            lambda: self._write(self._model, self._request, response), held_bytes(response.outputs.values())
+        )
+        return written.join(self._around)
+
+    def _failed(self, error: StatusError) -> bytes:
+        return written_error(error.message).join(self._around)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._responses.close()

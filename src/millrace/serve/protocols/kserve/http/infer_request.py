@@ -1,0 +1,305 @@
+"""The body of an inference over HTTP: JSON, with tensors inside it or in binary behind it, or raw bytes alone.
+
+What is right is read in one pass, by its types; what is wrong is read once more, for Triton's word for it. JSON of a
+wrong type is an internal error there, so that its status is 500.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.request_validation import Checker, Given, Later, check_shape
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.request.tensors import DTYPES, Array
+from millrace.serve.protocols.kserve.http.json_spans import Cut, Span, found
+from millrace.serve.protocols.kserve.http.json_values import from_json, no_json, not_a, too_deep, unparsed
+from millrace.serve.protocols.kserve.request_fields import output_names, take_parameter
+from millrace.serve.protocols.kserve.shared_memory import RegionPlace, TenantRegions, allowed
+
+HEADER = "Inference-Header-Content-Length"
+_LARGE = 64 << 10  # bytes of JSON
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_SHARED_SIZE = "shared_memory_byte_size"
+
+
+class SharedParameters(Struct, gc=False):
+    """The parameters of a tensor in shared memory."""
+
+    shared_memory_region: str | UnsetType = UNSET
+    shared_memory_offset: int = 0  # of any size: a region says what it has not
+    shared_memory_byte_size: int | UnsetType = UNSET
+
+    def place(self, shared: TenantRegions | None) -> RegionPlace | None:
+        """None where it is elsewhere. raises StatusError"""
+        region, size = self.shared_memory_region, self.shared_memory_byte_size
+        if region is UNSET:
+            return None
+        regions = allowed(shared)
+        if size is UNSET:
+            raise unparsed(_SHARED_SIZE, f"attempt to access non-existing object member '{_SHARED_SIZE}'")
+        return regions.place(region, self.shared_memory_offset, size)
+
+
+class InferInputParameters(SharedParameters, gc=False):
+    binary_data_size: _Size | UnsetType = UNSET
+
+
+class InferInput(Struct, gc=False):
+    name: str
+    shape: list[_Size]
+    datatype: str
+    data: Any = UNSET
+    parameters: InferInputParameters | UnsetType = UNSET
+
+
+class InferOutputParameters(SharedParameters, gc=False):
+    binary_data: bool | UnsetType = UNSET
+    classification: _Size = 0
+
+
+class InferOutput(Struct, gc=False):
+    name: str
+    parameters: InferOutputParameters | UnsetType = UNSET
+
+
+class InferBody(Struct, gc=False):
+    inputs: list[InferInput]
+    id: str = ""
+    parameters: dict[str, Any] | UnsetType = UNSET
+    outputs: list[InferOutput] | UnsetType = UNSET
+
+
+_decoder = msgspec.json.Decoder(InferBody)
+_ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"another id"
+
+
+@dataclass(slots=True)
+class HttpWanted:
+    """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others
+
+    inputs: in shared memory, whose regions stay until the request is over
+    """
+
+    binary: dict[str, bool] = field(default_factory=dict)
+    shared: dict[str, RegionPlace] = field(default_factory=dict)
+    n_classes: dict[str, int] = field(default_factory=dict)
+    otherwise: bool = False
+    inputs: list[RegionPlace] = field(default_factory=list)
+
+
+def read_infer(
+    body: bytes, n_json: int | None, model: str, checker: Checker, shared: TenantRegions | None = None
+) -> tuple[InferRequest, HttpWanted]:
+    """n_json: of the head, None where everything is JSON, 0 where nothing is
+
+    shared: None where no client's memory is read. raises StatusError
+    """
+    if n_json is not None and not 0 <= n_json <= len(body):
+        raise invalid(f"inference header size should be in range (0, {len(body)}), got: {n_json}")
+    if n_json == 0:
+        request = InferRequest({})
+        checker.take(request, [checker.raw(request, memoryview(body))])
+        return request, HttpWanted(otherwise=True)
+    told, spans = _read(memoryview(body)[:n_json])
+    request, wanted = InferRequest({}, request_id=told.id), HttpWanted()
+    if told.parameters is not UNSET:
+        wanted.otherwise = take_parameters(request, told.parameters)
+    behind = memoryview(body)[len(body) if n_json is None else n_json :]
+    given = _given(told.inputs, spans, behind, model, shared, wanted.inputs)
+    if told.outputs is not UNSET:
+        request.outputs = _take_outputs(told.outputs, wanted, shared)
+    checker.take(request, given)
+    return request, wanted
+
+
+def _read(head: memoryview) -> tuple[InferBody, list[Span]]:
+    """With long lists cut out of a large one. raises StatusError"""
+    if len(head) <= _LARGE:
+        return _decoded(head), []
+    cut = Cut(head)
+    return _decoded(memoryview(cut.rest)), cut.spans
+
+
+def _decoded(head: memoryview) -> InferBody:
+    try:
+        try:
+            return _decoder.decode(head)
+        except msgspec.ValidationError as error:
+            raise explained(msgspec.json.decode(head)) or StatusError(Code.INTERNAL, str(error)) from None
+    except RecursionError:
+        raise too_deep() from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise no_json(error) from None
+
+
+def id_place(head: bytes) -> tuple[int, int] | None:
+    """Where the text of the request's `id` lies in its JSON, and any other plain text could; None: nowhere for sure.
+
+    That it is this text which is read as the id, and that nothing else is read from it, is tried and not assumed: the
+    same key may stand in parameters, twice, or inside of a text.
+    """
+    places = list(_ID.finditer(head))
+    if len(places) != 1:
+        return None
+    begin, end = places[0].span(1)
+    try:
+        told, tried = _decoder.decode(head), _decoder.decode(head[:begin] + _TRIED + head[end:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    is_id, tried.id = tried.id == _TRIED.decode() != told.id, told.id
+    return (begin, end) if is_id and tried == told else None
+
+
+def _given(
+    inputs: Sequence[InferInput],
+    spans: list[Span],
+    behind: memoryview,
+    model: str,
+    shared: TenantRegions | None,
+    places: list[RegionPlace],
+) -> list[Given]:
+    """behind: the bytes after the JSON, which are those of the binary inputs, in order. places: gets those used"""
+    given, at, shared_bytes = list[Given](), 0, 0
+    for told in inputs:
+        size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
+        _check_source(told, size)
+        place = told.parameters.place(shared) if told.parameters is not UNSET else None
+        if told.datatype not in DTYPES:
+            raise invalid(f"invalid datatype for input {told.name}")
+        shape = tuple(told.shape)
+        n = check_shape(told.name, told.datatype, shape)
+        data: memoryview | Array | Later
+        if place is not None:
+            places.append(place)
+            shared_bytes += place.byte_size
+            allowed(shared).check_total(shared_bytes)
+            data = Later(place.read, place.byte_size)
+        elif size is UNSET:
+            values = found(told.data, spans)
+            if isinstance(values, Span):
+                data = Later(partial(_of_span, values, told.name, told.datatype, shape, n))
+            else:
+                data = from_json(told.name, told.datatype, values, n).reshape(shape)
+        else:
+            data = behind[at : at + size]
+            if len(data) < size:
+                what = f"unexpected size for input '{told.name}', expecting {size - len(data)} additional bytes"
+                raise invalid(f"{what} for model '{model}'")
+            at += size
+        given.append(Given(told.name, told.datatype, shape, data))
+    if at != len(behind):
+        raise invalid(f"unexpected additional input data for model '{model}'")
+    return given
+
+
+def _of_span(span: Span, name: str, datatype: str, shape: tuple[int, ...], n: int) -> Array:
+    """raises StatusError"""
+    return span.array(name, datatype, n).reshape(shape)
+
+
+def _check_source(told: InferInput, size: int | UnsetType) -> None:
+    is_shared = told.parameters is not UNSET and told.parameters.shared_memory_region is not UNSET
+    if (told.data is not UNSET) + (size is not UNSET) + is_shared == 1:
+        return
+    there = {
+        "'data'": told.data is not UNSET, "'binary_data_size'": size is not UNSET, "'shared_memory_region'": is_shared,
+    }  # fmt: skip
+    said = [name for name, is_there in there.items() if is_there]
+    raise invalid(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
+    )
+
+
+def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:
+    """Whether outputs are binary unless they say otherwise. raises StatusError"""
+    binary = False
+    for key, value in parameters.items():
+        if key == "binary_data_output":
+            if not isinstance(value, bool):
+                raise _wrong(key, "boolean")
+            binary = value
+        elif key == "headers" or key.startswith("triton_"):
+            raise invalid(
+                f"{key} is reserved for Triton usage" if key == "headers" else
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+            )  # fmt: skip
+        else:
+            take_parameter(request, key, value, _wrong)
+    return binary
+
+
+def _wrong(key: str, wanted: str) -> StatusError:
+    """Of a parameter."""
+    if wanted == "any":
+        return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
+    word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(wanted, wanted)
+    return unparsed(key, not_a(word, word))
+
+
+def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: TenantRegions | None) -> tuple[str, ...]:
+    names = output_names(told.name for told in outputs)
+    for told in outputs:
+        if told.parameters is UNSET:
+            continue
+        if (place := told.parameters.place(shared)) is not None:
+            wanted.shared[told.name] = place
+        if told.parameters.binary_data is not UNSET:
+            wanted.binary[told.name] = told.parameters.binary_data
+        if told.parameters.classification:
+            wanted.n_classes[told.name] = told.parameters.classification
+    return names
+
+
+def explained(body: Any) -> StatusError | None:
+    """Which field of a body has a wrong type, in the words of Triton's JSON."""
+    if not isinstance(body, dict):
+        return StatusError(Code.INTERNAL, not_a("object", "object"))
+    members = [("id", "string", str)] if "id" in body else []
+    found = _member(body, members)
+    if found is None and "parameters" in body and not isinstance(body["parameters"], dict):
+        found = unparsed("parameters", not_a("object", "object"))
+    found = found or _member(body, [("inputs", "array", list)])
+    for told in body["inputs"] if found is None else ():
+        if not isinstance(told, dict):
+            return StatusError(Code.INTERNAL, not_a("object", "object"))
+        found = found or _member(told, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)])
+        if found is None and not all(_is_size(d) for d in told["shape"]):
+            found = unparsed("shape", not_a("unsigned-integer", "unsigned-integer"))
+        found = found or _sizes(told, "binary_data_size", "shared_memory_region")
+    if found is None and "outputs" in body:
+        found = _member(body, [("outputs", "array", list)])
+        for told in body["outputs"] if found is None else ():
+            if not isinstance(told, dict):
+                return StatusError(Code.INTERNAL, not_a("object", "object"))
+            found = found or _member(told, [("name", "string", str)]) or _sizes(told, "classification", "binary_data")
+    return found
+
+
+def _member(of: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> StatusError | None:
+    for name, word, kind in members:
+        if name not in of:
+            return unparsed(name, f"attempt to access non-existing object member '{name}'")
+        if not isinstance(of[name], kind):
+            return unparsed(name, not_a(word, word))
+    return None
+
+
+def _sizes(told: Mapping[str, Any], size: str, other: str) -> StatusError | None:
+    parameters = told.get("parameters", {})
+    if not isinstance(parameters, dict):
+        return unparsed("parameters", not_a("object", "object"))
+    if size in parameters and not _is_size(parameters[size]):
+        return unparsed(size, not_a("unsigned-integer", "unsigned-integer"))
+    word, kind = ("boolean", bool) if other == "binary_data" else ("string", str)
+    return _member(parameters, [(other, word, kind)] if other in parameters else [])
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -1,0 +1,116 @@
+"""The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary; or an error's body."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from millrace.model_repository.models.model_version import Model
+from millrace.model_repository.request.concatenation import concatenated
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse
+from millrace.model_repository.request.status_code import invalid
+from millrace.model_repository.request.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
+from millrace.serve.protocols.kserve.http.infer_request import HttpWanted
+
+_PIECE = 1 << 16  # values
+
+
+def told_outputs(
+    model: Model, request: InferRequest, response: InferResponse, n_classes: Mapping[str, int]
+) -> Iterator[Tensor]:
+    """Those that were asked for, of some their classes in place of their values. raises StatusError"""
+    for name, array in response.outputs.items():
+        if request.outputs and name not in request.outputs:
+            continue
+        if n := n_classes.get(name):
+            array = classified(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
+        yield Tensor(name, named_type(name, array), array)
+
+
+def written_error(message: str) -> bytes:
+    """The one way in which errors are written, of a route, before one is reached, and in a stream."""
+    return msgspec.json.encode({"error": message})
+
+
+def written(
+    model: Model, request: InferRequest, response: InferResponse, wanted: HttpWanted
+) -> tuple[bytes, int | None]:
+    """The body, and how much of it is JSON where not all of it is. raises StatusError"""
+    outputs, raw = list[dict[str, Any]](), list[bytes | memoryview]()
+    long: dict[str, Sequence[bytes]] = {}  # JSON of an output's data, in pieces
+    for tensor in told_outputs(model, request, response, wanted.n_classes):
+        name, datatype = tensor.name, tensor.datatype
+        told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
+        if (place := wanted.shared.get(name)) is not None:
+            place.write(
+                name, tensor.raw()
+            )  # and nothing more is said: Triton's client in C++ takes any parameters for a size
+        elif wanted.binary.get(name, wanted.otherwise):
+            parts = tensor.raw_parts()
+            raw += parts
+            told["parameters"] = {"binary_data_size": sum(map(len, parts))}
+        elif tensor.values.size <= _PIECE:
+            told["data"] = listed(name, datatype, tensor.values)
+        else:
+            long[name] = _listed_pieces(name, datatype, tensor.values)
+        outputs.append(told)
+    answer: dict[str, Any] = {"id": request.id} if request.id else {}
+    answer["model_name"], answer["model_version"] = model.name, str(model.version)
+    if response.parameters:
+        answer["parameters"] = response.parameters
+    if not long:
+        answer["outputs"] = outputs
+        head: Sequence[bytes] = (msgspec.json.encode(answer),)
+    else:
+        pieces = list[bytes]()
+        for told in outputs:
+            pieces += (b",", *_with_member(msgspec.json.encode(told), b"data", long.get(told["name"], ())))
+        head = _with_member(msgspec.json.encode(answer), b"outputs", (b"[", *pieces[1:], b"]"))
+    if not raw and len(head) == 1:
+        return head[0], None
+    return concatenated([*head, *raw]), sum(map(len, head)) if raw else None
+
+
+def _with_member(encoded: bytes, name: bytes, value: Sequence[bytes]) -> Sequence[bytes]:
+    """A JSON object, not empty, with one member more, if it has a value; in pieces."""
+    return (encoded[:-1], b',"%b":' % name, *value, b"}") if value else (encoded,)
+
+
+def _listed_pieces(name: str, datatype: str, array: Array) -> Sequence[bytes]:
+    """The JSON of `listed`, for a long list: in pieces, for each holds the interpreter. raises StatusError"""
+    flat, found = array.reshape(-1), list[bytes]()
+    for i in range(0, len(flat), _PIECE):
+        found += (b",", msgspec.json.encode(listed(name, datatype, flat[i : i + _PIECE]))[1:-1])
+    return (b"[", *found[1:], b"]")
+
+
+def listed(name: str, datatype: str, array: Array) -> list[Any]:
+    """Flat. What is no number (NaN, infinite) becomes null: JSON has no word for it."""
+    if datatype in ONLY_BINARY:
+        what = f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
+        raise invalid(what)
+    flat = array.reshape(-1)
+    if datatype != BYTES:
+        return list(flat.tolist())
+    try:
+        return [value if isinstance(value, str) else bytes(value).decode() for value in flat]
+    except UnicodeDecodeError:
+        raise invalid(f"output '{name}' is no UTF-8. Please use the binary data format for output") from None
+
+
+def classified(array: Array, n: int, labels: Sequence[str], *, has_batch: bool) -> Array:
+    """The n largest of each item, as b"value:index:label"; [B, n] or [n] of bytes objects. raises StatusError"""
+    if array.dtype.kind not in "iuf" and WIRE_NAMES.get(array.dtype) not in ONLY_BINARY:
+        raise invalid(f"class result not available for output due to unsupported type '{WIRE_NAMES.get(array.dtype)}'")
+    items = array.reshape(array.shape[0] if has_batch else 1, -1)
+    n = min(n, items.shape[1])
+    order = np.argsort(-items.astype(np.float64), axis=1, kind="stable")[:, :n]
+    found = [_told(items[i, j], int(j), labels) for i in range(len(items)) for j in order[i]]
+    return objects(found).reshape((len(items), n) if has_batch else (n,))
+
+
+def _told(value: Any, index: int, labels: Sequence[str]) -> bytes:
+    number = f"{float(value):f}" if np.asarray(value).dtype.kind not in "iu" else str(int(value))
+    label = f":{labels[index]}" if index < len(labels) and labels[index] else ""
+    return f"{number}:{index}{label}".encode()

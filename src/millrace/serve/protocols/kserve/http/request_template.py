@@ -1,0 +1,107 @@
+"""What the heads of a client's requests have in common: of HTTP and of the JSON behind it, all that stays the same.
+
+Clients number their requests: the JSON's `id`, and the header `x-request-id`, are others each time, and the two lengths
+change with them. Between these holes lie pieces. A packet that has the very same pieces, with a plain text or a number
+in each hole, says the same but for those: whether it does is looked up, not understood.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from millrace.serve.http.request_bodies import FREE_BYTES
+from millrace.serve.protocols.kserve.http.infer_request import HEADER, id_place
+
+MOST_BYTES = 4 << 10  # of a head
+END = b"\r\n\r\n"
+LENGTH, JSON_LENGTH, REQUEST_ID, ID = b"content-length", HEADER.lower().encode(), b"x-request-id", b"id"
+# What may stand in them; none has a byte that ends it. Other ids (escapes, beyond ASCII) are no holes: they are pieces.
+_HOLES = {
+    LENGTH: re.compile(rb"[1-9][0-9]{0,8}"), JSON_LENGTH: re.compile(rb"0|[1-9][0-9]{0,8}"),
+    REQUEST_ID: re.compile(rb"[!-~]+"), ID: re.compile(rb"[ !#-\[\]-~]+"),
+}  # fmt: skip
+_LINES = re.compile(
+    rb"\r\n(" + b"|".join((LENGTH, JSON_LENGTH, REQUEST_ID)) + rb"):[ \t]*([!-~]+)(?=\r\n)", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """One packet's head. end: of it. fixed: what is in no hole for ids, and where; holes: those, and where
+
+    Most often the next one is as long, and then so are its lengths: nothing has to be counted to know its tensors.
+    """
+
+    n_bytes: int  # of the packet
+    end: int
+    fixed: Sequence[tuple[int, bytes]]
+    holes: Sequence[tuple[bytes, int, int]]
+
+    def again(self, packet: bytes) -> dict[bytes, bytes] | None:
+        """What is in the holes of a packet that is as this one; None: it is not."""
+        if len(packet) != self.n_bytes:
+            return None
+        for at, piece in self.fixed:
+            if not packet.startswith(piece, at):
+                return None
+        found = {}
+        for hole, begin, end in self.holes:
+            if _HOLES[hole].fullmatch(packet, begin, end) is None:
+                return None
+            found[hole] = packet[begin:end]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """pieces: one more than there are holes. n_json: bytes of the JSON's pieces"""
+
+    pieces: tuple[bytes, ...]
+    holes: tuple[bytes, ...]
+    n_json: int
+
+    def filled(self, packet: bytes) -> Filled | None:
+        """None where the head of the packet is another."""
+        at, spans = 0, list[tuple[bytes, int, int]]()
+        for piece, hole in zip(self.pieces, self.holes, strict=False):
+            there = _HOLES[hole].match(packet, at + len(piece)) if packet.startswith(piece, at) else None
+            if there is None:
+                return None
+            spans.append((hole, *there.span()))
+            at = there.end()
+        end = at + len(self.pieces[-1])
+        if not packet.startswith(self.pieces[-1], at) or end > MOST_BYTES:
+            return None
+        told = {hole: packet[begin:stop] for hole, begin, stop in spans}
+        n_json = self.n_json + len(told.get(ID, b""))
+        n_body = len(packet) - end + n_json
+        if int(told[JSON_LENGTH]) != n_json or int(told[LENGTH]) != n_body or n_body > FREE_BYTES:
+            return None
+        holes = [span for span in spans if span[0] in (ID, REQUEST_ID)]
+        begins, ends = [0, *(stop for _, _, stop in holes)], [*(begin for _, begin, _ in holes), end]
+        fixed = [(begin, packet[begin:stop]) for begin, stop in zip(begins, ends, strict=True)]
+        return Filled(len(packet), end, fixed, holes)
+
+
+def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> Head | None:
+    """Of one request that is all of `packet`, whose headers a parser has read; None: it is none to be remembered."""
+    at = packet.find(END) + len(END)
+    lengths = [headers.get(name, b"") for name in (JSON_LENGTH, LENGTH)]
+    if not all(_HOLES[LENGTH].fullmatch(length) or length == b"0" for length in lengths):
+        return None
+    end = at + int(lengths[0])
+    if end > min(len(packet), MOST_BYTES) or len(packet) - at != int(lengths[1]):
+        return None
+    lines = ((m[1].lower(), m) for m in _LINES.finditer(packet, 0, at))
+    spans = [(m.start(2), m.end(2), name) for name, m in lines if headers.get(name) == m[2]]  # as the parser has it
+    place = id_place(packet[at:end])
+    if place is not None and _HOLES[ID].fullmatch(packet, at + place[0], at + place[1]):
+        spans.append((at + place[0], at + place[1], ID))
+    holes = tuple(hole for _, _, hole in spans)
+    if not {LENGTH, JSON_LENGTH} <= set(holes):
+        return None
+    begins, ends = [0, *(stop for _, stop, _ in spans)], [*(begin for begin, _, _ in spans), end]
+    pieces = tuple(packet[begin:stop] for begin, stop in zip(begins, ends, strict=True))
+    n_id = sum(stop - begin for begin, stop, hole in spans if hole == ID)
+    found = Head(pieces, holes, end - at - n_id)
+    return found if found.filled(packet) is not None else None

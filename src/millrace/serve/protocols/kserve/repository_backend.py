@@ -1,0 +1,173 @@
+"""A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from prometheus_client.core import Metric
+
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.lifecycle.operation_flags import OperationFlags
+from millrace.model_repository.metrics.machine_metrics import MachineMetrics
+from millrace.model_repository.metrics.triton_metrics import cache_text, failed_text, metrics_text
+from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.repository.repository_flags import RepositoryFlags
+from millrace.model_repository.request.status_code import Code, StatusError
+from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.http.connection_limits import number_of_connections
+from millrace.serve.http.http_request import LogLater
+from millrace.serve.http.request_bodies import Bodies
+from millrace.serve.http.server_context import LARGE_BODY, Lane, Serving
+from millrace.serve.ops.health import Heartbeat
+from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
+from millrace.serve.protocols.kserve.shared_memory import Regions
+
+# Bytes up to which bodies share a lane: what takes milliseconds does not wait for what takes a second, or several.
+_LANE_BYTES = (1 << 20, 16 << 20)
+LOOK_S = 0.1  # between two looks whether what failed at the start is there
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Working:
+    """What the heartbeat is told: the event loop that answers is the one that works."""
+
+    healthy: bool = True
+    idle: bool = True
+    last_step_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryModel(ServedModel):
+    flags: RepositoryFlags
+    guards: GuardFlags = field(default_factory=GuardFlags)
+    operations: OperationFlags = field(default_factory=OperationFlags)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """None: its models are no models of the protocols that speak of text."""
+        return ()
+
+    def backend(self, serving: Serving) -> "RepositoryBackend":
+        return RepositoryBackend(self, serving)
+
+
+class RepositoryBackend(Backend):
+    what = "a repository of tensor models"
+    broken = "tensor models could not be loaded"
+    elsewhere = (
+        "ask its models at /v2/models/NAME/infer or /generate; here are those of "
+        "`millrace serve MODEL --model-repository DIR`"
+    )
+
+    def __init__(self, model: RepositoryModel, serving: Serving) -> None:
+        self.model, self.settings = model, serving.settings  # and no histograms of tokens
+        settings, most = serving.settings, model.flags.http_max_input_size
+        self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, 2 * most))
+        self._admission = serving.admission
+        n_connections = number_of_connections(settings.max_connections)
+        # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
+        # and what one model does not get to other models.
+        self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
+        of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
+        common = Common.of(model.operations, serving.tracer)
+        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), common)
+        self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
+        self.shared = Regions(most) if model.flags.allow_client_shm else None
+        self.log = LogLater()  # of requests that take microseconds
+        names = ("tensors", "large-tensors", "largest-tensors")
+        self._lanes = [Lane(name, serving.settings.max_preparing) for name in names]
+        self._machine = MachineMetrics()
+        serving.metrics.add_text(self._metrics)
+
+    def _metrics(self) -> str:
+        repository = self.repository
+        told = metrics_text(repository.models(), repository.common.measures)
+        if repository.common.cache is not None:
+            told += cache_text(repository.common.cache)
+        return told + failed_text(repository.failed()) + self._machine.text() + repository.custom.text()
+
+    def start(self) -> None:
+        return
+
+    async def warm_up(self) -> str | None:
+        return _line(await self.repository.start()) or None
+
+    async def mended(self) -> bool:
+        """By clients that load and unload, or in the folders; what is loaded once stays as it is."""
+        if self.repository.flags.model_control_mode == "none":
+            return False
+        while not self.repository.is_ready():
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    def trouble(self, at_first: str) -> str:
+        return _line(self.repository.troubles())
+
+    def missing(self) -> str:
+        troubles = _line(self.repository.troubles())
+        return troubles and f"tensor models are not ready: {troubles}"
+
+    def pulse(self) -> _Working:
+        return _Working()
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(())  # `metrics_text` has them: Triton's counters have names that this library would change
+
+    async def abort(self, within_s: float) -> None:
+        await self.repository.close(within_s)
+
+    async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
+        """Return `work()` on so many bytes; if they are many, called in the lane of their size. raises as `Lane.run`"""
+        if n_bytes <= LARGE_BODY:
+            return work()
+        return await self._lanes[bisect_left(_LANE_BYTES, n_bytes)].run(work, n_bytes)
+
+    def is_ready(self, heartbeat: Heartbeat) -> bool:
+        """The server as a whole, as KServe means it: whoever else is in it, and every model that was to be loaded."""
+        return heartbeat.ready().ok
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `admitted` would let one more in."""
+        return self._n_open < self._max_open and not self._admission.is_draining
+
+    @contextmanager
+    def admitted(self, is_control: bool = False) -> Iterator[None]:
+        """While a request is answered. raises BusyError while it drains, StatusError where too many wait
+
+        is_control: it is never one too many, for a model that hangs must be unloaded by whoever can
+        """
+        self.enter(is_control)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, is_control: bool = False) -> None:
+        """Begin what `admitted` does, until `leave`. raises as that"""
+        if self._admission.is_draining or self._n_open < self._max_open or is_control:
+            self._admission.enter()
+            self._n_open += 1
+            return
+        what = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
+        raise StatusError(Code.UNAVAILABLE, what)
+
+    def leave(self) -> None:
+        """One request is answered."""
+        self._n_open -= 1
+        self._admission.leave()
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        if self.shared is not None:
+            self.shared.close()
+        self.log.write()
+
+
+def _line(troubles: Sequence[str]) -> str:
+    return "; ".join(one.removesuffix(";") for one in troubles)

@@ -1,0 +1,146 @@
+"""What a request may say, by whatever protocol it comes: versions, parameters, outputs, what a model is loaded with.
+
+Values have a wrong type in each protocol's own words, so that whoever reads them hands in how that is said.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from millrace.errors import nearest
+from millrace.model_repository.lifecycle.load_override import PREFIX
+from millrace.model_repository.request.infer_request import InferRequest
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.serve.http.json_scan import counts
+from millrace.serve.protocols.kserve.http.json_values import no_json
+
+SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+NO_CUDA = "cuda shared memory is not supported: tensor models run on the CPU here"
+NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
+MOST_CONTROL = 1 << 20  # bytes of what changes a setting, or is looked up
+_MOST_VALUES = 1 << 16
+# Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
+# a count), "any" (of those that are the model's own)
+Wrong = Callable[[str, str], StatusError]
+
+
+def cuda_regions(action: str, name: str) -> list[Any] | None:
+    """The regions of CUDA's shared memory that there are: none, as in a Triton without GPUs; None where none is told.
+
+    Clients begin with unregistering them all. action: status, register or unregister. raises StatusError
+    """
+    if action == "register":
+        raise StatusError(Code.UNSUPPORTED, NO_CUDA)
+    if action == "status" and name:
+        raise StatusError(Code.NOT_FOUND, f"Unable to find cuda shared memory region: '{name}'")
+    return [] if action == "status" else None
+
+
+def version_of(text: str) -> int:
+    """Of a model. raises StatusError"""
+    what = f"failed to get model version from specified version string '{text}'"
+    expected = "version should be an integral value > 0"
+    if not (text.isascii() and text.isdigit()) or len(text) > 19 or int(text) >= 2**63:
+        raise invalid(f"{what} (details: stol), {expected}")
+    if int(text) == 0:
+        raise invalid(f"{what}, {expected}")
+    return int(text)
+
+
+def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) -> None:
+    """One that both protocols have, or of the model's own. raises StatusError"""
+    if key == "sequence_id":
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise wrong(key, "id")
+        request.correlation_id = value
+    elif key in ("sequence_start", "sequence_end"):
+        if not isinstance(value, bool):
+            raise wrong(key, "boolean")
+        if value:
+            request.flags |= 1 if key == "sequence_start" else 2
+    elif key in ("priority", "timeout"):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong(key, "count")
+        if not 0 <= value < 2**64:
+            raise wrong(key, "natural")
+        setattr(request, "priority" if key == "priority" else "timeout_us", value)
+    elif isinstance(value, bool | float | str) or (isinstance(value, int) and -(2**63) <= value < 2**64):
+        request.parameters[key] = value
+    else:
+        raise wrong(key, "any")
+
+
+def output_names(names: Iterable[str]) -> tuple[str, ...]:
+    """raises StatusError where one comes twice"""
+    found: dict[str, None] = {}
+    for name in names:
+        if name in found:
+            raise invalid(f"Duplicate output name '{name}' is not allowed in a request")
+        found[name] = None
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class Load:
+    """config, files: as `ModelRepository.load` takes them. dry_run: nothing is loaded, and what would change is told"""
+
+    config: dict[str, Any] | None = None
+    files: dict[str, bytes | str] = field(default_factory=dict)
+    dry_run: bool = False
+
+
+def load_of(model: str, parameters: Mapping[str, Any], wrong: Wrong, file_type: type[bytes] | type[str]) -> Load:
+    """What a load of model brings. file_type: what the protocol has files as, bytes or base64 in a string
+
+    raises StatusError
+    """
+    found = Load()
+    for key, value in parameters.items():
+        if key.startswith(PREFIX):
+            if not isinstance(value, file_type):
+                raise wrong(key, "file")
+            found.files[key.removeprefix(PREFIX)] = value
+        elif key == "config":
+            if not isinstance(value, str):
+                raise wrong(key, "string")
+            try:
+                found.config = json_object(value.encode("utf-8", "surrogatepass"))
+            except StatusError as error:
+                raise StatusError(error.code, f"failed to load '{model:.80}', its config: {error}") from None
+        elif key == "dry_run":
+            if not isinstance(value, bool):
+                raise wrong(key, "boolean")
+            found.dry_run = value
+        else:
+            known = ("config", "dry_run", f"{PREFIX}VERSION/NAME")
+            raise invalid(f"unrecognized load parameter '{key:.80}'; {nearest(key, known)}")
+    if found.dry_run and found.files:
+        raise StatusError(Code.UNSUPPORTED, "a dry run takes no files: it says what the repository's would change")
+    return found
+
+
+def unloads_members(parameters: Mapping[str, Any], wrong: Wrong) -> bool:
+    """Of an unload. raises StatusError"""
+    found = parameters.get("unload_dependents", False)
+    if not isinstance(found, bool):
+        raise wrong("unload_dependents", "boolean")
+    return found
+
+
+def json_object(body: bytes, most_bytes: int = MOST_CONTROL) -> dict[str, Any]:
+    """Of a body that is no inference's, and may be empty. raises StatusError"""
+    if not body:
+        return {}
+    if len(body) > most_bytes:
+        raise invalid(f"the request JSON has {len(body)} bytes, at most {most_bytes} are supported here")
+    if (n := counts(body).values) > _MOST_VALUES:
+        raise invalid(f"the request JSON has {n} values, at most {_MOST_VALUES} are supported here")
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise no_json(error) from None
+    if not isinstance(found, dict):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
+    return found

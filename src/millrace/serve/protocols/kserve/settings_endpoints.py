@@ -1,0 +1,91 @@
+"""What of a running server clients look up and change: trace and log settings, the same over both protocols.
+
+Values come in the types of JSON; `calls.py` makes them of its messages. Words are Triton's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import nearest
+from millrace.model_repository.lifecycle.lifecycle import ModelRepository
+from millrace.model_repository.lifecycle.log_settings import FORMATS, LogSwitches
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.model_repository.tracing.trace_flags import NUMBERS, level_of, number_of
+from millrace.model_repository.tracing.trace_settings import FIELDS
+
+_LOG_TYPES: dict[str, type] = {"log_info": bool, "log_warning": bool, "log_error": bool, "log_verbose_level": int,
+                               "log_format": str}  # fmt: skip
+_MOST_VERBOSE = 2**31 - 1
+
+
+def trace(repository: ModelRepository, model: str, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
+    """Return the settings of a model, or of the server, after the change. owner: as `log` has it. raises StatusError"""
+    _check_owner(change, owner)
+    if model:
+        try:
+            repository.get(model)
+        except StatusError:
+            raise invalid(f"Request for unknown model : {model}") from None
+    tracer = repository.common.tracer
+    if change:
+        tracer.change(_trace_change(change, least_rate=1 if tracer.spans is None else 0), model)
+    return tracer.told(model)
+
+
+def _trace_change(said: Mapping[str, Any], least_rate: int) -> dict[str, Any]:
+    """raises StatusError. None: as it was"""
+    found: dict[str, Any] = {}
+    for name, value in said.items():
+        if name == "trace_file":
+            what = "trace file location can not be updated through network protocol"
+            raise StatusError(Code.UNSUPPORTED, what)
+        if name not in FIELDS:
+            raise invalid(f"unknown trace setting '{name:.80}'; {nearest(name, FIELDS)}")
+        if value is None:
+            found[name] = None
+        elif name in NUMBERS:
+            if not isinstance(value, str):
+                raise StatusError(
+                    Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-string as string"
+                )
+            found[name] = number_of(name, value, least_rate if name == "trace_rate" else None)
+        else:
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise StatusError(Code.INTERNAL, f"Unable to parse '{name}': attempt to access JSON non-array as array")
+            found[name] = level_of(value)
+    return found
+
+
+def _check_owner(change: Mapping[str, Any] | None, owner: str) -> None:
+    """raises StatusError"""
+    if change and owner:
+        what = "these settings hold for all API keys, so that this one cannot change them"
+        raise invalid(f"{what}: a key with role=admin can")
+
+
+def log(switches: LogSwitches, change: Mapping[str, Any] | None, owner: str = "") -> dict[str, Any]:
+    """Return the settings after the change.
+
+    owner: the API key that asks, if there are several and it is no admin's. raises StatusError
+    """
+    _check_owner(change, owner)
+    for name, value in (change or {}).items():
+        if name == "log_file":
+            what = "log file location can not be updated through network protocol"
+            raise StatusError(Code.UNSUPPORTED, what)
+        wanted = _LOG_TYPES.get(name)
+        if wanted is None:
+            raise invalid(f"unknown log setting '{name:.80}'; {nearest(name, _LOG_TYPES)}")
+        if not isinstance(value, wanted) or (wanted is int and not _fits(value)):
+            word = {bool: "boolean", int: "unsigned-integer", str: "string"}[wanted]
+            what = f"Unable to parse '{name}': attempt to access JSON non-{word} as {word}"
+            raise StatusError(Code.INTERNAL, what)
+        if name == "log_format" and value not in FORMATS:
+            raise invalid(f"invalid argument for log_format, got: {value:.40}; expected: {' or '.join(FORMATS)}")
+    if change:
+        switches.change(change)
+    return dict(switches.told())
+
+
+def _fits(value: Any) -> bool:
+    return not isinstance(value, bool) and 0 <= value <= _MOST_VERBOSE

@@ -1,0 +1,236 @@
+"""System shared memory that clients register, as Triton has it: inputs are read from it, outputs written to it.
+
+A client may cut its file off at any time, and a process that has it mapped would die of reading there. So regions are
+read and written through the file: one copy, and a short read is an error of that request alone.
+"""
+
+import os
+import re
+import stat
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.model_repository.request.status_code import Code, StatusError, invalid
+from millrace.serve.protocols.kserve.request_fields import SHARED_OFF
+
+_FOLDER = Path("/dev/shm")  # where shm_open has its names
+_KEY = re.compile(r"/?[^/\0]{1,254}")
+_RESERVED = "triton_python_backend_shm_region_"
+_MOST_REGIONS = 1024
+_SLOW = 2 << 20  # bytes, which are copied aside
+_MOST_TENSORS = 4  # of the largest size, in one request
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """`byte_size` bytes of the file `key`, from `offset` on; `fd` is its file.
+
+    n_places: of requests that are not over; is_leaving: it goes with the last of them
+    """
+
+    name: str
+    tenant: str
+    key: str
+    offset: int
+    byte_size: int
+    fd: int
+    n_places: int = 0
+    is_leaving: bool = False
+
+    def told(self) -> dict[str, Any]:
+        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.byte_size}
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class RegionPlace:
+    """Where a tensor of a request is, or is to go. Its region stays as long as it does."""
+
+    region: Region
+    offset: int  # within the region
+    byte_size: int
+
+    def read(self) -> memoryview:
+        """raises StatusError where the file is shorter by now"""
+        data = bytearray(self.byte_size)
+        n = os.preadv(self.region.fd, [data], self.region.offset + self.offset)
+        if n < self.byte_size:
+            raise StatusError(Code.INTERNAL, f"shared memory region '{self.region.name}' has been cut off")
+        return memoryview(data)
+
+    def write(self, output: str, data: bytes) -> None:
+        """output: its name. raises StatusError"""
+        if len(data) > self.byte_size:
+            raise StatusError(
+                Code.INTERNAL,
+                f"shared memory size specified with the request for output '{output}' ({self.byte_size} bytes) should "
+                f"be at least {len(data)} bytes to hold the results",
+            )
+        os.pwrite(self.region.fd, data, self.region.offset + self.offset)
+
+
+class Regions:
+    """The regions of one server, by the tenant that registered them and their name.
+
+    most_bytes: of one tensor, as of a body
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._regions: dict[tuple[str, str], Region] = {}
+        self._most_bytes, self._largest = most_bytes, 0
+        self._lock = threading.RLock()  # places end in any thread, also in one that holds it
+
+    def of(self, tenant: str) -> "TenantRegions":
+        """Return the regions of a tenant: an API key, "" if there are not several."""
+        return TenantRegions(self, tenant)
+
+    def register(self, tenant: str, name: str, key: str, offset: int, byte_size: int) -> None:
+        """raises StatusError"""
+        if (tenant, name) in self._regions:
+            raise StatusError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= _MOST_REGIONS:
+            raise StatusError(
+                Code.UNAVAILABLE, f"{_MOST_REGIONS} shared memory regions are registered, and no more may"
+            )
+        what = f"cannot register shared memory region '{name}'"
+        if _RESERVED in key:
+            raise invalid(f"{what} with key '{key}' as the key contains the reserved prefix '{_RESERVED}'")
+        if not key:
+            raise StatusError(Code.INTERNAL, "Unable to open shared memory region: ''")
+        if not _KEY.fullmatch(key) or key.lstrip("/") in (".", ".."):
+            raise invalid(f"{what} - invalid shm key '{key}'")
+        fd = _opened(key)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise invalid(f"{what} - invalid shm key '{key}'")
+            if offset + byte_size > info.st_size:
+                raise invalid(
+                    f"failed to register shared memory region '{name}': invalid args: offset {offset} and byte size "
+                    f"{byte_size} reach beyond the {info.st_size} bytes of '{key}'"
+                )
+        except StatusError:
+            os.close(fd)
+            raise
+        with self._lock:
+            self._regions[tenant, name] = Region(name, tenant, key, offset, byte_size, fd)
+            self._largest = max(self._largest, byte_size)
+
+    def unregister(self, tenant: str, name: str) -> None:
+        """Unregister a region, or all of a tenant's (name: ""). One in use goes when no request uses it any more."""
+        with self._lock:
+            for region in self._of(tenant):
+                if name in ("", region.name):
+                    region.is_leaving = True
+                    self._let_go(region)
+
+    def _of(self, tenant: str) -> list[Region]:
+        return [region for region in self._regions.values() if region.tenant == tenant]
+
+    def _let_go(self, region: Region) -> None:
+        """If it is leaving and not in use."""
+        if region.is_leaving and not region.n_places:
+            del self._regions[region.tenant, region.name]
+            os.close(region.fd)
+            self._largest = max((other.byte_size for other in self._regions.values()), default=0)
+
+    def _ended(self, region: Region) -> None:
+        """A place in it."""
+        with self._lock:
+            region.n_places -= 1
+            self._let_go(region)
+
+    def status(self, tenant: str, name: str) -> list[dict[str, Any]]:
+        """Describe a region, or all of a tenant's (name: ""). raises StatusError"""
+        found = [region.told() for region in self._of(tenant) if name in ("", region.name)]
+        if name and not found:
+            raise StatusError(Code.NOT_FOUND, f"Unable to find system shared memory region: '{name}'")
+        return found
+
+    def place(self, tenant: str, name: str, offset: int, byte_size: int) -> RegionPlace:
+        """raises StatusError"""
+        region = self._regions.get((tenant, name))
+        if region is None:
+            raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+        if not 0 <= offset < region.byte_size and (offset or byte_size):
+            raise invalid(f"Invalid offset for shared memory region: '{name}'")
+        if byte_size < 1 << 64 <= offset + byte_size:
+            what = f"byte_size ({byte_size}) + offset ({offset}) for region '{name}' is 2**64 or more"
+            raise invalid(f"Integer overflow detected: {what}, expected at most the {region.byte_size} of the region")
+        if not 0 <= byte_size <= region.byte_size - offset:
+            raise invalid(f"Invalid offset + byte size for shared memory region: '{name}'")
+        if byte_size > self._most_bytes:
+            raise invalid(
+                f"shared memory byte size ({byte_size} bytes) exceeds the maximum allowed value of {self._most_bytes} "
+                "bytes. Use --http-max-input-size to increase the limit."
+            )
+        place = RegionPlace(region, offset, byte_size)
+        with self._lock:
+            if self._regions.get((tenant, name)) is not region:
+                raise StatusError(Code.NOT_FOUND, f"Unable to find shared memory region: '{name}'")
+            region.n_places += 1
+        weakref.finalize(place, self._ended, region).atexit = False
+        return place
+
+    @property
+    def slow_bytes(self) -> int:
+        """What reading a tensor of the largest region costs, as so many bytes of a body do."""
+        return min(self._largest, _SLOW)
+
+    def check_total(self, n_bytes: int) -> None:
+        """Of all inputs of a request. raises StatusError"""
+        most = _MOST_TENSORS * self._most_bytes
+        if n_bytes > most:
+            raise invalid(
+                f"the inputs of the request have {n_bytes} bytes or more in shared memory, which exceeds the maximum "
+                f"of {most} bytes. Use --http-max-input-size to increase the limit."
+            )
+
+    def close(self) -> None:
+        for tenant in {region.tenant for region in self._regions.values()}:
+            self.unregister(tenant, "")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRegions:
+    """The regions that one tenant registered; it sees no others. Methods as those of `Regions`."""
+
+    _all: Regions
+    _tenant: str
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        self._all.register(self._tenant, name, key, offset, byte_size)
+
+    def unregister(self, name: str) -> None:
+        self._all.unregister(self._tenant, name)
+
+    def status(self, name: str) -> list[dict[str, Any]]:
+        return self._all.status(self._tenant, name)
+
+    def place(self, name: str, offset: int, byte_size: int) -> RegionPlace:
+        return self._all.place(self._tenant, name, offset, byte_size)
+
+    def check_total(self, n_bytes: int) -> None:
+        self._all.check_total(n_bytes)
+
+
+def of_tenant(regions: Regions | None, tenant: str) -> TenantRegions | None:
+    """None where no client's memory is read."""
+    return None if regions is None else regions.of(tenant)
+
+
+def allowed(regions: TenantRegions | None) -> TenantRegions:
+    """None where no client's memory is read. raises StatusError"""
+    if regions is None:
+        raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
+    return regions
+
+
+def _opened(key: str) -> int:
+    """As shm_open does it. raises StatusError"""
+    try:
+        return os.open(_FOLDER / key.removeprefix("/"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        raise StatusError(Code.INTERNAL, f"Unable to open shared memory region: '{key}'") from None

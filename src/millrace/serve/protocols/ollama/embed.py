@@ -1,0 +1,100 @@
+"""POST /api/embed and the older /api/embeddings: vectors of texts, as Ollama's clients ask. source: docs/api.md"""
+
+import time
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Struct
+from starlette.types import ASGIApp
+
+from millrace.runtime.embedding import ALL
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.server_context import LARGE
+from millrace.serve.http.unknown_fields import ignored_names
+from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
+from millrace.serve.llm.matryoshka import check_dimensions, normalise, shorten
+from millrace.serve.llm.request_decoding import let_go
+from millrace.serve.llm.request_types import Body, described
+from millrace.serve.llm.unsupported_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
+from millrace.serve.protocols.ollama.protocol import without_latest
+
+# Options of a model are about answers, memory and threads: none changes a vector.
+_OPTIONS = frozenset([*IGNORED_OPTIONS, *LLAMA_NOT_YET, "temperature", "top_k", "top_p", "min_p", "seed", "stop"])
+
+
+class _Request(Body, kw_only=True):
+    UNUSED: ClassVar = frozenset(["keep_alive"])
+    WITHIN: ClassVar = ("options",)
+
+    model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
+    options: Annotated[dict[str, Any] | None, described("of no effect on vectors")] = None
+    keep_alive: Annotated[float | str | None, described("the model stays as long as the server does")] = None
+
+    def __post_init__(self) -> None:
+        self.model = without_latest(self.model)
+
+    def ignored_within(self) -> list[str]:
+        known = {name: value for name, value in (self.options or {}).items() if name in _OPTIONS}
+        others = ignored_names(self.options, _OPTIONS, "options", "options", useful=()) if self.options else []
+        self.options = None
+        return [*others, *(f"options.{name}" for name in known)]
+
+
+class EmbedRequest(_Request, kw_only=True):
+    input: Annotated[str | list[str], described("a text or a list of texts")] = ""
+    truncate: Annotated[bool | None, described("read only the beginning of a text that is too long", True)] = None
+    dimensions: Annotated[int | None, described("length of the vectors, if the model has several", low=1)] = None
+
+
+class EmbeddingsRequest(_Request, kw_only=True):
+    prompt: Annotated[str, described("a text")] = ""
+
+
+class EmbedReply(Struct):
+    """Durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class EmbeddingsReply(Struct):
+    embedding: list[float]
+
+
+async def embed(backend: EncoderBackend, call: Call, asked: EmbedRequest) -> ASGIApp:
+    """A vector of length 1 for each text; without one, the model is there. raises MillraceError"""
+    check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
+    texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    if not any(texts):
+        return replied(backend, call, msgspec.json.encode(EmbedReply(call.model, [], 0, 0, 0)))
+    ids = await token_ids(backend, [*texts], "input", truncate=None if asked.truncate is False else ALL)
+    let_go(asked)
+    call.log.prompt_tokens = n_tokens = sum(map(len, ids))
+    held = backend.unsent.share()
+    try:
+        held.add(len(ids) * backend.limits.width * FLOAT_BYTES)
+        vectors = await backend.vectors(ids)
+
+        def written() -> bytes:
+            own = normalise(shorten(vectors, asked.dimensions)).tolist()
+            took_ns = int((time.perf_counter() - call.arrived_s) * 1e9)
+            return msgspec.json.encode(EmbedReply(call.model, own, took_ns, 0, n_tokens))
+
+        content = await backend.off_loop(vectors.size > LARGE, written)
+    finally:
+        held.release()
+    return replied(backend, call, content)
+
+
+async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingsRequest) -> ASGIApp:
+    """The vector of one text, as the model gives it. raises MillraceError"""
+    if not asked.prompt:
+        return replied(backend, call, msgspec.json.encode(EmbeddingsReply([])))
+    ids = await token_ids(backend, asked.prompt, "prompt", truncate=ALL)
+    let_go(asked)
+    call.log.prompt_tokens = len(ids[0])
+    (vector,) = await backend.vectors(ids)
+    return replied(backend, call, msgspec.json.encode(EmbeddingsReply(vector.tolist())))

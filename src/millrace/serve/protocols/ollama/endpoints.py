@@ -1,0 +1,358 @@
+"""Ollama's protocol, so that desktop clients work: /api/chat, generate, embed, tags, show, ps and version.
+
+Streams are lines of JSON. source: Ollama's docs/api.md, 0.12
+"""
+
+import datetime
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
+
+from millrace import __version__
+from millrace.errors import RequestError
+from millrace.runtime.params import Delta, SamplingParams, capped, check_context
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.serve.backend import Backend, Models
+from millrace.serve.http.errors import Problem
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.openapi import Operation
+from millrace.serve.http.routes import Endpoint, Posted, Protocol, get
+from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.llm.answer_blocks import Blocks, Kind
+from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, going_on
+from millrace.serve.llm.embeddings import EncoderBackend
+from millrace.serve.llm.generation_stream import EventStream, Generation, StreamForm, converse, start
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.non_streaming import whole_answer
+from millrace.serve.llm.reasoning import Thinking, wants_thoughts
+from millrace.serve.llm.request_decoding import let_go, terms_of
+from millrace.serve.llm.request_types import Body, CalledFunction, Message, ToolCall
+from millrace.serve.llm.response_types import json_reply
+from millrace.serve.llm.tools import Tools, tools_of
+from millrace.serve.protocols.ollama.embed import (
+    EmbeddingsReply,
+    EmbeddingsRequest,
+    EmbedReply,
+    EmbedRequest,
+    embed,
+    embeddings,
+)
+from millrace.serve.protocols.ollama.protocol import (
+    DEFAULTS,
+    OPTIONS,
+    OllamaChatRequest,
+    OllamaDetails,
+    OllamaError,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaModel,
+    OllamaModels,
+    OllamaReply,
+    OllamaRequest,
+    OllamaShowReply,
+    OllamaShowRequest,
+    OllamaVersion,
+    OutCall,
+    OutFunction,
+    OutOllamaMessage,
+)
+
+Options = Mapping[str, Any]
+
+
+def write_error(problem: Problem) -> bytes:
+    return msgspec.json.encode(OllamaError(problem.message))
+
+
+LINES = "application/x-ndjson"
+_STREAM = StreamForm(LINES.encode(), lambda problem: write_error(problem) + b"\n")
+
+
+async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> ASGIApp:
+    """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked, backend))
+    if not conversation.messages:
+        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
+    let_go(asked)
+    generation = await converse(backend, call, conversation)
+    return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
+
+
+async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateRequest) -> ASGIApp:
+    """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
+    params, terms = _params(asked, backend), terms_of(asked)
+    if not asked.prompt:
+        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
+    if asked.raw:
+        (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
+        let_go(asked)
+        params = capped(params, len(ids), backend.model.engine.limits.context_tokens)
+        check_context(len(ids), params.max_tokens, backend.model.engine.limits.context_tokens, "prompt")
+        generation = await start(backend, [list(ids)], params, call, terms)
+    else:
+        system = [Message("system", asked.system)] if asked.system else []
+        messages = [*system, Message("user", asked.prompt)]
+        conversation = Conversation(
+            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms, capped=True
+        )  # fmt: skip
+        del messages
+        let_go(asked)
+        generation = await converse(backend, call, conversation)
+    return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
+
+
+def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversation:
+    said = with_call_ids([_message(i, message) for i, message in enumerate(asked.messages)])
+    return Conversation(
+        messages=said, params=_params(asked, backend),
+        tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
+        capped=True,
+    )  # fmt: skip
+
+
+def _loaded(call: Call, asked: OllamaRequest, reply: OllamaReply) -> Response:
+    """Clients ask so when a model is chosen, or to be let go of; this server's is there as long as the server is."""
+    reply.done, reply.done_reason = True, "unload" if asked.keep_alive in (0, "0", "0s") else "load"
+    return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if asked.stream is not False else None)
+
+
+class _Answer:
+    """One answer under way. Calls of tools are told when they are complete: they are objects here."""
+
+    def __init__(self, generation: Generation, call: Call, is_chat: bool) -> None:
+        self._generation, self._call, self._is_chat = generation, call, is_chat
+        self._blocks = Blocks(generation.new_call_id)
+        self._n_told = 0  # calls
+
+    async def response(self, backend: TextBackend, streams: bool) -> ASGIApp:
+        """raises GenerationFailedError"""
+        if streams:
+            return EventStream(self._generation, self._lines(), _STREAM)
+        async with self._generation:
+            (whole,) = await whole_answer(self._generation, backend)
+            blocks = self._blocks = whole.blocks
+            reply = self._line(blocks.text(Kind.TEXT), blocks.text(Kind.REASONING), whole.end)
+        return json_reply(reply)
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        async for deltas in self._generation:
+            for delta in deltas:
+                said = self._generation.said(delta)
+                self._blocks.take(said)
+                if delta.finish_reason is not None:
+                    for _ in self._blocks.close():
+                        pass
+                if said.content or said.reasoning or self._n_complete > self._n_told:
+                    yield msgspec.json.encode(self._line(said.content, said.reasoning)) + b"\n"
+                if delta.finish_reason is not None:
+                    yield msgspec.json.encode(self._line("", "", delta)) + b"\n"
+
+    @property
+    def _n_complete(self) -> int:
+        return sum(call.closed for call in self._blocks.calls())
+
+    def _line(self, content: str, thinking: str, last: Delta | None = None) -> OllamaReply:
+        reply = OllamaReply(model=self._call.model, created_at=_now())
+        thoughts = thinking or UNSET
+        if self._is_chat:
+            calls = self._blocks.calls()[self._n_told : None if last is not None else self._n_complete]
+            self._n_told += len(calls)
+            told = [OutCall(OutFunction(c.name, c.arguments), c.call_id) for c in calls]
+            reply.message = OutOllamaMessage(content, thinking=thoughts, tool_calls=told or UNSET)
+        else:
+            reply.response, reply.thinking = content, thoughts
+        if last is not None:
+            self._count(reply, last)
+        return reply
+
+    def _count(self, reply: OllamaReply, last: Delta) -> None:
+        """What it took, in the last line."""
+        reply.done, finish = True, self._generation.finish_of(last)
+        reply.done_reason = "length" if finish == "length" else "stop"
+        timings, usage = self._generation.handle.requests[0].timings, self._generation.usage
+        begun = timings.first_scheduled_s or timings.queued_s
+        first, end = timings.first_token_s or begun, timings.last_token_s or begun
+        reply.total_duration = int((time.perf_counter() - self._call.arrived_s) * 1e9)
+        reply.load_duration = 0
+        reply.prompt_eval_count, reply.prompt_eval_duration = usage.prompt_tokens, int((first - begun) * 1e9)
+        reply.eval_count, reply.eval_duration = usage.completion_tokens, int((end - first) * 1e9)
+
+
+def tags(models: Models, scope: Scope) -> Response:
+    """The models of text, in Ollama's shape."""
+    able = [*models.of_kind(TextBackend), *models.of_kind(EncoderBackend)]
+    return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
+
+
+async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> ASGIApp:
+    template = backend.model.chat_template
+    details, thinks = _details(backend), ["thinking"] if backend.speech.thoughts else []
+    architecture = details.family
+    info = {"general.architecture": architecture, f"{architecture}.context_length": backend.model.max_context}
+    if isinstance(n := backend.model.metadata.get("parameters"), int):
+        info["general.parameter_count"] = n
+    return json_reply(
+        OllamaShowReply(
+            details, info, ["completion", *(["tools"] if template else []), *thinks],
+            "" if template is None else template.source, _time(backend.model.created), _parameters(backend),
+            license=str(backend.model.metadata.get("license", "")),
+        )
+    )  # fmt: skip
+
+
+def _parameters(backend: TextBackend) -> str:
+    """The model's own settings, as a Modelfile has them."""
+    theirs = {ours: name for name, ours in OPTIONS.items()}
+    own = {} if backend.defaults_of else backend.defaults
+    return "\n".join(f"{theirs[name]} {value:g}" for name, value in own.items())
+
+
+def version(models: Models, scope: Scope) -> Response:
+    return json_reply(OllamaVersion(__version__))
+
+
+def _params(asked: OllamaRequest, backend: TextBackend) -> SamplingParams:
+    """The model's own settings count before Ollama's defaults, as in Ollama. raises RequestError"""
+    own = {} if backend.defaults_of else backend.defaults
+    given: dict[str, Any] = {**DEFAULTS, **own}
+    for name, value in (asked.options or {}).items():  # what changes nothing was taken out of them
+        if value is not None:
+            given[OPTIONS[name]] = value
+    if given.get("seed") == -1:  # Ollama's word for any
+        del given["seed"]
+    if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
+        del given["max_tokens"]
+    if isinstance(given.get("stop"), list):
+        given["stop"] = tuple(given["stop"])
+    return SamplingParams(**given, structured_outputs=_form(asked.format))
+
+
+def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    if asked is None or asked == "":
+        return None
+    if isinstance(asked, str):
+        if asked != "json":
+            raise RequestError(f"format is {asked!r:.60}", '"json", or a JSON schema', "correct format", "format")
+        return StructuredOutputsParams(json_object=True, asked_as="format")
+    return StructuredOutputsParams(json=asked, asked_as="format")
+
+
+def _rendering(think: bool | str | None) -> Rendering:
+    wanted = wants_thoughts("think", think)
+    return PLAINLY if wanted is None else Rendering(thinking=Thinking(wanted, "think"))
+
+
+def _message(i: int, message: OllamaMessage) -> Message:
+    if message.images:
+        raise RequestError(f"messages[{i}] has images", "text", "send text only", "messages")
+    calls = [
+        ToolCall(CalledFunction(call.function.name, json.dumps(call.function.arguments)), call.id)
+        for call in message.tool_calls or ()
+    ]
+    content = message.content or (None if calls else "")
+    return Message(
+        message.role, content, name=message.tool_name or message.name, tool_calls=calls or None,
+        tool_call_id=message.tool_call_id, reasoning_content=message.thinking,
+    )  # fmt: skip
+
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Give each call an id, and each result that of its call: by its name, else in their order.
+
+    Ollama's clients send none, and some chat templates require them.
+    """
+    pending: list[ToolCall] = []
+    n_calls = 0
+    for message in messages:
+        if message.tool_calls:
+            pending = list(message.tool_calls)
+        for call in message.tool_calls or ():
+            n_calls += 1
+            call.id = call.id or f"call{n_calls:05d}"
+        if message.role == "tool" and pending:
+            named = [call for call in pending if message.tool_call_id in (None, call.id)]
+            call = next((call for call in named if call.function.name == message.name), (named or pending)[0])
+            message.tool_call_id = message.tool_call_id or call.id
+            pending.remove(call)
+    return messages
+
+
+def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
+    return tools_of(given, None, None) if given else None
+
+
+def _model(backend: Backend, name: str) -> OllamaModel:
+    digest = str(backend.model.metadata.get("engine", ""))
+    n_bytes = backend.model.metadata.get("weights_bytes")
+    size = n_bytes if isinstance(n_bytes, int) else 0
+    return OllamaModel(name, name, _time(backend.model.created), digest, _details(backend), size)
+
+
+def _details(backend: Backend) -> OllamaDetails:
+    known = backend.model.metadata
+    family = str(known.get("architecture", "")).partition("For")[0].lower()  # llama, of LlamaForCausalLM
+    precision, n = known.get("precision"), known.get("parameters")
+    kinds = dict.fromkeys(map(str, precision.values())) if isinstance(precision, Mapping) else []
+    return OllamaDetails(family, [family], ", ".join(kinds), parameter_size=_count(n) if isinstance(n, int) else "")
+
+
+def _count(n: int) -> str:
+    """As Ollama writes it: 1.1B, 134.52M."""
+    return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M" if n >= 1e6 else f"{n / 1e3:.0f}K"
+
+
+def _now() -> str:
+    return _time(time.time())
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _posted(
+    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object],
+    backend: type[Backend] = TextBackend,
+) -> Endpoint:  # fmt: skip
+    event = reply if "stream" in request.__struct_fields__ else None
+    operation = Operation(
+        "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
+    )  # fmt: skip
+    return Endpoint(operation, handler, backend, names=request.NAMES)
+
+
+_BRIEFLY = {"options": {"num_predict": 64}}
+_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], **_BRIEFLY}
+_PROMPT = {"prompt": "Tell me a story.", **_BRIEFLY}
+_TEXTS = {"input": ["The river runs past a mill.", "The wheel turns."]}
+OLLAMA = Protocol(
+    (
+        _posted(
+            "/api/chat", chat, "Answer a conversation, as Ollama's clients ask", OllamaChatRequest, OllamaReply, _CHAT
+        ),
+        _posted("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
+        _posted("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
+        _posted("/api/embed", embed, "A vector for each text", EmbedRequest, EmbedReply, _TEXTS, EncoderBackend),
+        _posted(
+            "/api/embeddings",
+            embeddings,
+            "The vector of a text",
+            EmbeddingsRequest,
+            EmbeddingsReply,
+            {"prompt": _TEXTS["input"][0]},
+            EncoderBackend,
+        ),
+        get("/api/tags", tags, "The models", OllamaModels, protected=True),
+        get("/api/ps", tags, "The models, which are all loaded", OllamaModels, protected=True),
+        get("/api/version", version, "Release", OllamaVersion),
+    ),
+    write_error,
+    any_type=True,
+    below="/api",
+    lists_at="/api/tags",
+)

@@ -1,0 +1,190 @@
+"""POST /v1/chat/completions: messages to an answer, whole or as a stream of events."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.checkpoint.tool_calls.reader import CallPart, Said
+from millrace.runtime.params import Delta, TokenLogprobs
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.llm.answer_blocks import Blocks, Kind
+from millrace.serve.llm.conversation import Conversation, rendering_of
+from millrace.serve.llm.generation_stream import (
+    EventStream,
+    Generation,
+    StreamUsage,
+    TextEvents,
+    converse,
+    events,
+    ignore_thinking,
+)
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
+from millrace.serve.llm.non_streaming import Whole, whole_answer
+from millrace.serve.llm.request_decoding import chat_params, let_go, terms_of, wants_receipt
+from millrace.serve.llm.request_types import ChatRequest
+from millrace.serve.llm.response_types import ChatLogprobs
+from millrace.serve.llm.tools import tools_of
+from millrace.serve.protocols.openai.replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatReply,
+    FunctionDelta,
+    FunctionReply,
+    ToolCallDelta,
+    ToolCallReply,
+)
+
+
+async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
+    """The response, or the stream that will be one. raises MillraceError"""
+    ignore_thinking(backend, call, asked)
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
+    let_go(asked)
+    with_receipt = wants_receipt(asked)
+    generation = await converse(backend, call, conversation)
+    if with_receipt:
+        generation.keep_receipt()
+    answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
+    if asked.stream:
+        return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
+    return await answer.whole()
+
+
+def _conversation(asked: ChatRequest) -> Conversation:
+    """raises RequestError"""
+    has_tools = asked.tools is not None or asked.tool_choice is not None
+    return Conversation(
+        messages=asked.messages, params=chat_params(asked), terms=terms_of(asked), rendering=rendering_of(asked),
+        tools=tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls) if has_tools else None,
+        whole_bytes=None if asked.stream else CHAT_BYTES,
+    )  # fmt: skip
+
+
+class _Answer:
+    """One chat completion under way."""
+
+    def __init__(self, backend: TextBackend, generation: Generation, answer_id: str, model: str) -> None:
+        self._backend, self._generation = backend, generation
+        self._id, self._model, self._created = answer_id, model, int(time.time())
+
+    async def whole(self) -> Response:
+        """raises GenerationFailedError"""
+        logprobs = [WholeChat() for _ in range(self._generation.n_choices)]
+
+        def named(delta: Delta) -> int:
+            piece = self._logprobs(delta.logprobs or ())
+            return 0 if piece is None else logprobs[delta.index].add(piece)
+
+        async with self._generation:
+            choices = await whole_answer(self._generation, self._backend, named)
+            content = await self._backend.written(
+                self._generation.is_large, lambda: msgspec.json.encode(self._reply(choices, logprobs))
+            )
+        return Response(content, media_type="application/json")
+
+    def _reply(self, choices: list[Whole], logprobs: list[WholeChat]) -> ChatReply:
+        return ChatReply(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                ChatChoice(
+                    index=i,
+                    message=_message(choice.blocks),
+                    logprobs=None if self._generation.params.logprobs is None else logprobs[i].whole(),
+                    finish_reason=self._generation.finish_of(choice.end),
+                    stop_reason=choice.end.stop_reason,
+                )
+                for i, choice in enumerate(choices)
+            ],
+            usage=self._generation.usage,
+            system_fingerprint=self._backend.fingerprint,
+            millrace=self._generation.asked,
+        )
+
+    async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
+        """Blocks of events. raises GenerationFailedError"""
+        roles = [
+            ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content=""))
+            for i in range(self._generation.params.n)
+        ]
+        first = self._chunk(roles, usage)
+        first.millrace = self._generation.asked
+        head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
+        is_plain = self._generation.params.logprobs is None and not usage.always
+        plain = TextEvents(b'"content"', partial(self._empty, usage)) if is_plain else None
+        async for deltas in self._generation:
+            if self._generation.is_much(deltas):
+                yield head + await self._backend.written(True, partial(self._block, deltas, usage, None))
+            else:
+                yield head + self._block(deltas, usage, plain)
+            head = b""
+        if usage.at_end:
+            last = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, [])
+            last.usage = self._generation.usage
+            yield events([last])
+
+    def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextEvents | None) -> bytes:
+        """plain: of events that say nothing but a text, where there are such"""
+        found = []
+        for delta in deltas:
+            said = self._generation.said(delta)
+            if plain is not None and said.content and not (said.reasoning or said.calls or delta.finish_reason):
+                found.append(plain.event(delta.index, said.content))
+            elif (choice := self._choice(delta, said)) is not None:
+                found.append(events([self._chunk([choice], usage)]))
+        return b"".join(found)
+
+    def _empty(self, usage: StreamUsage, choice: int) -> ChatChunk:
+        """What an event in the middle of a stream would be without its text."""
+        return self._chunk([ChatChunkChoice(choice, ChatDelta(content=""))], usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
+        chunk = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, choices)
+        chunk.usage = usage.of(choices[0].index)
+        return chunk
+
+    def _choice(self, delta: Delta, said: Said) -> ChatChunkChoice | None:
+        """None where there is nothing to say yet: half a character, or the beginning of a mark."""
+        choice = ChatChunkChoice(delta.index, ChatDelta())
+        if said.content:
+            choice.delta.content = said.content
+        if said.reasoning:
+            choice.delta.reasoning_content = said.reasoning
+        if said.calls:
+            choice.delta.tool_calls = [self._call(part) for part in said.calls]
+        choice.logprobs = self._logprobs(delta.logprobs or ())
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = self._generation.finish_of(delta), delta.stop_reason
+        is_empty = not (said.content or said.reasoning or said.calls or delta.logprobs or delta.finish_reason)
+        return None if is_empty else choice
+
+    def _call(self, part: CallPart) -> ToolCallDelta:
+        if part.name is None:
+            return ToolCallDelta(part.index, FunctionDelta(part.arguments))
+        function = FunctionDelta(part.arguments, part.name)
+        return ToolCallDelta(part.index, function, self._generation.new_call_id(), "function")
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if self._generation.params.logprobs is None:
+            return None
+        return chat_logprobs(self._backend.model.tokenizer, tokens)
+
+
+def _message(blocks: Blocks) -> AssistantMessage:
+    text, calls, thoughts = blocks.text(Kind.TEXT), blocks.calls(), blocks.text(Kind.REASONING)
+    message = AssistantMessage(text or (None if calls else ""))
+    if thoughts:
+        message.reasoning_content = thoughts
+    if calls:
+        message.tool_calls = [ToolCallReply(call.call_id, FunctionReply(call.name, call.text)) for call in calls]
+    return message

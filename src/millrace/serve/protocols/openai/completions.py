@@ -1,0 +1,304 @@
+"""POST /v1/completions: one or several prompts, as texts or token ids, to their continuations."""
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.errors import RequestError
+from millrace.runtime.params import Delta, FinishReason, check_context
+from millrace.runtime.prompt_embeds import EmbeddedPrompt
+from millrace.runtime.request import Request
+from millrace.runtime.resume import FIELD, parse_resume_token_ids
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.llm.answer_blocks import Kind
+from millrace.serve.llm.generation_stream import (
+    EventStream,
+    Generation,
+    StreamUsage,
+    TextEvents,
+    events,
+    start,
+    usage_of,
+)
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
+from millrace.serve.llm.non_streaming import Whole, whole_answer
+from millrace.serve.llm.request_decoding import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
+from millrace.serve.llm.request_types import CompletionRequest
+from millrace.serve.llm.response_types import Asked, CompletionLogprobs, Usage
+from millrace.serve.protocols.openai.embedding_rows import embedding_rows
+from millrace.serve.protocols.openai.replies import CompletionChoice, CompletionReply
+
+_ID_BYTES = 8  # of a token id, as text
+
+
+async def completions(backend: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
+    """The response, or the stream that will be one. raises MillraceError"""
+    model = call.model
+    params, terms = completion_params(asked), terms_of(asked)
+    if delivered := parse_resume_token_ids(asked.resume_token_ids):
+        terms = replace(terms, delivered=delivered)
+    max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
+    special = asked.add_special_tokens is not False
+    rows = await _rows(asked, call, backend)
+    given = _prompts(asked.prompt, params.n, max_tokens, backend) if rows is None else []
+    tokens = await _tokens(backend, given, max_tokens, special)
+    prompts: Sequence[list[int] | EmbeddedPrompt] = tokens if rows is None else [rows]
+    echoes = None
+    if asked.echo:
+        pairs = zip(given, tokens, strict=True)
+        echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
+    let_go(asked)
+    given = []
+    whole_bytes = None if asked.stream else COMPLETION_BYTES
+    with_receipt = wants_receipt(asked, len(prompts))
+    if delivered and (len(prompts) > 1 or with_receipt or asked.echo):
+        what = "echo" if asked.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
+        raise RequestError(
+            f"{FIELD} cannot be combined with {what}",
+            "one prompt, without echo or receipt",
+            f"leave {FIELD} out",
+            FIELD,
+        )
+    generation = await start(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
+    if with_receipt:
+        generation.keep_receipt()
+    prompt_only, with_ids = asked.max_tokens == 0, bool(asked.return_token_ids)
+    answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=prompt_only, with_ids=with_ids)
+    if asked.stream:
+        return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
+    return await answer.whole()
+
+
+class _Answer:
+    """One completion request under way.
+
+    echoes: each prompt, where that is asked for. prompt_only: nothing else is: the token that was drawn, for
+    the engine draws one at least, is not told. with_ids: token ids are
+    """
+
+    def __init__(
+        self, backend: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[Echo] | None,
+        prompt_only: bool, with_ids: bool,
+    ) -> None:  # fmt: skip
+        self._backend, self._generation = backend, generation
+        self._id, self._model, self._created = answer_id, model, int(time.time())
+        self._echoes, self._prompt_only = echoes, prompt_only
+        self._with_ids, self._begun = with_ids, set[int]()  # choices whose prompt_token_ids have been sent
+        self._with_top = bool(generation.params.logprobs)
+        self._offsets: list[OffsetLogprobs] = []
+        params = generation.params
+        if params.logprobs is not None:
+            tokenizer, skip = backend.model.tokenizer, params.skip_special_tokens
+            self._offsets = [
+                OffsetLogprobs(tokenizer, _text_before(request, delivered), skip, echoes[i] if echoes else None)
+                for i, request in enumerate(generation.handle.requests)
+                for delivered in request.terms.delivered or [()] * params.n
+            ]
+
+    async def whole(self) -> Response:
+        """raises GenerationFailedError"""
+        logprobs = [WholeCompletion() for _ in range(self._generation.n_choices)]
+        for choice, piece in self._first_logprobs():
+            logprobs[choice].add(piece)
+
+        ids: list[list[int]] = [[] for _ in logprobs]
+
+        def named(delta: Delta) -> int:
+            n_bytes = 0
+            if self._with_ids:
+                ids[delta.index] += delta.token_ids
+                n_bytes = _ID_BYTES * len(delta.token_ids)
+            return n_bytes + sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
+
+        async with self._generation:
+            choices = await whole_answer(self._generation, self._backend, named)
+            content = await self._backend.written(
+                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs, ids))
+            )
+        return Response(content, media_type="application/json")
+
+    def _whole_reply(
+        self, wholes: list[Whole], logprobs: list[WholeCompletion], ids: list[list[int]]
+    ) -> CompletionReply:
+        choices = [
+            CompletionChoice(
+                index=i,
+                text=self._echo(i) + ("" if self._prompt_only else whole.blocks.text(Kind.TEXT)),
+                logprobs=logprobs[i].whole() if self._offsets else None,
+                finish_reason="length" if self._prompt_only else _finish(whole.end),
+                stop_reason=None if self._prompt_only else whole.end.stop_reason,
+                token_ids=([] if self._prompt_only else ids[i]) if self._with_ids else UNSET,
+                prompt_token_ids=self._prompt(i) if self._with_ids else UNSET,
+            )
+            for i, whole in enumerate(wholes)
+        ]
+        reply = self._reply(choices)
+        reply.usage, reply.millrace = self._usage, self._generation.asked
+        return reply
+
+    @property
+    def _usage(self) -> Usage:
+        handle = self._generation.handle
+        return usage_of(handle.n_prompt, 0, handle.n_cached) if self._prompt_only else self._generation.usage
+
+    async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
+        """Blocks of events. raises GenerationFailedError"""
+        asked: Asked | None = self._generation.asked  # told in the first event
+        is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
+        plain = TextEvents(b'"text"', partial(self._empty, usage)) if is_plain else None
+        head = b""  # goes out with the first token: whoever takes the first event for it is not misled
+        if self._echoes is not None:
+            echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._generation.n_choices)]
+            for choice, piece in self._first_logprobs():
+                echoed[choice].logprobs = piece
+            head, asked = self._events([echoed], usage, asked), None
+        async for deltas in self._generation:
+            if plain is not None and not (head or asked) and len(deltas) == 1 and deltas[0].finish_reason is None:
+                if deltas[0].text:
+                    yield plain.event(deltas[0].index, deltas[0].text)
+                continue
+            block = await self._backend.written(
+                self._generation.is_much(deltas), partial(self._block, deltas, usage, asked)
+            )
+            if block:
+                yield head + block
+                head, asked = b"", None
+        if usage.at_end:
+            last = self._reply([])
+            last.usage = self._usage
+            yield events([last])
+
+    def _block(self, deltas: list[Delta], usage: StreamUsage, asked: Asked | None) -> bytes:
+        choices = [choice for delta in deltas for choice in self._choices(delta)]
+        said = [
+            [choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids
+        ]
+        return self._events(said, usage, asked) if said else b""
+
+    def _empty(self, usage: StreamUsage, choice: int) -> CompletionReply:
+        """What an event in the middle of a stream would be without its text."""
+        reply = self._reply([CompletionChoice(choice, "", None, None)])
+        reply.usage = usage.of(choice)
+        return reply
+
+    def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: Asked | None) -> bytes:
+        replies = [self._reply(choices) for choices in blocks]
+        for reply in replies:
+            reply.usage = usage.of(reply.choices[0].index)
+        if asked is not None:
+            replies[0].millrace = asked
+        return events(replies)
+
+    def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
+        return CompletionReply(self._id, self._created, self._model, choices, self._backend.fingerprint)
+
+    def _choices(self, delta: Delta) -> list[CompletionChoice]:
+        """What a delta says: mostly one, but a prompt's log probabilities and those of its answer are two."""
+        pieces: list[CompletionLogprobs | None] = [*self._logprobs(delta)] or [None]
+        choices = [CompletionChoice(delta.index, "", piece, None) for piece in pieces]
+        if not self._prompt_only:
+            choices[-1].text = delta.text
+        if self._with_ids:
+            choices[-1].token_ids = [] if self._prompt_only else list(delta.token_ids)
+            if delta.index not in self._begun:
+                self._begun.add(delta.index)
+                choices[0].prompt_token_ids = self._prompt(delta.index)
+        if delta.finish_reason is not None:
+            choices[-1].finish_reason = "length" if self._prompt_only else _finish(delta)
+            choices[-1].stop_reason = None if self._prompt_only else delta.stop_reason
+        return choices
+
+    def _first_logprobs(self) -> Iterator[tuple[int, CompletionLogprobs]]:
+        """Of each choice, its echoed prompt's first token."""
+        if self._echoes is not None:
+            for choice, offsets in enumerate(self._offsets):
+                prompt = self._generation.handle.requests[choice // self._generation.params.n].prompt
+                yield choice, offsets.first(int(prompt[0]), self._with_top)
+
+    def _logprobs(self, delta: Delta) -> list[CompletionLogprobs]:
+        told = [delta.prompt_logprobs, None if self._prompt_only else delta.logprobs]
+        offsets = self._offsets[delta.index] if self._offsets else None
+        return [offsets.take(tokens, self._with_top) for tokens in told if offsets is not None and tokens]
+
+    def _prompt(self, choice: int) -> list[int]:
+        return _ids(self._generation.handle.requests[choice // self._generation.params.n])
+
+    def _echo(self, choice: int) -> str:
+        return "" if self._echoes is None else self._echoes[choice // self._generation.params.n].text
+
+
+def _text_before(request: Request, delivered: Sequence[int]) -> Sequence[int] | None:
+    """Return the tokens that an answer's text continues; None if there are only embedding rows."""
+    return None if request.rows is not None and not delivered else [*_ids(request), *delivered]
+
+
+def _ids(request: Request) -> list[int]:
+    """Return the token ids of a prompt; none of one that is embedding rows."""
+    ids: list[int] = request.prompt.tolist() if request.rows is None else []
+    return ids
+
+
+def _finish(delta: Delta) -> Literal["stop", "length"]:
+    """Of a choice's last delta; errors and aborts have been raised before."""
+    assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
+    return "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
+
+
+async def _rows(asked: CompletionRequest, call: Call, backend: TextBackend) -> EmbeddedPrompt | None:
+    """Decode embedding rows, off the event loop if they are large. raises RequestError, BusyError"""
+    given = asked.prompt_embeds
+    if given is None:
+        return None
+    _check_number(asked.n or 1, backend)
+    beside = "prompt" if asked.prompt else "echo" if asked.echo else "receipt" if asked.receipt else ""
+    if beside:
+        raise RequestError(f"prompt_embeds and {beside} are both set", "one of them", f"leave {beside} out", beside)
+    limits = backend.model.engine.limits
+    return await backend.off_loop(
+        call.body_bytes > LARGE_BODY, lambda: EmbeddedPrompt.of(embedding_rows(given, limits), limits)
+    )
+
+
+def _prompts(
+    given: str | list[str | int | list[int]] | None, n: int, max_tokens: int | None, backend: TextBackend
+) -> list[str | list[int]]:
+    """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
+    if given is None:
+        raise RequestError("prompt is missing", "a text, token ids, or several", "add prompt", "prompt")
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    _check_number((1 if is_one else len(given)) * n, backend)
+    if is_one and not isinstance(given, str):
+        check_context(len(given), max_tokens, backend.model.engine.limits.context_tokens, "prompt")
+    return [*texts_or_ids(given, "prompt")]
+
+
+def _check_number(n_sequences: int, backend: TextBackend) -> None:
+    if n_sequences > (most := backend.capacity):
+        raise RequestError(
+            f"the prompts times n are {n_sequences} answers",
+            f"at most {most}, which is what the queue holds",
+            "send several requests",
+            param="prompt",
+        )
+
+
+async def _tokens(
+    backend: TextBackend, given: list[str | list[int]], max_tokens: int | None, special: bool
+) -> list[list[int]]:
+    """All prompts are of one kind: texts or token ids."""
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    prompts = [prompt for prompt in given if not isinstance(prompt, str)]
+    if texts:
+        prompts = [list(ids) for ids in await backend.texts.encode(texts, special, "prompt")]
+    for ids in prompts:
+        check_context(len(ids), max_tokens, backend.model.engine.limits.context_tokens, "prompt")
+    return prompts

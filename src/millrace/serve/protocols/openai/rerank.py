@@ -1,0 +1,85 @@
+"""POST /v1/score and /v1/rerank: how near texts are to one another, by the cosine of their vectors.
+
+With a model of embeddings, as vLLM answers with one: each text is read by itself. (Models that read both texts at once
+are another family.)
+"""
+
+import time
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from starlette.types import ASGIApp
+
+from millrace.errors import RequestError
+from millrace.runtime.embedding import Vectors
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.server_context import LARGE
+from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
+from millrace.serve.llm.encoder_requests import RerankRequest, ScoreRequest
+from millrace.serve.llm.request_decoding import let_go
+from millrace.serve.llm.response_types import EmbeddingUsage, Ranked, RankedText, RerankReply, Score, ScoreReply
+
+_ROW_BYTES = 3 * FLOAT_BYTES  # of a score with its names, at most
+
+
+async def score(backend: EncoderBackend, call: Call, asked: ScoreRequest) -> ASGIApp:
+    """Of one text and each of the others, or of pairs. raises MillraceError"""
+    first, second = (list(t) if isinstance(t, list) else [t] for t in (asked.text_1, asked.text_2))
+    let_go(asked)
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"text_1 has {len(first)} texts, and text_2 {len(second)}", "one in text_1, or as many as in text_2",
+            "send one text, or pairs", "text_1",
+        )  # fmt: skip
+    found, n_tokens = await _cosines(backend, call, ("text_1", first), ("text_2", second), asked.truncate_prompt_tokens)
+    reply = ScoreReply(
+        f"score-{call.id}", int(time.time()), call.model, [Score(i, s) for i, s in enumerate(found.tolist())],
+        EmbeddingUsage(n_tokens, n_tokens),
+    )  # fmt: skip
+    return replied(backend, call, msgspec.json.encode(reply))
+
+
+async def rerank(backend: EncoderBackend, call: Call, asked: RerankRequest) -> ASGIApp:
+    """Documents by how near they are to the query, the nearest first. raises MillraceError"""
+    if asked.top_n is not None and asked.top_n < 0:
+        raise RequestError(f"top_n is {asked.top_n}", "at least 0, which is all", "correct it", "top_n")
+    texts = [d if isinstance(d, str) else d.text for d in asked.documents]
+    found, n_tokens = await _cosines(
+        backend, call, ("query", [asked.query]), ("documents", texts), asked.truncate_prompt_tokens
+    )
+    order = np.argsort(-found, kind="stable")[: asked.top_n or None].tolist()
+    shown = asked.return_documents is not False
+    held = backend.unsent.share()
+    try:
+        held.add(sum(len(texts[i].encode(errors="surrogatepass")) for i in order) if shown else 0)
+        results = [Ranked(i, float(found[i]), RankedText(texts[i]) if shown else None) for i in order]
+        reply = RerankReply(f"rerank-{call.id}", call.model, EmbeddingUsage(n_tokens, n_tokens), results)
+        content = await backend.off_loop(call.body_bytes > LARGE, lambda: msgspec.json.encode(reply))
+    finally:
+        held.release()
+    return replied(backend, call, content)
+
+
+async def _cosines(
+    backend: EncoderBackend, call: Call, one: tuple[str, list[str]], other: tuple[str, list[str]], truncate: int | None
+) -> tuple[NDArray[np.float64], int]:
+    """(of each of `other` and its text of `one`, tokens of all). one, other: fields of the request"""
+    parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (one, other)]
+    call.log.prompt_tokens = n_tokens = sum(len(ids) for part in parts for ids in part)
+    held = backend.unsent.share()
+    try:
+        held.add(sum(map(len, parts)) * (backend.limits.width * 4 + _ROW_BYTES))
+        vectors = await backend.vectors([*parts[0], *parts[1]])
+        return await backend.off_loop(vectors.size > LARGE, lambda: cosines(vectors, len(parts[0]))), n_tokens
+    finally:
+        held.release()
+
+
+def cosines(vectors: Vectors, first: int) -> NDArray[np.float64]:
+    """Of `first` vectors, one or as many as the others, with each of these behind them; 0 where one is all zeros."""
+    exact = vectors.astype(np.float64)
+    a, b = exact[:first], exact[first:]
+    length = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    found: NDArray[np.float64] = (a * b).sum(axis=1) / np.where(length, length, 1.0)
+    return found

@@ -1,0 +1,72 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.errors import RequestError
+from millrace.serve.http.http_request import Call
+from millrace.serve.http.server_context import LARGE
+from millrace.serve.llm.conversation import rendering_of
+from millrace.serve.llm.generation_stream import ignore_thinking
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.request_types import DetokenizeRequest, TokenizeRequest
+from millrace.serve.llm.tools import tools_of
+from millrace.serve.protocols.openai.replies import DetokenizeReply, TokenizeReply
+
+_PIECE = 1 << 15  # tokens whose JSON is written at once: some milliseconds
+
+
+async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> ASGIApp:
+    """The token ids that a completion's prompt or a chat's messages would have. raises MillraceError
+
+    A text may be longer than the context: whoever cuts it into pieces wants to know by how much.
+    """
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError(
+            "a request needs either prompt or messages", "one of them", "send one of them", param="prompt"
+        )
+    if asked.prompt is not None:
+        ids = (await backend.texts.encode([asked.prompt], asked.add_special_tokens is not False))[0]
+    else:
+        tools = tools_of(asked.tools, None, None)
+        ids = await backend.texts.encode_chat(
+            asked.messages or [], rendering_of(asked), tools=tools.specs if tools else (),
+            body_bytes=call.body_bytes, bounded=False,
+        )  # fmt: skip
+    ignore_thinking(backend, call, asked)
+    call.log.prompt_tokens = len(ids)
+
+    def reply() -> bytes:
+        whole = TokenizeReply(len(ids), backend.model.max_context, cast(list[int], _encoded(ids, list)))
+        if asked.return_token_strs:
+            text = backend.model.tokenizer.token_text
+            whole.token_strs = cast(list[str], _encoded(ids, lambda part: [text(i) for i in part]))
+        return msgspec.json.encode(whole)
+
+    return Response(await backend.off_loop(len(ids) > LARGE, reply), media_type="application/json")
+
+
+def _encoded(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int | str]]) -> msgspec.Raw:
+    """Return the JSON list of a value for each token, in pieces: each call holds the interpreter lock until it ends."""
+    pieces = (msgspec.json.encode(values(ids[at : at + _PIECE]))[1:-1] for at in range(0, len(ids), _PIECE))
+    return msgspec.Raw(b"[%b]" % b",".join(pieces))
+
+
+async def detokenize(backend: TextBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
+    """The text of these ids, special tokens included. raises MillraceError"""
+    most, n_vocabulary = backend.model.max_context, backend.model.engine.limits.vocab_size
+    if len(asked.tokens) > most:
+        raise RequestError(
+            f"tokens has {len(asked.tokens)} ids", f"at most {most}, this model's context", "send fewer", param="tokens"
+        )
+    for at, token in enumerate(asked.tokens):
+        if not 0 <= token < n_vocabulary:
+            raise RequestError(
+                f"tokens[{at}] is {token}", f"a token id from 0 to {n_vocabulary - 1}", "correct tokens", param="tokens"
+            )
+    text = await backend.texts.decode(asked.tokens, skip_special_tokens=False)
+    return Response(msgspec.json.encode(DetokenizeReply(text)), media_type="application/json")

@@ -1,0 +1,257 @@
+"""One response under way: what is known of it, and its events."""
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from millrace.checkpoint.tool_calls.reader import Said
+from millrace.runtime.params import Delta
+from millrace.serve.http.errors import GenerationFailedError, HttpError, Problem
+from millrace.serve.llm.answer_blocks import Block, Blocks, Happening, Kind, Turn
+from millrace.serve.llm.generation_stream import Generation, named_event
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.logprobs import ContentLogprobs, JsonList, chat_logprobs
+from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
+from millrace.serve.llm.response_types import TokenLogprob
+from millrace.serve.protocols.responses.protocol import (
+    CallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseEvent,
+    ResponseReply,
+    ResponseUsage,
+)
+
+Named = Sequence[TokenLogprob]
+N_CLOSING = 4  # events at the end of a text that have all of its log probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A delta, what it says, and the log probabilities of its text."""
+
+    delta: Delta
+    said: Said
+    named: Named
+
+
+class Answer:
+    """Its reply is what is known so far."""
+
+    def __init__(self, backend: TextBackend, generation: Generation, reply: ResponseReply) -> None:
+        self.generation, self.reply, self._backend = generation, reply, backend
+        self._blocks = Blocks(generation.new_call_id)
+        self._n_events, self.is_cancelled = 0, False
+        self._item_ids: list[str] = []
+        self._told: dict[int, JsonList] = {}  # log probabilities of each block of text, by its index
+        self.on_finish: Callable[[], None] | None = None  # before the last event, which may depend on it
+        self._of_content: ContentLogprobs | None = None
+        if generation.params.logprobs is not None:
+            (request,), skips = generation.handle.requests, generation.params.skip_special_tokens
+            self._of_content = ContentLogprobs(backend.model.tokenizer, request.prompt.tolist(), skips)
+
+    async def take(self, deltas: list[Delta]) -> None:
+        """raises GenerationFailedError"""
+        each = await self._read(deltas)
+        if self.is_cancelled:  # what was said by then is settled
+            return
+        for said in each:
+            for _ in self._add(said):
+                pass
+            if said.delta.finish_reason is not None:
+                self._finish(said.delta)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Blocks of events. raises GenerationFailedError"""
+        head = self._event("response.created", response=self.reply) + self._event(
+            "response.in_progress", response=self.reply
+        )
+        if self.reply.background:  # whoever is cut off early has to know its id
+            yield head
+            head = b""
+        async for deltas in self.generation:
+            each = await self._read(deltas)
+            if self.is_cancelled:
+                return
+            happened = [one for read in each for one in self._add(read, N_CLOSING)]
+            last = each[-1].delta
+            if last.finish_reason is not None:  # complete before anything is awaited: a cancellation comes too late
+                happened += [(closing, ()) for closing in self._blocks.close()]
+                self._finish(last)
+            for block in self._told_of(head, happened, last.finish_reason is not None):
+                yield block
+            head = b""
+
+    def fail(self, problem: Problem) -> None:
+        self.reply.status, self.reply.error = "failed", ResponseError(problem.code or "server_error", problem.message)
+
+    def cancel(self) -> None:
+        """By a request of its own. Nothing more is taken; one that is complete stays it."""
+        self.is_cancelled = True
+        self.generation.handle.cancel()
+
+    def end(self) -> None:
+        """Nobody answers it any more: where it is not complete, what there is remains."""
+        if self.reply.status == "in_progress":
+            self.reply.status = "cancelled"
+        if self.reply.usage is None:
+            self._settle()
+
+    def last_event(self) -> bytes:
+        """Of a stream that does not come to a regular end."""
+        kind = "failed" if self.reply.status == "failed" else "incomplete"
+        return self._event(f"response.{kind}", response=self.reply)
+
+    def left_behind(self) -> bytes:
+        """To a reader of a response in the background, which takes too little."""
+        message = f"too much was left unread; the answer goes on: ask for /v1/responses/{self.reply.id}"
+        return self._event("error", code="reader_too_slow", message=message)
+
+    @property
+    def has_said(self) -> bool:
+        """Something: a conversation can go on from it."""
+        return bool(self._blocks.all) or self.reply.status in ("completed", "incomplete")
+
+    @property
+    def message(self) -> Message:
+        """As the next request's conversation has it."""
+        calls = [ToolCall(CalledFunction(block.name, block.text), block.call_id) for block in self._blocks.calls()]
+        text, thoughts = self._blocks.text(Kind.TEXT), self._blocks.text(Kind.REASONING)
+        content = text if text or not calls else None
+        return Message("assistant", content, tool_calls=calls or None, reasoning_content=thoughts or None)
+
+    async def _read(self, deltas: list[Delta]) -> list[_Read]:
+        return [_Read(delta, said := self.generation.said(delta), await self._named(delta, said)) for delta in deltas]
+
+    async def _named(self, delta: Delta, said: Said) -> Named:
+        """The log probabilities of the text that a delta adds; in a thread where naming their tokens takes long."""
+        tokens = self._of_content.take(delta, said) if self._of_content is not None else ()
+        if not tokens:
+            return ()
+        tokenizer, is_much = self._backend.model.tokenizer, self.generation.is_much([delta])
+        return await self._backend.written(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
+
+    def _add(self, read: _Read, n_copies: int = 1) -> Iterator[tuple[Happening, Named]]:
+        """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError
+
+        n_copies: of all log probabilities, that will be written
+        """
+        for turn, block, text in self._blocks.add(read.said):
+            named = read.named if turn is Turn.ADDED and block.kind is Kind.TEXT else ()
+            if named:
+                n_bytes = self._told.setdefault(block.index, JsonList()).extend(named)
+                try:
+                    self.generation.hold(n_bytes * n_copies)
+                except HttpError as error:
+                    raise GenerationFailedError(read.delta, error) from None
+            yield (turn, block, text), named
+
+    def _told_of(self, head: bytes, happened: list[tuple[Happening, Named]], is_last: bool) -> Iterator[bytes]:
+        """All events of a step at once; but each by itself that has all of a text's log probabilities.
+
+        In the background they wait in a queue anyhow, which takes what a step has to tell as one.
+        """
+        is_apart = bool(self._told) and not self.reply.background
+        together = [head]
+        for (turn, block, text), named in happened:
+            for event in self._events(turn, block, text, named):
+                if is_apart and turn is Turn.CLOSED:
+                    yield b"".join(together)
+                    together = []
+                together.append(event)
+        if is_last:
+            if is_apart:
+                yield b"".join(together)
+                together = []
+            together.append(self._event(f"response.{self.reply.status}", response=self.reply))
+        yield b"".join(together)
+
+    def _finish(self, last: Delta) -> None:
+        is_cut_off = self.generation.finish_of(last) == "length"
+        self._settle(is_cut_off)
+        self.reply.status = "incomplete" if is_cut_off else "completed"
+        self.reply.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut_off else None
+        if self.on_finish is not None:
+            self.on_finish()
+
+    def _settle(self, is_cut_off: bool = False) -> None:
+        """What there is goes into the reply, with what it took."""
+        self.reply.output = [self._item(block, self._status(block, is_cut_off)) for block in self._blocks.all]
+        usage = self.generation.usage
+        self.reply.usage = ResponseUsage(
+            usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens, OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            usage.total_tokens,
+        )  # fmt: skip
+
+    def _status(self, block: Block, is_cut_off: bool) -> str:
+        """Of a block that is over: the last one's end is where the answer was cut off."""
+        return "incomplete" if is_cut_off and block is self._blocks.all[-1] else "completed"
+
+    def _item(self, block: Block, status: str, text: str | None = None) -> Item:
+        """text: another one than the block's"""
+        while len(self._item_ids) <= block.index:
+            self._item_ids.append(uuid.uuid4().hex)
+        own_id, text = self._item_ids[block.index], block.text if text is None else text
+        match block.kind:
+            case Kind.TEXT:
+                return MessageItem(f"msg_{own_id}", [self._part(block)] if text else [], status)
+            case Kind.REASONING:
+                return ReasoningItem(f"rs_{own_id}", [ReasoningText(text)] if text else [], status)
+            case Kind.CALL:
+                return CallItem(f"fc_{own_id}", block.call_id, block.name, text, status)
+
+    def _part(self, block: Block) -> OutputText:
+        """All of its text so far."""
+        told = self._told.get(block.index)
+        return OutputText(block.text, logprobs=[] if told is None else told.so_far())
+
+    def _events(self, turn: Turn, block: Block, text: str, named: Named = ()) -> Iterator[bytes]:
+        """named: of the text that was added"""
+        is_closed = turn is Turn.CLOSED
+        status = self._status(block, self.reply.status == "incomplete") if is_closed else "in_progress"
+        item = self._item(block, status, None if is_closed else "")
+        i, is_text = block.index, block.kind is Kind.TEXT
+        if block.kind is Kind.CALL:
+            yield from self._events_of_call(turn, block, text, item)
+            return
+        at: dict[str, object] = {"output_index": i, "item_id": item.id, "content_index": 0}
+        name = "output_text" if is_text else "reasoning_text"
+        match turn:
+            case Turn.OPENED:
+                yield self._event("response.output_item.added", output_index=i, item=item)
+                part = OutputText("") if is_text else ReasoningText("")
+                yield self._event("response.content_part.added", **at, part=part)
+            case Turn.ADDED:
+                of_text = {"logprobs": named} if is_text else {}
+                yield self._event(f"response.{name}.delta", **at, delta=text, **of_text)
+            case Turn.CLOSED:
+                whole = self._part(block) if is_text else ReasoningText(block.text)
+                of_text = {"logprobs": whole.logprobs} if isinstance(whole, OutputText) else {}
+                yield self._event(f"response.{name}.done", **at, text=block.text, **of_text)
+                yield self._event("response.content_part.done", **at, part=whole)
+                yield self._event("response.output_item.done", output_index=i, item=item)
+
+    def _events_of_call(self, turn: Turn, block: Block, text: str, item: Item) -> Iterator[bytes]:
+        at: dict[str, object] = {"output_index": block.index, "item_id": item.id}
+        match turn:
+            case Turn.OPENED:
+                yield self._event("response.output_item.added", output_index=block.index, item=item)
+            case Turn.ADDED:
+                yield self._event("response.function_call_arguments.delta", **at, delta=text)
+            case Turn.CLOSED:
+                done = "response.function_call_arguments.done"
+                yield self._event(done, **at, name=block.name, arguments=block.text)
+                yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        event = ResponseEvent(type=kind, sequence_number=self._n_events, **fields)  # type: ignore[arg-type]
+        self._n_events += 1
+        return named_event(kind, event)

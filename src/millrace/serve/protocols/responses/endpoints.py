@@ -1,0 +1,282 @@
+"""POST /v1/responses: OpenAI's newer protocol, whole, as a stream of events, or in the background.
+
+What is stored can be asked for, cancelled and deleted by its id, and gone on from by the next request.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
+
+from millrace.errors import BusyError, RequestError
+from millrace.serve.backend import Models
+from millrace.serve.http.errors import GenerationFailedError, Problem
+from millrace.serve.http.http_request import CALL, EVENT_STREAM, Call
+from millrace.serve.http.server_context import LARGE_BODY
+from millrace.serve.llm.conversation import Conversation, Rendering, prefixed_by
+from millrace.serve.llm.generation_stream import EventStream, Generation, StreamForm, converse, ignore_thinking
+from millrace.serve.llm.language_model import TextBackend
+from millrace.serve.llm.logprobs import CHAT_BYTES
+from millrace.serve.llm.reasoning import thinking_of
+from millrace.serve.llm.request_decoding import let_go, terms_of
+from millrace.serve.llm.request_types import Message
+from millrace.serve.llm.response_types import json_reply
+from millrace.serve.protocols.responses.answer import N_CLOSING, Answer
+from millrace.serve.protocols.responses.input import messages_of, params_of, told_of, tools_of_response
+from millrace.serve.protocols.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
+from millrace.serve.protocols.responses.store import MAX_KEPT_BYTES, Kept, Responses
+
+MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
+
+
+async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> ASGIApp:
+    """The response, or the stream that will be one. raises MillraceError"""
+    before = backend.responses.before(asked.previous_response_id, call.tenant) if asked.previous_response_id else None
+    if asked.background and asked.store is False:
+        raise RequestError(
+            "background is true, and store is false",
+            "a response that is kept, to be asked for",
+            "leave store out",
+            "store",
+        )
+    ignore_thinking(backend, call, asked)
+    is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
+    conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
+    let_go(asked)
+    own = Kept(reply.id, call.tenant, said)
+    _fit(own, reply)
+    generation = await converse(backend, call, conversation)
+    answer = Answer(backend, generation, reply)
+    kept = _kept(answer, own, backend.responses if reply.store else None)
+    if asked.stream and asked.background:
+        feed = Feed()
+        _in_background(backend, call, generation, _fed(answer, kept, feed))
+        return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
+    if asked.stream:
+        return EventStream(generation, _followed(answer, kept), _form(answer))
+    if asked.background:
+        _in_background(backend, call, generation, _answered(answer, kept))
+        return json_reply(answer.reply)
+    await _answered(answer, kept, raises=True)
+    return json_reply(answer.reply)
+
+
+def _fit(kept: Kept, reply: ResponseReply) -> None:
+    """Not to be kept where it is too large before its answer. raises RequestError where it has to be asked for"""
+    if not reply.store:
+        return
+    kept.write(reply)
+    if kept.fits:
+        return
+    if reply.background:
+        raise RequestError(
+            f"background is true, and the response has {kept.n_bytes} bytes before its answer, too many to be kept",
+            f"at most {MAX_KEPT_BYTES} with it", "shorten the conversation, or leave background out", "background",
+        )  # fmt: skip
+    reply.store = False
+
+
+def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Conversation, bytes, ResponseReply]:
+    """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
+    said = [*(before.messages() if before else ()), *messages_of(asked.input)]
+    system = [Message("system", asked.instructions)] if asked.instructions else []
+    continued = bool(prefixed_by(said))
+    for message in said:
+        message.prefix = message.partial = None  # as it is stored, it is a message like others
+    conversation = Conversation(
+        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(asked)),
+        terms=terms_of(asked),
+        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
+    )  # fmt: skip
+    told = told_of(asked)
+    reply = ResponseReply(
+        id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
+        instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
+        previous_response_id=asked.previous_response_id, temperature=asked.temperature, top_p=asked.top_p,
+        top_logprobs=asked.top_logprobs or 0, text=told["text"], tools=told["tools"],
+        tool_choice=told["tool_choice"], reasoning=told["reasoning"],
+        metadata=told["metadata"], parallel_tool_calls=asked.parallel_tool_calls is not False,
+        store=asked.store is not False, background=bool(asked.background), user=asked.user,
+    )  # fmt: skip
+    return conversation, msgspec.json.encode(said) if reply.store else b"[]", reply
+
+
+async def _answered(answer: Answer, kept: AbstractContextManager[None], raises: bool = False) -> None:
+    """raises: GenerationFailedError, unless it was cancelled"""
+    with contextlib.suppress(*(() if raises else (GenerationFailedError,))), kept:
+        async with answer.generation:
+            async for deltas in answer.generation:
+                if answer.is_cancelled:  # what was said by then is settled
+                    break
+                await answer.take(deltas)
+
+
+async def _followed(answer: Answer, kept: AbstractContextManager[None]) -> AsyncIterator[bytes]:
+    with kept:
+        async for block in answer.stream():
+            yield block
+    if answer.reply.status == "cancelled":
+        yield answer.last_event()
+
+
+def _in_background(backend: TextBackend, call: Call, generation: Generation, work: Coroutine[Any, Any, None]) -> None:
+    """Have it answered after the call has ended; until then it counts as a request of its API key.
+
+    raises BusyError, and then nobody answers it
+    """
+    ended, call.ended = call.ended, None
+
+    async def counted() -> None:
+        try:
+            await work
+        finally:
+            if ended is not None:
+                ended(generation.handle.n_prompt + generation.n_generated)
+
+    try:
+        backend.in_background(counted())
+    except BusyError:
+        work.close()
+        call.ended = ended
+        generation.handle.cancel()
+        raise
+
+
+async def _fed(answer: Answer, kept: AbstractContextManager[None], feed: "Feed") -> None:
+    """As `_answered`, with its events for whoever still reads them."""
+    try:
+        async with answer.generation:
+            async for block in _followed(answer, kept):
+                feed.put(block)
+    except GenerationFailedError:
+        feed.put(answer.last_event())
+    finally:
+        feed.end()
+
+
+class Feed:
+    """Events of an answer that goes on whatever becomes of their reader: one who is too far behind gets no more."""
+
+    def __init__(self) -> None:
+        self._blocks, self._n_bytes = deque[bytes](), 0
+        self._changed, self._ended, self._left_behind = asyncio.Event(), False, False
+
+    def put(self, block: bytes) -> None:
+        if self._ended or self._left_behind:
+            return
+        if self._n_bytes > MAX_BEHIND_BYTES:
+            self._left_behind = True
+            self._blocks.clear()
+        else:
+            self._blocks.append(block)
+            self._n_bytes += len(block)
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def blocks(self, left_behind: Callable[[], bytes]) -> AsyncIterator[bytes]:
+        """left_behind: what is said to one who is too far behind"""
+        try:
+            while True:
+                while self._blocks:
+                    block = self._blocks.popleft()
+                    self._n_bytes -= len(block)
+                    yield block
+                if self._left_behind:
+                    yield left_behind()
+                if self._left_behind or self._ended:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+        finally:  # gone, or at the end: nothing is kept for nobody
+            self._left_behind = True
+            self._blocks.clear()
+
+
+@contextlib.contextmanager
+def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]:
+    """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
+
+    def settle() -> None:
+        """Once: whoever cancels it may go on from it at once."""
+        answer.end()
+        if store is not None and kept.is_under_way:
+            kept.cancel = None
+            kept.write(answer.reply)
+            if answer.has_said:
+                kept.add(answer.message)
+            if not store.changed(kept):  # it is too large
+                answer.reply.store = False
+                kept.write(answer.reply)
+
+    def cancel() -> None:
+        answer.cancel()
+        settle()
+
+    answer.on_finish = settle
+    if store is not None:
+        kept.cancel = cancel
+        store.keep(kept)
+    try:
+        yield
+    except GenerationFailedError as error:
+        if not answer.is_cancelled:
+            answer.fail(error.problem.named(ResponsesRequest.NAMES))
+            raise
+    finally:
+        settle()
+        answer.on_finish = None  # they would know each other, and stay until the interpreter looks for such
+
+
+def retrieve(models: Models, scope: Scope) -> Response:
+    """A stored response, complete or not. raises RequestError where something else of it is asked for"""
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if (name, value) != ("stream", "false"):
+            raise RequestError(
+                f"{name:.60}={value:.60} is asked of a stored response", "the response as it is",
+                "leave it out: a response is streamed while it is created, and told whole afterwards", name[:60],
+            )  # fmt: skip
+    return _told(_stored(models, scope))
+
+
+def cancel(models: Models, scope: Scope) -> Response:
+    """End a response that is being answered; one that is complete stays what it is."""
+    kept = _stored(models, scope)
+    kept.end()
+    return _told(kept)
+
+
+def delete(models: Models, scope: Scope) -> Response:
+    response_id = _stored(models, scope).id
+    models.serving.responses.delete(response_id)
+    return json_reply(DeletedReply(response_id))
+
+
+def _told(kept: Kept) -> Response:
+    return Response(kept.reply, media_type="application/json")
+
+
+def _stored(models: Models, scope: Scope) -> Kept:
+    """The one that is asked for; others' are not there. raises HttpError with 404"""
+    call: Call = scope[CALL]
+    return models.serving.responses.get(scope["path_params"]["response_id"], call.tenant)
+
+
+def _form(answer: Answer) -> StreamForm:
+    def failed(problem: Problem) -> bytes:
+        return answer.last_event()
+
+    return StreamForm(EVENT_STREAM, failed)

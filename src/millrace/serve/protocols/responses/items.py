@@ -1,0 +1,100 @@
+"""Items of a history: those that are rendered, and those of tools that only OpenAI's servers have, which are left out.
+
+Clients replay what other servers answered, also calls of tools that are not available now. Calls that carry a name or a
+form of their own become calls of functions.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from millrace.errors import RequestError
+from millrace.serve.http.unknown_fields import MAX_DIFFERENT, closest_name, header_name
+
+# A call of such a type, and the field that holds what it was called with; its name is the tool's own, or the type's.
+CALLS: Mapping[str, str] = {
+    "function_call": "arguments", "mcp_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action",
+    "shell_call": "action", "apply_patch_call": "operation",
+}  # fmt: skip
+_OWN_NAMES: Mapping[str, str] = {
+    "local_shell_call": "local_shell", "shell_call": "shell", "apply_patch_call": "apply_patch",
+}  # fmt: skip
+OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS if kind != "mcp_call")  # which has its output within
+RENDERED = frozenset({"message", "reasoning", "item_reference", *CALLS, *OUTPUTS})
+_LEFT_OUT = frozenset(
+    [
+        *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "tool_search_call"),
+        *("computer_call", "computer_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("tool_search_output", "compaction"),
+    ]
+)
+_MEDIA = "input_"  # parts of a message, which would change the answer
+
+
+def renderable_items(items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the items without those that cannot be rendered, and the types of these as the client is told of them.
+
+    The output of a call that is left out goes with it. raises RequestError for a type that was probably meant to be a
+    known one, or for too many different ones
+    """
+    kept, calls, kinds = list[dict[str, Any]](), set[object](), set[str]()
+    for i, item in enumerate(items):
+        kind = item.get("type")
+        if not isinstance(kind, str) or kind.startswith(_MEDIA):  # a message, or what `messages_of` refuses
+            kept.append(item)
+        elif kind not in RENDERED:
+            if kind not in kinds and kind not in _LEFT_OUT and (meant := closest_name(kind, RENDERED)) is not None:
+                what = f'input[{i}].type is "{kind}"'
+                raise RequestError(what, f'did you mean "{meant}"?', "correct input", "input")
+            kinds.add(kind)
+            if len(kinds) > MAX_DIFFERENT:
+                what = f"input has more than {MAX_DIFFERENT} different unknown types"
+                raise RequestError(what, f"at most {MAX_DIFFERENT}", "leave them out", "input")
+            calls.update(name for name in (item.get("call_id"), item.get("id")) if isinstance(name, str))
+        elif kind in OUTPUTS and isinstance(item.get("call_id"), str) and item["call_id"] in calls:
+            kinds.add(kind)
+        else:
+            kept.append(item)
+    return kept, [header_name(f"input.{kind}") for kind in kinds]
+
+
+def called(item: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Of a call: its id, the tool's name, its arguments as JSON. None for an item that is no whole call"""
+    kind = item.get("type")
+    if not isinstance(kind, str) or kind not in CALLS:
+        return None
+    name, given = _OWN_NAMES.get(kind) or item.get("name"), item.get(CALLS[kind])
+    call_id = _id_of(item)
+    if not isinstance(name, str) or call_id is None:
+        return None
+    if kind in _OWN_NAMES:
+        return (call_id, name, json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+    if not isinstance(given, str):
+        return None
+    return call_id, name, json.dumps({"input": given}, ensure_ascii=False) if kind == "custom_tool_call" else given
+
+
+def output_of(item: Mapping[str, Any]) -> tuple[str, object] | None:
+    """Of the output of a call: the call's id, and a text or parts of it. None for an item that is no whole output"""
+    kind, call_id = item.get("type"), _id_of(item)
+    if kind == "mcp_call":
+        given = item.get("output") or item.get("error")
+    elif isinstance(kind, str) and kind in OUTPUTS:
+        given = item.get("output")
+        if given is None and kind == "apply_patch_call_output":
+            given = item.get("status")
+    else:
+        return None
+    if call_id is None or given is None:
+        return None
+    if kind in ("function_call_output", "custom_tool_call_output") or isinstance(given, str):
+        return call_id, given
+    return call_id, json.dumps(given, ensure_ascii=False)
+
+
+def _id_of(item: Mapping[str, Any]) -> str | None:
+    """Which call it is: `local_shell_call_output` and `mcp_call` have it as their own."""
+    own: Sequence[object] = (item.get("call_id"), item.get("id"))
+    if item.get("type") in ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"):
+        own = own[:1]
+    return next((name for name in own if isinstance(name, str)), None)

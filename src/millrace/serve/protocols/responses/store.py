@@ -1,0 +1,147 @@
+"""Responses that are kept for a while: to be asked for, cancelled, or gone on from. Bounded in number and in bytes.
+
+They are kept as JSON, and decoded when somebody goes on from one: decoded, a tool or a message is many times as large.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from millrace.serve.http.errors import HttpError
+from millrace.serve.llm.request_types import Message
+from millrace.serve.protocols.responses.protocol import ResponseReply, Status
+
+MAX_KEPT = 1000
+MAX_KEPT_BYTES = 64 * 2**20
+OVERHEAD_BYTES = 1024  # of one beside its JSON
+
+
+@dataclass(slots=True)
+class Kept:
+    """said: the conversation as a JSON list of Message, with the answer once there is one
+
+    status alone says whether it is under way; cancel: how to end it then
+    """
+
+    id: str
+    tenant: str  # whose it is
+    said: bytes
+    reply: bytes = b""  # JSON
+    status: Status = "in_progress"
+    has_answer: bool = False
+    cancel: Callable[[], None] | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.said) + len(self.reply) + OVERHEAD_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Beside no others."""
+        return self.n_bytes <= MAX_KEPT_BYTES
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.status == "in_progress"
+
+    def write(self, reply: ResponseReply) -> None:
+        """What is known of it now."""
+        self.reply, self.status = msgspec.json.encode(reply), reply.status
+
+    def end(self) -> None:
+        """What was said stays; nothing where it has ended."""
+        if self.is_under_way and self.cancel is not None:
+            self.cancel()
+
+    def add(self, answer: Message) -> None:
+        """At the end of the conversation, which is not empty."""
+        self.said, self.has_answer = self.said[:-1] + b"," + msgspec.json.encode(answer) + b"]", True
+
+    def messages(self) -> list[Message]:
+        return msgspec.json.decode(self.said, type=list[Message])
+
+
+class Responses:
+    """Of one server, in the event loop's thread.
+
+    Where there are too many, one goes of the tenant who has most: the one that was not asked for the longest.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._counted: dict[str, int] = {}  # bytes of each
+        self._number, self._bytes = Counter[str](), Counter[str]()  # of each tenant's
+        self.n_bytes = 0  # of all of them
+
+    def keep(self, kept: Kept) -> None:
+        """It fits; others go for it."""
+        self._kept[kept.id] = kept
+        self._count(kept, kept.n_bytes)
+        while len(self._kept) > MAX_KEPT or self.n_bytes > MAX_KEPT_BYTES:
+            held = self._number if len(self._kept) > MAX_KEPT else self._bytes
+            ended = (other for other in self._kept.values() if not other.is_under_way)  # the rest is somebody's
+            goes = max(ended, key=lambda other: held[other.tenant], default=None)  # of equals the first
+            if goes is None:
+                return
+            self._forget(goes.id)
+
+    def changed(self, kept: Kept) -> bool:
+        """It has another size now. Where it fits no more it goes, and others stay. Whether it is there"""
+        if self._kept.get(kept.id) is kept:
+            self._forget(kept.id)
+            if kept.fits:
+                self.keep(kept)
+        return kept.id in self._kept
+
+    def get(self, response_id: str, tenant: str, param: str | None = None) -> Kept:
+        """raises HttpError with 404, also for one of another tenant; param: the field that named it"""
+        kept = self._kept.get(response_id)
+        if kept is None or kept.tenant != tenant:
+            error = HttpError(
+                404, "response_not_found", f'there is no response "{response_id[:100]}"',
+                f"one of the last {MAX_KEPT} that were stored, of at most {MAX_KEPT_BYTES // 2**20} MiB together",
+                "send the whole conversation as input",
+            )  # fmt: skip
+            raise error.about(param) if param else error
+        self._kept.move_to_end(response_id)
+        return kept
+
+    def before(self, response_id: str, tenant: str) -> Kept:
+        """The one that another goes on from. raises HttpError: 404 as `get`, 409 while it is being answered
+
+        400 where it failed or was cancelled before it said anything.
+        """
+        kept, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
+        if kept.is_under_way:
+            raise HttpError(
+                409, "response_in_progress", f'the response "{response_id[:100]}" is still being answered',
+                "one that has come to its end", "wait until its status is no longer in_progress, or cancel it",
+            ).about(param)  # fmt: skip
+        if not kept.has_answer:
+            raise HttpError(
+                400, "response_without_answer",
+                f'the response "{response_id[:100]}" is {kept.status}, and has no answer', "one with an answer",
+                "go on from the one before it, or ask again",
+            ).about(param)  # fmt: skip
+        return kept
+
+    def delete(self, response_id: str) -> None:
+        self._kept[response_id].end()
+        self._forget(response_id)
+
+    def _forget(self, response_id: str) -> None:
+        if (kept := self._kept.pop(response_id, None)) is not None:
+            self._count(kept, None)
+
+    def _count(self, kept: Kept, n_bytes: int | None) -> None:
+        """n_bytes: as they are now; None: it is gone"""
+        change = (n_bytes or 0) - self._counted.pop(kept.id, 0)
+        self.n_bytes += change
+        self._bytes[kept.tenant] += change
+        self._number[kept.tenant] += 1 if n_bytes is not None else -1
+        if n_bytes is not None:
+            self._counted[kept.id] = n_bytes
+        elif not self._number[kept.tenant]:
+            del self._number[kept.tenant], self._bytes[kept.tenant]
