@@ -24,8 +24,8 @@ from benchmarks.record import count, judged, provenance, write_result
 from millrace.bench.demo_load import Ask, ask_all, quantile
 from millrace.cli.main import main as millrace
 from millrace.env import widest_isa
-from millrace.runtime import token_budget
-from millrace.runtime.token_budget import OUTLIER, SMOOTHING, TokenBudget
+from millrace.runtime.scheduling import token_budget
+from millrace.runtime.scheduling.token_budget import OUTLIER, SMOOTHING, TokenBudget
 from tools.nightly.packages import smollm2
 
 USERS, REQUESTS, WORDS, NEW = 8, 24, 120, 48

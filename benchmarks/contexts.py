@@ -31,7 +31,7 @@ from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS
 from millrace.engine.native import NativeExecutor
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 
 CONTEXT = 8192
 SHALLOW, DEEP, NEW_TOKENS = 128, 4096, 32

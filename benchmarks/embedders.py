@@ -53,7 +53,7 @@ class Millrace:
         from millrace.compile.settings import BuildSettings
         from millrace.compile.tune.tuner import Tuning, tune_folder
         from millrace.engine.engine import Engine
-        from millrace.runtime.open import open_encoder
+        from millrace.runtime.open_engine import open_encoder
         from millrace.runtime.settings import RunSettings
 
         settings = BuildSettings(precision=precision, tune=0)

@@ -19,8 +19,8 @@ from benchmarks.words import Words
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling.token_budget import TokenBudget
 
 ANSWERS = 1, 16, 64, 512  # at a time
 PROMPT, ROUNDS = 128, 7

@@ -17,13 +17,13 @@ from benchmarks.checkpoint import write_checkpoint
 from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed
+from millrace.api.offline_generate import generate
 from millrace.bench.demo_load import Ask, ask_all, quantile
 from millrace.bench.server_process import ServerProcess
 from millrace.engine.engine import Engine
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import open_engine
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.open_engine import open_engine
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.settings import RunSettings
 
 USERS, PROMPT, NEW = (1, 16), 128, 64

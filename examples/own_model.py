@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
@@ -23,9 +24,8 @@ from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
 from millrace.model.module import DECODER, Module, ModuleList
 from millrace.model.tensor import Tensor
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 
 WIDTH, HEADS, SIZE, LAYERS, CONTEXT = 64, 4, 16, 2, 256
 

@@ -15,9 +15,9 @@ from benchmarks.record import judged
 from benchmarks.words import Words
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, SamplingParams
-from millrace.runtime.request import Request
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.request import Request
+from millrace.runtime.request.sampling_params import Delta, SamplingParams
+from millrace.runtime.scheduling.token_budget import TokenBudget
 
 ONE_USER_TOKENS, TTFT_PROMPT, TTFT_RUNS = 512, 1024, 20
 WINDOW_S = 1.0  # of which the tokens are told

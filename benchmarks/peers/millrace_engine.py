@@ -16,6 +16,7 @@ from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
 from benchmarks.words import Words
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
@@ -28,10 +29,9 @@ from millrace.engine.native import NativeExecutor
 from millrace.evaluate.divergence import LogProbs, log_probabilities
 from millrace.model.families import build_model
 from millrace.model.module import Weights
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling.token_budget import TokenBudget
 
 DIFFERENCES = 3  # of two long times, of which the middle one is a sample
 

@@ -3,21 +3,21 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from millrace.api.llm import LLM
+    from millrace.api.offline_generate import RequestOutput
     from millrace.errors import MillraceError
-    from millrace.runtime.generate import RequestOutput
-    from millrace.runtime.llm import LLM
-    from millrace.runtime.params import SamplingParams
-    from millrace.runtime.structured import StructuredOutputsParams
+    from millrace.runtime.request.sampling_params import SamplingParams
+    from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "MillraceError", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
-    "LLM": "millrace.runtime.llm",
+    "LLM": "millrace.api.llm",
     "MillraceError": "millrace.errors",
-    "RequestOutput": "millrace.runtime.generate",
-    "SamplingParams": "millrace.runtime.params",
-    "StructuredOutputsParams": "millrace.runtime.structured",
+    "RequestOutput": "millrace.api.offline_generate",
+    "SamplingParams": "millrace.runtime.request.sampling_params",
+    "StructuredOutputsParams": "millrace.runtime.request.structured_outputs",
 }
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import transformers
 
+from millrace.api.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.checkpoint import open_chat_template
-from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import NAMED_TOKENS
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.find import BUNDLED

@@ -18,7 +18,7 @@ from millrace.bench.server_process import ServerProcess
 from millrace.cli import examining
 from millrace.cli import serving as serve_command
 from millrace.machine.cpu import usable_cores
-from millrace.runtime.order import Policy, first_come, longest_prefix, shortest_first
+from millrace.runtime.scheduling.admission_policy import Policy, first_come, longest_prefix, shortest_first
 from millrace.serve.llm.language_model import TextModel
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment

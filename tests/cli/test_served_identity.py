@@ -8,7 +8,7 @@ from millrace.cli.serving import _served
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.runtime.open import open_engine
+from millrace.runtime.open_engine import open_engine
 from millrace.runtime.settings import RunSettings
 
 

@@ -26,7 +26,7 @@ from millrace.model import ops
 from millrace.model.bert import BertSentences
 from millrace.model.module import Module, Signature, trace_model
 from millrace.model.tensor import Tensor
-from millrace.runtime.plan import plan_run
+from millrace.runtime.memory_plan import plan_run
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build
 from tests.support.networks import (

@@ -11,10 +11,10 @@ import openai
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.cli.serving import _served
 from millrace.engine.engine import Engine
-from millrace.runtime.open import Opened, open_engine
+from millrace.runtime.loop_stats import LoopStats
+from millrace.runtime.open_engine import Opened, open_engine
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.settings import RunSettings
-from millrace.runtime.stats import LoopStats
 from millrace.serve.settings import ServerSettings
 from tests.support.server import in_thread, wait_until_idle
 

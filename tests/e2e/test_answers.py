@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.runtime.llm import LLM
-from millrace.runtime.params import SamplingParams
+from millrace.api.llm import LLM
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.support.checkpoints import random_encoder
 from tests.support.engines import build
 from tests.support.kserve import infer

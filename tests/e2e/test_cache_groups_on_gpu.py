@@ -9,7 +9,7 @@ from millrace import LLM, SamplingParams
 from millrace.compile import find
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.runtime.open import Opened
+from millrace.runtime.open_engine import Opened
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_checkpoint
 

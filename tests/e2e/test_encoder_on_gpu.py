@@ -20,10 +20,10 @@ from millrace.engine.cuda.network import CudaNetwork
 from millrace.engine.texts import text_inputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError, RequestError
-from millrace.runtime.open import OpenedEncoder, open_encoder
+from millrace.runtime.open_engine import OpenedEncoder, open_encoder
 from millrace.runtime.settings import RunSettings
 from tests.e2e.test_on_gpu import HERE, never
-from tests.runtime.test_embed import TEXTS, by_transformers, vectors
+from tests.runtime.test_embeddings import TEXTS, by_transformers, vectors
 from tests.serve.test_embeddings import serving
 from tests.support.checkpoints import random_encoder
 

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from millrace.api.llm import LLM
 from millrace.compile.cache.engines import EngineCache
 from millrace.compile.find import BUNDLED
 from millrace.env import read_env
@@ -23,8 +24,7 @@ from millrace.model_repository.repository.repository_flags import RepositoryFlag
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import objects
-from millrace.runtime.llm import LLM
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.http.api_key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from tests.support.kserve_grpc import connected, one, refusal, request

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.api.offline_generate import CompletionOutput
 from millrace.errors import ConfigError
-from millrace.runtime.generate import CompletionOutput
-from millrace.runtime.open import Opened
-from millrace.runtime.stats import LoopStats
+from millrace.runtime.loop_stats import LoopStats
+from millrace.runtime.open_engine import Opened
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = [

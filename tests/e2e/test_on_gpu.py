@@ -33,7 +33,7 @@ from millrace.engine.cuda.transfer import there
 from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError
-from millrace.runtime.open import Opened, open_engine
+from millrace.runtime.open_engine import Opened, open_engine
 from millrace.runtime.settings import RunSettings
 from tests.e2e.live import MODEL, serving
 from tests.support.shared import shared

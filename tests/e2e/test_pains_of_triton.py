@@ -22,11 +22,11 @@ import httpx
 import numpy as np
 import pytest
 
+from millrace.api.llm import LLM
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
 from millrace.model_repository.backends.identity import _Identity
-from millrace.runtime.llm import LLM
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.http.sockets import bind
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import Live

@@ -14,7 +14,7 @@ import safetensors.numpy
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.find import BUNDLED
-from millrace.runtime.prompt_embeds import Rows
+from millrace.runtime.request.prompt_embeds import Rows
 from tests.e2e.live import Live
 
 PROMPT = "Once upon a time there was a mill by the river"

@@ -18,7 +18,7 @@ import pytest
 from millrace import LLM, MillraceError, RequestOutput, SamplingParams
 from millrace.compile.find import BUNDLED
 from millrace.errors import RequestError
-from millrace.runtime.open import Opened
+from millrace.runtime.open_engine import Opened
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 

@@ -13,7 +13,7 @@ from millrace.cli.main import run
 from millrace.compile import find
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.errors import CheckpointError, ConfigError
-from millrace.runtime.open import Opened
+from millrace.runtime.open_engine import Opened
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_checkpoint, random_encoder
 

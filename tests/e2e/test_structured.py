@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from millrace import LLM, SamplingParams, StructuredOutputsParams
 from millrace.errors import RequestError
-from millrace.runtime.grammar import Grammars
+from millrace.runtime.structured_output.grammar import Grammars
 from tests.e2e.live import MODEL, Live
 
 HELLO: Any = [{"role": "user", "content": "Tell me of an animal."}]

@@ -14,6 +14,7 @@ import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
@@ -45,9 +46,8 @@ from millrace.kernels.catalogue import operators
 from millrace.kernels.matmul.coded import CodedRows, Matrix
 from millrace.kernels.matmul.op import matrices_of
 from millrace.model.module import trace_model
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, prompts_as_step

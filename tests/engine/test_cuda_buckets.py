@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
@@ -28,9 +29,8 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.engine.test_caches import VOCAB as MIXED_VOCAB
 from tests.engine.test_caches import mixed
 from tests.engine.test_cuda import LIMITS, both, step_of

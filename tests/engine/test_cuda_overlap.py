@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.api.offline_generate import Collector, CompletionOutput, new_output
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
@@ -17,9 +18,8 @@ from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.transfer import there
 from millrace.engine.executor import NOT_FINITE, ExecutionError, Executor, StepInputs, plain_rows
-from millrace.runtime.generate import Collector, CompletionOutput, new_output
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from tests.engine.test_cuda import LIMITS, both, step_of
 from tests.runtime.fakes import RandomBudget
 from tests.support.one_step import i32

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
@@ -20,9 +21,8 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.engine.test_caches import N_ADAPTERS, Adapted, Shared, mixed
 from tests.engine.test_cuda import LIMITS, PROMPTS, both
 from tests.engine.test_cuda_buckets import decode

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.cuda.executor import CudaExecutor
@@ -18,9 +19,8 @@ from millrace.engine.executor import Executor, StepInputs, WindowPages, plain_ro
 from millrace.engine.kv import max_window_pages
 from millrace.engine.reference import ReferenceExecutor
 from millrace.errors import MachineError
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.engine.test_cuda import LIMITS, both
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import random_checkpoint

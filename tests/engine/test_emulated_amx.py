@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.api.offline_generate import CompletionOutput, generate
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.engine.engine import Engine
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
-from millrace.runtime.generate import CompletionOutput, generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.engine.test_golden import CASES, RECORDED, built, digests
 from tests.support.emulated_amx import EMULATED, emulation
 from tests.support.engines import build, last_logits

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
@@ -14,9 +15,8 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.native import NativeExecutor
 from millrace.kernels import places
 from millrace.kernels.library import usable_isas
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from millrace.api.offline_generate import CompletionOutput, generate
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
@@ -16,10 +17,9 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.native import NativeExecutor
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
-from millrace.runtime.generate import CompletionOutput, generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.api.offline_generate import CompletionOutput, generate
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
@@ -25,11 +26,10 @@ from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory
 from millrace.model.module import trace_model
-from millrace.runtime.generate import CompletionOutput, generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.plan import capped, plan_run
-from millrace.runtime.stats import LoopStats
+from millrace.runtime.loop_stats import LoopStats
+from millrace.runtime.memory_plan import capped, plan_run
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.runtime.fakes import RandomBudget
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, last_logits, prompts_as_step

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, truncation
-from millrace.runtime.params import resolve
+from millrace.runtime.encoder_loop import EncoderLimits, checked_ids, truncated, truncation
+from millrace.runtime.request.sampling_params import resolve
 from millrace.serve.http.http_request import Call, RequestLog
 from millrace.serve.http.server_context import Serving
 from millrace.serve.llm.encoder_requests import EmbeddingRequest

@@ -12,9 +12,9 @@ import numpy as np
 
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime import grammar
-from millrace.runtime.grammar import Grammars
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output import grammar
+from millrace.runtime.structured_output.grammar import Grammars
 from tests.fuzz.driver import Case
 from tests.serve.support import VOCABULARY, tokenizer
 

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.runtime.llm import LLM
-from millrace.runtime.params import SamplingParams
+from millrace.api.llm import LLM
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.support.kserve import infer
 from tests.support.repository import in_process
 

@@ -10,8 +10,8 @@ import pytest
 
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime.grammar import Grammars
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar import Grammars
 from tests.fuzz.schemas import random_schema
 from tests.serve.support import VOCABULARY, tokenizer
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from millrace.runtime.generate import Collector, CompletionOutput, new_output
+from millrace.api.offline_generate import Collector, CompletionOutput, new_output
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from tests.runtime.fakes import FakeTokenizer, limits, make_loop
 
 PAGE = 4

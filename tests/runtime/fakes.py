@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.api.offline_generate import CompletionOutput
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.engine.executor import (
@@ -29,15 +30,14 @@ from millrace.engine.executor import (
 )
 from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime.claim import NO_CLAIM, Claim
-from millrace.runtime.generate import CompletionOutput
-from millrace.runtime.grammar_process import GrammarProcess
+from millrace.runtime.kv.kv_offload import HEADER, RECORD, PageMemory, Tier
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.order import Policy, first_come
-from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
-from millrace.runtime.request import AnswerText, Request, StopTables, Terms, Timings
-from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.queue_options import NO_CLAIM, Claim
+from millrace.runtime.request.request import AnswerText, Request, StopTables, Terms, Timings
+from millrace.runtime.request.sampling_params import SEED_MASK, SamplingParams, check_prompt, resolve
+from millrace.runtime.scheduling.admission_policy import Policy, first_come
+from millrace.runtime.scheduling.token_budget import TokenBudget
+from millrace.runtime.structured_output.grammar_process import GrammarProcess
 from tests.runtime.window_memory import WindowMemory
 
 VOCAB = 97

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams
-from millrace.runtime.request import Terms
+from millrace.runtime.request.request import Terms
+from millrace.runtime.request.sampling_params import Delta, SamplingParams
 from tests.runtime.fakes import VOCAB, RandomBudget, limits, make_loop
 
 N_ADAPTERS = 3

@@ -8,8 +8,8 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.token_budget import DEFAULT_CHUNK_LOW, TokenBudget
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling.token_budget import DEFAULT_CHUNK_LOW, TokenBudget
 from tests.runtime.fakes import FakeClock, FakeExecutor, FakeTokenizer, limits
 
 GAP_S = 0.1

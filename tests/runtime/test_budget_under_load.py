@@ -10,8 +10,8 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, SamplingParams
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.sampling_params import Delta, SamplingParams
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from tests.runtime.fakes import FakeClock, FakeExecutor, FakeTokenizer, limits
 
 MAX_STEP = 512

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from millrace.engine.executor import ExecutorLimits, StepInputs, WindowLimits
 from millrace.engine.kv import max_window_pages
 from millrace.errors import RequestError
-from millrace.runtime.cache_groups import CacheGroups, WindowTable
-from millrace.runtime.cache_options import CacheOptions
+from millrace.runtime.kv.cache_groups import CacheGroups, WindowTable
+from millrace.runtime.kv.pages import Key
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.pages import Key
-from millrace.runtime.params import FinishReason, SamplingParams
-from millrace.runtime.request import Terms
+from millrace.runtime.request.prefix_cache_options import CacheOptions
+from millrace.runtime.request.request import Terms
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from tests.runtime.clients import ASKED, GREEDY, PAGE, Asked, Client, answered, computed, run_all, solo, solo_answers
 from tests.runtime.fakes import RandomBudget, limits, make_loop
 from tests.support.drawn import examples

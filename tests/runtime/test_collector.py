@@ -4,9 +4,9 @@ from typing import cast
 
 import pytest
 
+from millrace.api.offline_generate import Collector, CompletionOutput, Logprob, RequestOutput
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.runtime.generate import Collector, CompletionOutput, Logprob, RequestOutput
-from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
+from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 
 
 class Counting:

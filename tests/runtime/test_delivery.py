@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from tests.runtime.clients import GREEDY, PAGE, Client, answered, solo
 from tests.runtime.fakes import limits, make_loop
 

@@ -12,9 +12,9 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, EngineError
-from millrace.runtime.batch import MAX_FAILURES_IN_A_ROW
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
+from millrace.runtime.scheduling.step import MAX_FAILURES_IN_A_ROW
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import limits, make_loop
 

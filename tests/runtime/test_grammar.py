@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.api.offline_generate import generate
 from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime import grammar
-from millrace.runtime.generate import generate
-from millrace.runtime.grammar import Grammars, Matcher, Thoughts
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output import grammar
+from millrace.runtime.structured_output.grammar import Grammars, Matcher, Thoughts
 from tests.runtime.fakes import EOS, VOCAB, FakeTokenizer, limits, make_loop
 from tests.serve.support import VOCABULARY, tokenizer
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from millrace.errors import MachineError, RequestError
-from millrace.runtime import grammar_process, grammar_worker
-from millrace.runtime.grammar import Grammars
-from millrace.runtime.grammar_bounds import (
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output import grammar_process, grammar_worker
+from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar_bounds import (
     MAX_ALL_PROPERTIES,
     MAX_CHAIN,
     MAX_GBNF_RULES,
     MAX_PROPERTIES,
     MAX_RULES,
 )
-from millrace.runtime.grammar_process import GrammarProcess, in_deep_stack
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar_process import GrammarProcess, in_deep_stack
 from millrace.serve.http.errors import problem_of
 from tests.serve.support import VOCABULARY, tokenizer
 
@@ -185,7 +185,7 @@ def test_an_answer_without_memory_for_its_lexer_ends_alone(grammars: Grammars, m
     def no_thread(work: object) -> None:
         raise MachineError("no memory is left", "memory", "try again")
 
-    monkeypatch.setattr("millrace.runtime.grammar.in_deep_stack", no_thread)
+    monkeypatch.setattr("millrace.runtime.structured_output.grammar.in_deep_stack", no_thread)
     masks = grammars.masks([lost, other])
     assert not masks[0].any() and (masks[1] == expected).all() and expected.any()
     assert lost.why == "no memory is left" and lost.fault is None and not other.why

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from millrace.api.offline_generate import Collector, CompletionOutput, new_output
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
-from millrace.runtime.claim import NO_CLAIM, Claim
-from millrace.runtime.generate import Collector, CompletionOutput, new_output
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.order import POLICIES
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs
-from millrace.runtime.request import Request, Terms
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.queue_options import NO_CLAIM, Claim
+from millrace.runtime.request.request import Request, Terms
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams, TokenLogprobs
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.scheduling.admission_policy import POLICIES
 from tests.runtime.fakes import (
     POISON,
     VOCAB,

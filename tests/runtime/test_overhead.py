@@ -7,7 +7,7 @@ import numpy as np
 
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.runtime.fakes import FakeTokenizer
 
 N_SEQUENCES = 16

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import FinishReason, SamplingParams
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import VOCAB, FakeClock, FakeExecutor, RandomBudget, limits, make_loop
 from tests.runtime.test_failures import failing_at

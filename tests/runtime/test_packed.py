@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, IntArray, StepInputs, plain_rows
-from millrace.runtime.batch import BatchBuilder, Chunk, Step
-from millrace.runtime.grammar import Grammars, Matcher
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.request import Sequence
+from millrace.runtime.request.request import Sequence
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling.step import BatchBuilder, Chunk, Step
+from millrace.runtime.structured_output.grammar import Grammars, Matcher
 from tests.runtime.fakes import LIMITS, VOCAB, limits, new_request
 
 SIZE, CONTEXT, SEQUENCES = LIMITS.page_tokens, 40, 6

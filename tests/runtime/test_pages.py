@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from millrace.errors import ConfigError
-from millrace.runtime.pages import DEFAULT_PRIORITY, Content, Key, PagePool, Pages, extend_keys, root_key
+from millrace.runtime.kv.pages import DEFAULT_PRIORITY, Content, Key, PagePool, Pages, extend_keys, root_key
 from tests.support.drawn import SEEDS, examples
 
 Chain = tuple[int, ...]  # a token a page
@@ -208,7 +208,7 @@ def test_10000_admissions_to_a_full_index_do_the_same_work(monkeypatch: pytest.M
         n_looks += 1
         return heappop(heap)
 
-    monkeypatch.setattr("millrace.runtime.pages.heappop", counted)
+    monkeypatch.setattr("millrace.runtime.kv.pages.heappop", counted)
     rng, pool = random.Random(0), PagePool(256)
     for i in range(10_000):
         chain = (rng.randrange(8), rng.randrange(8), i)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from millrace.engine.executor import StepInputs
-from millrace.runtime.pages import Content, PagePool, extend_keys, root_key
-from millrace.runtime.params import FinishReason
+from millrace.runtime.kv.pages import Content, PagePool, extend_keys, root_key
+from millrace.runtime.request.sampling_params import FinishReason
 from tests.runtime.clients import GREEDY, PAGE, Client, answered, run_all, solo
 from tests.runtime.fakes import POISON, VOCAB, limits, make_loop
 

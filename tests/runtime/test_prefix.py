@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.api.offline_generate import astream, generate
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.runtime.generate import astream, generate
+from millrace.runtime.kv.pages import PrefixIndex
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.pages import PrefixIndex
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
 from tests.runtime.clients import ASKED, GREEDY, PAGE, Asked, Client, answered, computed, run_all, solo, solo_answers
 from tests.runtime.fakes import POISON, VOCAB, RandomBudget, expected_choice, limits, make_loop, score

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.api.offline_generate import Prompt, generate
 from millrace.checkpoint.tokenizer import Detokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
-from millrace.runtime.generate import Prompt, generate
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.prompt_embeds import Rows, to_rows
+from millrace.runtime.request.prompt_embeds import Rows, to_rows
+from millrace.runtime.request.sampling_params import SamplingParams
 from tests.runtime.fakes import VOCAB, limits, make_loop
 from tests.support.checkpoints import random_checkpoint
 

@@ -5,7 +5,7 @@ import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.errors import RequestError
-from millrace.runtime.params import Resolved, SamplingParams, check_prompt, resolve
+from millrace.runtime.request.sampling_params import Resolved, SamplingParams, check_prompt, resolve
 from tests.runtime.fakes import LIMITS, VOCAB, limits
 
 NOTHING = GenerationDefaults()

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.api.offline_generate import RequestOutput, generate
 from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
-from millrace.runtime.generate import RequestOutput, generate
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from tests.runtime.fakes import EOS, VOCAB, limits, make_loop
 
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -4,12 +4,12 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
-from millrace.runtime.batch import Step
-from millrace.runtime.pages import PagePool
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.request import Sequence, Stage
-from millrace.runtime.scheduler import Scheduler
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.kv.pages import PagePool
+from millrace.runtime.request.request import Sequence, Stage
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling.scheduler import Scheduler
+from millrace.runtime.scheduling.step import Step
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from tests.runtime.fakes import limits, new_request
 
 

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
+from millrace.api.offline_generate import Collector, CompletionOutput, RequestOutput
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime import service
-from millrace.runtime.generate import Collector, CompletionOutput, RequestOutput
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine, RequestHandle, ServiceOptions
 from tests.runtime.fakes import VOCAB, FakeTokenizer, expected_choice, limits, make_loop
 

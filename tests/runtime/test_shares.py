@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.runtime import order as order_module
-from millrace.runtime.claim import Claim
-from millrace.runtime.order import Order, first_come
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.request import Request, Sequence
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.queue_options import Claim
+from millrace.runtime.request.request import Request, Sequence
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.scheduling import admission_policy as order_module
+from millrace.runtime.scheduling.admission_policy import Order, first_come
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from tests.runtime.fakes import limits, new_request
-from tests.runtime.test_order import Crowd
+from tests.runtime.test_admission_policy import Crowd
 from tests.runtime.test_scheduler import ran
 from tests.support.drawn import examples
 

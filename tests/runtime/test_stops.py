@@ -6,8 +6,14 @@ import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.errors import RequestError
-from millrace.runtime.params import MAX_STOP_CHARACTERS, MAX_STOP_TOKENS, Delta, FinishReason, SamplingParams
-from millrace.runtime.request import StopStrings, StopTables
+from millrace.runtime.request.request import StopStrings, StopTables
+from millrace.runtime.request.sampling_params import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKENS,
+    Delta,
+    FinishReason,
+    SamplingParams,
+)
 from tests.runtime.fakes import EOS, LIMITS, make_loop, new_request
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
-from tests.runtime.test_tier import RECORD_BYTES, Store, key
+from millrace.runtime.kv.kv_offload import HEADER, RECORD, PageMemory, Tier
+from tests.runtime.test_kv_offload import RECORD_BYTES, Store, key
 
 Write = Callable[[int, bytes, int], int]
 

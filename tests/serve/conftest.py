@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.engine.engine import Engine
-from millrace.runtime.open import OpenedEncoder, open_encoder
+from millrace.runtime.open_engine import OpenedEncoder, open_encoder
 from millrace.runtime.settings import RunSettings
 from millrace.serve.http import connection
 from millrace.serve.http import uvicorn_server as web_module

@@ -22,9 +22,9 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.runtime.loop import EngineLoop
+from millrace.runtime.loop_stats import LoopStats
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
-from millrace.runtime.stats import LoopStats
-from millrace.runtime.token_budget import TokenBudget
 from millrace.serve.llm.language_model import TextModel
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.runtime.params import TokenLogprobs
+from millrace.runtime.request.sampling_params import TokenLogprobs
 from millrace.serve.llm.logprobs import Echo, OffsetLogprobs
 from tests.serve.support import Fake, post, running
 from tests.support.vocabularies import WORDS, save_byte_fallback, save_byte_level, save_sentencepiece, save_word_pieces

@@ -10,7 +10,7 @@ import ollama
 import pytest
 
 from millrace.errors import RequestError
-from millrace.runtime.open import OpenedEncoder
+from millrace.runtime.open_engine import OpenedEncoder
 from millrace.serve.llm.embeddings import EncoderModel
 from millrace.serve.llm.matryoshka import Matryoshka, check_dimensions, shorten
 from millrace.serve.settings import ServerSettings

@@ -13,13 +13,13 @@ import openai
 import pytest
 from numpy.typing import NDArray
 
+from millrace.api.embeddings import embed
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError
-from millrace.runtime.embed import embed
-from millrace.runtime.embedding import MAX_INPUTS, EncoderLimits, EncoderLoop
-from millrace.runtime.open import OpenedEncoder
+from millrace.runtime.encoder_loop import MAX_INPUTS, EncoderLimits, EncoderLoop
+from millrace.runtime.open_engine import OpenedEncoder
 from millrace.serve.llm import embeddings as serve_embeddings
 from millrace.serve.llm.embeddings import EncoderModel
 from millrace.serve.settings import ServerSettings

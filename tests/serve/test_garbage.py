@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from _pytest.mark import ParameterSet
 
-from millrace.runtime.int_buffer import IntBuffer
-from millrace.runtime.request import Request, Sequence
+from millrace.runtime.kv.int_buffer import IntBuffer
+from millrace.runtime.request.request import Request, Sequence
 from millrace.runtime.service import RequestHandle
 from tests.runtime.clients import GREEDY, answered
 from tests.runtime.fakes import limits, make_loop

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.engine.executor import StepInputs
-from millrace.runtime.params import FinishReason
+from millrace.runtime.request.sampling_params import FinishReason
 from millrace.serve.http import uvicorn_server as web_module
 from millrace.serve.http.connection import Connection
 from tests.serve.support import Fake, Running, connect, everything, http_requests, serving_with, until

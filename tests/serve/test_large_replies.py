@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from millrace.engine.executor import StepInputs
-from millrace.runtime.params import TokenLogprobs
+from millrace.runtime.request.sampling_params import TokenLogprobs
 from millrace.serve.http.server_context import LARGE_STEP
 from millrace.serve.llm import logprobs
 from millrace.serve.llm.logprobs import OffsetLogprobs, WholeChat, WholeCompletion, chat_logprobs

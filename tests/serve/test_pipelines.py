@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from millrace.runtime.params import FinishReason
+from millrace.runtime.request.sampling_params import FinishReason
 from millrace.serve.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED, MAX_WAITING_BYTES
 from tests.serve.support import START, Fake, Running, connect, everything, http_requests, post, serving_with, until
 

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from millrace.runtime.tier import HEADER, RECORD
+from millrace.runtime.kv.kv_offload import HEADER, RECORD
 from tests.serve.support import ROOMY, Fake, Running, post, running, tokenizer, until
 from tests.serve.test_management_api import metrics, value
 

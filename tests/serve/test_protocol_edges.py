@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.runtime.cache_options import CacheOptions
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.tool_specs import checked_functions
+from millrace.runtime.request.prefix_cache_options import CacheOptions
+from millrace.runtime.request.tool_specs import checked_functions
 from millrace.serve.http.errors import HttpError
 from millrace.serve.llm import tools as tools_module
 from millrace.serve.protocols.responses import store as store_module

@@ -13,7 +13,7 @@ import pytest
 from millrace.bench.files import read_requests
 from millrace.bench.words import Words
 from millrace.errors import ConfigError
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.service import ServiceOptions
 from millrace.serve.ops import request_recorder as bounds
 from millrace.serve.ops.request_recorder import RecordedEngine, Recorder

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from millrace.runtime.history import PART, RequestSeen, RequestTrace, StepSeen
-from millrace.runtime.request import Timings
+from millrace.runtime.request.request import Timings
+from millrace.runtime.step_history import PART, RequestSeen, RequestTrace, StepSeen
 from millrace.serve.ops.request_trace import _prompt_token_s, _trace
 from millrace.serve.ops.step_timeline import PAUSE_S, _without_pauses
 

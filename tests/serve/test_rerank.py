@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from millrace.engine.engine import Engine
-from millrace.runtime.embedding import MAX_INPUTS
-from millrace.runtime.open import open_encoder
+from millrace.runtime.encoder_loop import MAX_INPUTS
+from millrace.runtime.open_engine import open_encoder
 from millrace.runtime.settings import RunSettings
 from millrace.serve.llm.embeddings import EncoderModel
 from millrace.serve.protocols.openai.rerank import cosines

@@ -12,7 +12,7 @@ import pytest
 from millrace.checkpoint.tokenizer import Detokenizer
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, Reasoning, ToolFormat
 from millrace.checkpoint.tool_calls.reader import Reader, Said
-from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
+from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.http.server_context import LARGE_STEP
 from millrace.serve.llm import generation_stream
 from millrace.serve.llm.logprobs import ContentLogprobs

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from millrace.checkpoint.generation import LLAMA_CPP, read_generation
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.protocols.ollama.endpoints import _params
 from millrace.serve.protocols.ollama.protocol import OllamaChatRequest

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from millrace.engine.executor import StepInputs
-from millrace.runtime.params import FinishReason, TokenLogprobs
+from millrace.runtime.request.sampling_params import FinishReason, TokenLogprobs
 from millrace.runtime.service import ServiceOptions
 from millrace.serve.http import routes
 from millrace.serve.http.server_context import LARGE_STEP

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
-from millrace.runtime.grammar import Grammars
+from millrace.runtime.structured_output.grammar import Grammars
 from millrace.serve.llm.request_decoding import chat_params, completion_params, decode
 from millrace.serve.llm.request_types import ChatRequest, CompletionRequest
 from millrace.serve.settings import ServerSettings

@@ -9,9 +9,9 @@ import pytest
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime.grammar import Grammars
-from millrace.runtime.structured import StructuredOutputsParams
-from millrace.runtime.tool_specs import MAX_TOOLS
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.request.tool_specs import MAX_TOOLS
+from millrace.runtime.structured_output.grammar import Grammars
 from millrace.serve.llm.tools import Tools, tools_of
 from tests.serve.support import VOCABULARY, tokenizer
 

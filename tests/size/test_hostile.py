@@ -12,7 +12,7 @@ import pytest
 
 from millrace.cli.page_file import write_page
 from millrace.errors import CheckpointError, ConfigError
-from millrace.runtime.step_cost import read_profile
+from millrace.runtime.scheduling.step_cost_model import read_profile
 from millrace.size import plan
 from millrace.size.constants import STACKS
 from millrace.size.measured import read_points, write_points

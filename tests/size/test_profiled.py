@@ -9,7 +9,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
-from millrace.runtime.step_cost import Schedule, StepCost, StepProfile, write_profile
+from millrace.runtime.scheduling.step_cost_model import Schedule, StepCost, StepProfile, write_profile
 from millrace.size import capacity, plan
 from millrace.size.answer import Answer
 from millrace.size.capacity import Replica

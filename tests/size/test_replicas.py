@@ -10,7 +10,7 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.replicas import Router, blind, least_loaded, prefix_aware, simulate, together
 from millrace.size.simulator import Simulation
 from millrace.size.trace import Replay, arrivals

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
 from millrace.size.models import PRESETS

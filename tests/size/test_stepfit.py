@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError, MachineError
-from millrace.runtime.step_cost import StepCost
+from millrace.runtime.scheduling.step_cost_model import StepCost
 from millrace.size.stepfit import StepRow, errors, fit_steps, pace, read_steps, spread
 
 LAW = StepCost(

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.runtime.step_cost import StepCost
+from millrace.runtime.scheduling.step_cost_model import StepCost
 from millrace.size import capacity, plan
 from millrace.size.capacity import Replica
 from millrace.size.constants import profile

@@ -10,7 +10,7 @@ from millrace.bench.answer import Answer
 from millrace.bench.inputs import Turn
 from millrace.bench.run import Record
 from millrace.errors import ConfigError
-from millrace.runtime.step_cost import Schedule
+from millrace.runtime.scheduling.step_cost_model import Schedule
 from millrace.size.profiled import OwnSteps
 from millrace.size.settings import VerifySettings
 from millrace.size.verify import Part, Probe, Times, arrivals_of, figures

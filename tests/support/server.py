@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import uvloop
 
 from millrace.errors import MillraceError
+from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.service import AsyncEngine
-from millrace.runtime.stats import LoopStats
 from millrace.serve.app import PROTOCOLS
 from millrace.serve.backend import ServedModel
 from millrace.serve.http.routes import Protocol

@@ -10,7 +10,7 @@ from millrace.bench.answer import Answer, Failure, Question, request_ids
 from millrace.bench.run import MOST_AT_A_TIME
 from millrace.errors import MillraceError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)

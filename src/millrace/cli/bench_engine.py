@@ -18,7 +18,7 @@ from millrace.cli.options import made
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.runtime.open import Opened, open_engine
+from millrace.runtime.open_engine import Opened, open_engine
 from millrace.runtime.settings import RunSettings
 
 QUEUED = 64  # requests for which nothing was said

@@ -9,7 +9,7 @@ from millrace.cli.screen import heading, pairs, size
 from millrace.cli.tables import Tables
 from millrace.engine.kv import PAGE_TOKENS, KvFormat, page_bytes
 from millrace.machine.cpu import memory
-from millrace.runtime.plan import RESERVE
+from millrace.runtime.memory_plan import RESERVE
 from millrace.tune.hours import Part
 from millrace.tune.traffic import BUSY, Proposal
 

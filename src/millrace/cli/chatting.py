@@ -19,8 +19,8 @@ from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError, MillraceError, RequestError, alike, nearest
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import Opened
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.open_engine import Opened
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.settings import RunSettings
 
 HELP = {

@@ -49,7 +49,7 @@ from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, usable_cores
-from millrace.runtime.open import Opened, open_engine
+from millrace.runtime.open_engine import Opened, open_engine
 from millrace.runtime.settings import RunSettings
 
 _TUNE_S, _MOST_BATCH = 2.0, 1024

@@ -12,7 +12,7 @@ from millrace.env import Env
 from millrace.evaluate.choice import digest
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kept import About
-from millrace.runtime.open import Opened
+from millrace.runtime.open_engine import Opened
 from millrace.runtime.settings import RunSettings
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
+from millrace.api.offline_generate import incoming
 from millrace.cli.eval_asked import Asked, about, told
 from millrace.cli.models import opened
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, table
@@ -20,10 +21,9 @@ from millrace.evaluate.mmlu import ORIGINAL, Mmlu, read_subjects
 from millrace.evaluate.paired import Paired, Verdict, wilson
 from millrace.evaluate.questions import Questions, read_questions
 from millrace.evaluate.sizes import MAX_SHOTS
-from millrace.runtime.generate import incoming
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import Opened
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.open_engine import Opened
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

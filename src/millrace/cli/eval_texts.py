@@ -21,7 +21,7 @@ from millrace.evaluate.perplexity import LM_EVAL, Cut, Sums, cut, measure, perpl
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.texts import read_text
 from millrace.evaluate.windows import Windows, windows
-from millrace.runtime.open import Opened
+from millrace.runtime.open_engine import Opened
 
 _MOST_BYTES = 16 << 20
 _ERRORS = {True: "over documents", False: "over tokens, as if they were independent"}

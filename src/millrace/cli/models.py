@@ -12,7 +12,7 @@ from millrace.engine.cuda.found import ON_CPU, Place
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
-from millrace.runtime.open import Opened, OpenedEncoder, open_any, open_engine
+from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any, open_engine
 from millrace.runtime.settings import RunSettings
 from millrace.tune.pricing import pricing
 

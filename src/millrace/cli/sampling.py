@@ -10,7 +10,7 @@ from millrace.errors import RequestError
 from millrace.settings import Settings, flag_of, setting
 
 if TYPE_CHECKING:
-    from millrace.runtime.params import SamplingParams
+    from millrace.runtime.request.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class SamplingFlags(Settings):
 
     def params(self, n: int = 1) -> "SamplingParams":
         """raises RequestError naming the option that is out of range"""
-        from millrace.runtime.params import SamplingParams  # which --help does not need
+        from millrace.runtime.request.sampling_params import SamplingParams  # which --help does not need
 
         with as_options():
             return SamplingParams(n=n, **asdict(self))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, cast
 
 from millrace.errors import ConfigError
+from millrace.runtime.scheduling.token_budget import DEFAULT_GAP_LIMIT_S
 from millrace.runtime.settings import MAX_QUEUED, SCHEDULES
-from millrace.runtime.token_budget import DEFAULT_GAP_LIMIT_S
 from millrace.serve.http.api_key_file import KeyFile
 from millrace.serve.settings import ServerSettings
 from millrace.settings import Settings, setting

@@ -28,12 +28,12 @@ from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.tracing.trace_flags import FLAG, TraceFlags
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import Opened, OpenedEncoder
-from millrace.runtime.order import policy_named
+from millrace.runtime.open_engine import Opened, OpenedEncoder
+from millrace.runtime.scheduling.admission_policy import policy_named
+from millrace.runtime.scheduling.step_cost_model import StepProfile, read_profile
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.settings import RunSettings
-from millrace.runtime.step_cost import StepProfile, read_profile
-from millrace.runtime.token_budget import TokenBudget
 from millrace.serve.backend import ServedModel
 from millrace.serve.http.sockets import bind, check_tls, unix_socket
 from millrace.serve.llm.embeddings import EncoderModel

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from millrace.api.offline_generate import generate
 from millrace.bench.demo_load import Ask, Heard, ask, ask_all, quantile
 from millrace.bench.server_process import ServerProcess
 from millrace.cli.screen import heading, note, pairs, print_json, size
@@ -24,10 +25,9 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, load, usable_cores
 from millrace.machine.roofline import Roofline
 from millrace.report.numbers import count
-from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import open_engine
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.open_engine import open_engine
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.settings import RunSettings
 
 QUESTION = "Tell me a story about a fox named Ravi."

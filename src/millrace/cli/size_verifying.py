@@ -17,7 +17,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.report.numbers import four
-from millrace.runtime.step_cost import write_profile
+from millrace.runtime.scheduling.step_cost_model import write_profile
 from millrace.size.settings import VerifySettings
 from millrace.size.verify import MEDIAN, P90, Load, Verified, verify
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.api.offline_generate import Collector, RequestOutput, new_output
 from millrace.checkpoint.chat import normalised
 from millrace.checkpoint.chat_prompt import PromptRenderer
 from millrace.errors import CheckpointError, MachineError
-from millrace.runtime.generate import Collector, RequestOutput, new_output
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import Opened
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.request import Timings
+from millrace.runtime.open_engine import Opened
+from millrace.runtime.request.request import Timings
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from millrace.cli.stream import Answered
 from millrace.cli.tables import precision_told
 from millrace.cli.wrap import WordWrap
 from millrace.errors import MillraceError
-from millrace.runtime.open import Opened
-from millrace.runtime.params import FinishReason
+from millrace.runtime.open_engine import Opened
+from millrace.runtime.request.sampling_params import FinishReason
 
 QUOTES = '"""'
 PASTED_S = 0.02  # lines that follow each other as quickly were pasted

@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import RequestError
-from millrace.runtime.request import Sequence
+from millrace.runtime.request.request import Sequence
 
 
 def check_adapter(number: int, limits: ExecutorLimits) -> None:

@@ -24,19 +24,29 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, StepOutputs
 from millrace.errors import MillraceError, RequestError
 from millrace.runtime.adapters import check_adapter
-from millrace.runtime.batch import BatchBuilder, EngineThread, Flight, Step, check
-from millrace.runtime.grammar import Grammars, Matcher
-from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
-from millrace.runtime.order import Policy, first_come
-from millrace.runtime.pages import PagePool
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, resolve
-from millrace.runtime.prompt_embeds import Prompt, parse_prompt
-from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
-from millrace.runtime.resume import resume
-from millrace.runtime.scheduler import Scheduler
-from millrace.runtime.stats import Counters, LoopStats
-from millrace.runtime.tier import Tier
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.kv.kv_offload import Tier
+from millrace.runtime.kv.pages import PagePool
+from millrace.runtime.loop_stats import Counters, LoopStats
+from millrace.runtime.request.prompt_embeds import Prompt, parse_prompt
+from millrace.runtime.request.request import (
+    FREELY,
+    AnswerText,
+    Deliver,
+    Request,
+    Sequence,
+    Stage,
+    StopTables,
+    Terms,
+    Timings,
+)
+from millrace.runtime.request.resume import resume
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams, TokenLogprobs, resolve
+from millrace.runtime.scheduling.admission_policy import Policy, first_come
+from millrace.runtime.scheduling.scheduler import Scheduler
+from millrace.runtime.scheduling.step import BatchBuilder, EngineThread, Flight, Step, check
+from millrace.runtime.scheduling.token_budget import TokenBudget
+from millrace.runtime.step_history import History, RequestSeen, RequestTrace, StepSeen, traces
+from millrace.runtime.structured_output.grammar import Grammars, Matcher
 
 log = logging.getLogger(__name__)
 

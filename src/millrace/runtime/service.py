@@ -16,14 +16,14 @@ from types import TracebackType
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import BusyError, ConfigError, MillraceError
-from millrace.runtime.claim import Claim
-from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.prompt_embeds import Prompt
-from millrace.runtime.request import FREELY, Request, StopTables, Terms
+from millrace.runtime.loop_stats import LoopStats
+from millrace.runtime.request.prompt_embeds import Prompt
+from millrace.runtime.request.queue_options import Claim
+from millrace.runtime.request.request import FREELY, Request, StopTables, Terms
+from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import MAX_QUEUED
-from millrace.runtime.stats import LoopStats
+from millrace.runtime.structured_output.grammar import Grammars, Matcher
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 LEAST_LEFT = 4  # sequences whose times are remembered at least

@@ -8,7 +8,7 @@ from millrace.errors import ConfigError
 from millrace.settings import Settings, flag_of, setting
 
 MAX_QUEUED = 256  # sequences that wait for their first step
-SCHEDULES = ("fcfs", "shortest", "prefix")  # the names of the policies in order.py
+SCHEDULES = ("fcfs", "shortest", "prefix")  # the names of the policies in admission_policy.py
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from millrace.errors import ConfigError, nearest
 from millrace.machine.devices import DEVICES, Device, find_device
 from millrace.machine.roofline import Roofline
-from millrace.runtime.step_cost import read_profile
+from millrace.runtime.scheduling.step_cost_model import read_profile
 from millrace.size.constants import profile
 from millrace.size.cost import WEIGHT_BYTES, Instance
 from millrace.size.hardware import THIS, Hardware, find_hardware, measured_here

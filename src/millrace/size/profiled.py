@@ -11,8 +11,8 @@ import numpy as np
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
-from millrace.runtime.step_cost import Schedule, StepCost, StepProfile, StepTime
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.scheduling.step_cost_model import Schedule, StepCost, StepProfile, StepTime
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.lengths import Call, Lengths
 from millrace.size.planning import CLOSED_FORM_ERROR, Grounds
 from millrace.size.points import Point, Source

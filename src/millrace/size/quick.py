@@ -11,13 +11,13 @@ from heapq import heappop, heappush
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
-from millrace.runtime.batch import Step
-from millrace.runtime.pages import PagePool
-from millrace.runtime.params import Resolved, SamplingParams, resolve
-from millrace.runtime.request import AnswerText, Request, Sequence, StopTables, Timings
-from millrace.runtime.scheduler import Scheduler
-from millrace.runtime.step_cost import StepTime
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.kv.pages import PagePool
+from millrace.runtime.request.request import AnswerText, Request, Sequence, StopTables, Timings
+from millrace.runtime.request.sampling_params import Resolved, SamplingParams, resolve
+from millrace.runtime.scheduling.scheduler import Scheduler
+from millrace.runtime.scheduling.step import Step
+from millrace.runtime.scheduling.step_cost_model import StepTime
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.virtual import TOKEN, Seen, VirtualClock
 
 _NOTHING = StopTables(())

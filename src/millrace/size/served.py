@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB
-from millrace.runtime.step_cost import StepTime
+from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.size.constants import Profile
 from millrace.size.cost import Constants, Instance, decode_terms, prefill_terms
 from millrace.size.points import Point, Source, Waits

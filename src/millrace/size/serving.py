@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.runtime.step_cost import StepTime
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.scheduling.step_cost_model import StepTime
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.constants import Profile
 from millrace.size.cost import Instance
 from millrace.size.lengths import Lengths

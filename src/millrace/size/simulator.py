@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import ConfigError
-from millrace.runtime.step_cost import StepTime
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.scheduling.step_cost_model import StepTime
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.quick import QuickLoop
 from millrace.size.stepped import SteppedLoop
 from millrace.size.virtual import TOKEN, Arrival, Seen, VirtualClock, at_once

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.runtime.step_cost import StepTime
+from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.size.capacity import Replica
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Floats, Instance

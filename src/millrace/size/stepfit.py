@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from millrace.errors import ConfigError, MachineError, plain
-from millrace.runtime.step_cost import Schedule, StepCost, StepTime
+from millrace.runtime.scheduling.step_cost_model import Schedule, StepCost, StepTime
 from millrace.size.cost import Floats
 from millrace.size.fit import least_squares
 

@@ -8,9 +8,9 @@ import numpy as np
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import Delta, SamplingParams
-from millrace.runtime.step_cost import StepTime
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.request.sampling_params import Delta, SamplingParams
+from millrace.runtime.scheduling.step_cost_model import StepTime
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.virtual import TOKEN, Seen, VirtualClock
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 
 from millrace.machine.devices import Device, Link
-from millrace.runtime.step_cost import StepTime
+from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.size.cost import Constants, Instance
 from millrace.size.stack import ENGINE, Stack
 

@@ -21,7 +21,7 @@ from millrace.bench.run import Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.words import Words
 from millrace.errors import ConfigError, MachineError
-from millrace.runtime.step_cost import Schedule, StepProfile
+from millrace.runtime.scheduling.step_cost_model import Schedule, StepProfile
 from millrace.size.cost import Floats
 from millrace.size.profiled import OwnSteps
 from millrace.size.settings import VerifySettings

@@ -35,8 +35,8 @@ from millrace.checkpoint.tool_calls.lark import calls_grammar
 from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.checkpoint.tool_calls.reader import Reader, joined
 from millrace.errors import RequestError
-from millrace.runtime.grammar import Grammars
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar import Grammars
 from tests.support.vocabularies import save_byte_level
 
 LLAMA_3 = """{{- bos_token }}

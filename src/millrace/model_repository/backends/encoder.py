@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
 
+from millrace.api.offline_generate import prompt_tokens
 from millrace.checkpoint.checkpoint import CONFIG
 from millrace.checkpoint.config_reader import family_of
 from millrace.checkpoint.tokenizer import read_json_object
@@ -22,9 +23,8 @@ from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelInput, ModelOutput
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
-from millrace.runtime.embedding import MAX_INPUTS, EmbeddingJob, Vectors, checked_ids, truncated, truncation
-from millrace.runtime.generate import prompt_tokens
-from millrace.runtime.open import OpenedEncoder
+from millrace.runtime.encoder_loop import MAX_INPUTS, EmbeddingJob, Vectors, checked_ids, truncated, truncation
+from millrace.runtime.open_engine import OpenedEncoder
 
 TEXT, OUT = "text_input", "embedding"
 CUT = "truncate_prompt_tokens"  # a parameter of requests

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.api.offline_generate import prompt_tokens
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.compile.find import find_engine, model_folder
 from millrace.compile.settings import BuildSettings
@@ -29,10 +30,9 @@ from millrace.model_repository.config.model_config import ModelConfig, ModelInpu
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import Array, objects
-from millrace.runtime.generate import prompt_tokens
-from millrace.runtime.open import Opened, OpenedEncoder, open_any
-from millrace.runtime.params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
-from millrace.runtime.request import Request
+from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any
+from millrace.runtime.request.request import Request
+from millrace.runtime.request.sampling_params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import RunSettings
 from millrace.settings import Settings, parse_size, plain_type
 from millrace.tune.pricing import pricing

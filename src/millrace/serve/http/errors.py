@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from millrace.errors import BusyError, CheckpointError, ContextError, MachineError, MillraceError, RequestError
-from millrace.runtime.params import Delta, FinishReason
+from millrace.runtime.request.sampling_params import Delta, FinishReason
 from millrace.serve.llm.response_types import ErrorBody, ErrorReply
 
 # OpenAI's words for what a client may do about it; any other status below 500 is the request's own fault

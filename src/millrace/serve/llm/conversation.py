@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from millrace.errors import RequestError
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.request import FREELY, Terms
+from millrace.runtime.request.request import FREELY, Terms
+from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.llm.reasoning import Thinking, thinking_of
 from millrace.serve.llm.request_types import Message
 from millrace.serve.llm.tools import Tools

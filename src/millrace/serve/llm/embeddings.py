@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
-from millrace.runtime.embedding import (
+from millrace.runtime.encoder_loop import (
     MAX_INPUTS,
     EncoderLoop,
     EncoderStats,

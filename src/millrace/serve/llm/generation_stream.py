@@ -19,7 +19,9 @@ from starlette.types import Receive, Scope, Send
 from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said
 from millrace.engine.executor import IntArray
-from millrace.runtime.params import (
+from millrace.runtime.request.prompt_embeds import EmbeddedPrompt
+from millrace.runtime.request.request import FREELY, StopTables, Terms
+from millrace.runtime.request.sampling_params import (
     Delta,
     FinishReason,
     SamplingParams,
@@ -28,8 +30,6 @@ from millrace.runtime.params import (
     check_context,
     with_length,
 )
-from millrace.runtime.prompt_embeds import EmbeddedPrompt
-from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.http.errors import GenerationFailedError, Problem
 from millrace.serve.http.http_request import EVENT_STREAM, UNHELD, Call

@@ -23,13 +23,13 @@ from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
-from millrace.runtime.grammar import Matcher, Thoughts
-from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
+from millrace.runtime.loop_stats import LoopStats
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams, context_exceeded
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.scheduling.step_cost_model import StepProfile, beside
+from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.service import AsyncEngine
-from millrace.runtime.stats import LoopStats
-from millrace.runtime.step_cost import StepProfile, beside
-from millrace.runtime.structured import StructuredOutputsParams
-from millrace.runtime.token_budget import TokenBudget
+from millrace.runtime.structured_output.grammar import Matcher, Thoughts
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.server_context import Lane, Serving

@@ -14,7 +14,7 @@ import msgspec
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.checkpoint.tool_calls.reader import Said
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
+from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.llm.response_types import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0  # OpenAI's number for "impossible"; JSON has no infinity

@@ -11,7 +11,7 @@ import numpy as np
 
 from millrace.checkpoint.tokenizer import read_json_object
 from millrace.errors import RequestError
-from millrace.runtime.embedding import Vectors
+from millrace.runtime.encoder_loop import Vectors
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from millrace.runtime.params import Delta
+from millrace.runtime.request.sampling_params import Delta
 from millrace.serve.llm.answer_blocks import Blocks
 from millrace.serve.llm.generation_stream import Generation
 from millrace.serve.llm.language_model import TextBackend

@@ -8,8 +8,8 @@ from functools import partial
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, VocabularyTokenizer
 from millrace.checkpoint.tool_calls.formats import Reasoning, reasoning, tool_format
 from millrace.checkpoint.tool_calls.reader import Reader, Said, joined
-from millrace.runtime.grammar import Thoughts
-from millrace.runtime.params import Delta, SamplingParams
+from millrace.runtime.request.sampling_params import Delta, SamplingParams
+from millrace.runtime.structured_output.grammar import Thoughts
 from millrace.serve.llm.tools import Tools
 
 _TAIL = 16  # tokens of a prompt among which the mark of its last line is

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.runtime.cache_options import CacheOptions
-from millrace.runtime.params import FinishReason, SamplingParams
-from millrace.runtime.request import Terms
+from millrace.runtime.request.prefix_cache_options import CacheOptions
+from millrace.runtime.request.request import Terms
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.llm.request_decoding import cache_options, decode
 from millrace.serve.llm.request_types import Body, Message

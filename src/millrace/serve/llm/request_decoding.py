@@ -15,10 +15,10 @@ from msgspec import UNSET, Struct
 
 from millrace.checkpoint.chat import normalised
 from millrace.errors import RequestError, nearest
-from millrace.runtime.cache_options import PLAIN, CacheOptions
-from millrace.runtime.claim import NO_CLAIM, Claim
-from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
-from millrace.runtime.request import FREELY, Terms
+from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
+from millrace.runtime.request.queue_options import NO_CLAIM, Claim
+from millrace.runtime.request.request import FREELY, Terms
+from millrace.runtime.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from millrace.serve.http.errors import HttpError, not_yet
 from millrace.serve.http.json_scan import counts
 from millrace.serve.http.unknown_fields import MAX_NAMES, UnknownFields, check_neutral, roles_of, unknown_field

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
-from millrace.runtime.cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
-from millrace.runtime.claim import MAX_PRIORITY, MAX_WAIT_S
-from millrace.runtime.pages import DEFAULT_PRIORITY, MAX_CACHE_PRIORITY
-from millrace.runtime.params import (
+from millrace.runtime.kv.pages import DEFAULT_PRIORITY, MAX_CACHE_PRIORITY
+from millrace.runtime.request.prefix_cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
+from millrace.runtime.request.queue_options import MAX_PRIORITY, MAX_WAIT_S
+from millrace.runtime.request.sampling_params import (
     LEAST,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,

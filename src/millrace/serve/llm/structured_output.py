@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from millrace.errors import RequestError, check_names
-from millrace.runtime.structured import StructuredOutputsParams, structured
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams, structured
 from millrace.serve.llm.request_types import SamplingFields
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.runtime.params import context_exceeded
+from millrace.runtime.request.sampling_params import context_exceeded
 
 # What a tokenizer may make shorter before it cuts: white space, composed and compatible characters, rare ones in a row.
 _PROBE = "  a \t\n\n b   e\u0301 \ufb01 \uff21 \U0001d400 \u1112\u1161\u11ab \x01 😀😀😀 𐎀𐎀𐎀𐎀𐎀𐎀𐎀𐎀 "

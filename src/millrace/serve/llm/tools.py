@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from millrace.checkpoint.tool_calls.formats import ToolFormat
 from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
 from millrace.errors import RequestError, nearest
-from millrace.runtime.grammar import in_one_layout
-from millrace.runtime.structured import StructuredOutputsParams
-from millrace.runtime.tool_specs import OPENAI, ToolShape, checked_functions
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.request.tool_specs import OPENAI, ToolShape, checked_functions
+from millrace.runtime.structured_output.grammar import in_one_layout
 from millrace.serve.http.errors import not_yet
 
 MOST_CALLS = 16  # of one answer: a small model would go on for ever

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from millrace.errors import RequestError
-from millrace.runtime.tool_specs import MAX_TOOLS
+from millrace.runtime.request.tool_specs import MAX_TOOLS
 from millrace.serve.http.unknown_fields import closest_name, header_name, ignored_names
 
 FUNCTION = ("name", "description", "parameters", "strict")

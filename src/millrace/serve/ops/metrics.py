@@ -17,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from millrace.engine.executor import ExecutorLimits
-from millrace.runtime.request import Timings
-from millrace.runtime.stats import LoopStats, TierStats, WindowStats
+from millrace.runtime.loop_stats import LoopStats, TierStats, WindowStats
+from millrace.runtime.request.request import Timings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name",)

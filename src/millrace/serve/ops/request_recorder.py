@@ -21,7 +21,7 @@ import numpy as np
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.request import Request
+from millrace.runtime.request.request import Request
 from millrace.runtime.service import STOP_S, AsyncEngine, ServiceOptions
 from millrace.tune.lines import BLOCK
 

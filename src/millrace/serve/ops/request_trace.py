@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from millrace.errors import RequestError
-from millrace.runtime.history import MOST_STEPS, RequestTrace, StepSeen
+from millrace.runtime.step_history import MOST_STEPS, RequestTrace, StepSeen
 from millrace.serve.backend import Models
 from millrace.serve.http.errors import HttpError
 from millrace.serve.http.http_request import CALL, Call

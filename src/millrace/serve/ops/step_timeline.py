@@ -17,9 +17,9 @@ from millrace.errors import RequestError
 from millrace.machine.cpu import machine_name
 from millrace.report.page import render
 from millrace.report.scale import Scale
-from millrace.runtime.history import StepSeen
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.step_work import StepWork, turns_s
+from millrace.runtime.scheduling.step_features import StepWork, turns_s
+from millrace.runtime.step_history import StepSeen
 from millrace.serve.backend import Models
 from millrace.serve.http.http_request import CALL, Call
 from millrace.serve.llm.language_model import TextBackend

@@ -11,8 +11,8 @@ import msgspec
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.sampling_params import Delta, SamplingParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.http.errors import Problem
 from millrace.serve.http.http_request import EVENT_STREAM, Call
 from millrace.serve.http.openapi import Operation

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 from starlette.types import ASGIApp
 
-from millrace.runtime.embedding import ALL
+from millrace.runtime.encoder_loop import ALL
 from millrace.serve.http.http_request import Call
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.http.unknown_fields import ignored_names

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Scope
 
 from millrace import __version__
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams, capped, check_context
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.sampling_params import Delta, SamplingParams, capped, check_context
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.http.errors import Problem
 from millrace.serve.http.http_request import Call

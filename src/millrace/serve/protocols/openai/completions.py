@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, FinishReason, check_context
-from millrace.runtime.prompt_embeds import EmbeddedPrompt
-from millrace.runtime.request import Request
-from millrace.runtime.resume import FIELD, parse_resume_token_ids
+from millrace.runtime.request.prompt_embeds import EmbeddedPrompt
+from millrace.runtime.request.request import Request
+from millrace.runtime.request.resume import FIELD, parse_resume_token_ids
+from millrace.runtime.request.sampling_params import Delta, FinishReason, check_context
 from millrace.serve.http.http_request import Call
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.answer_blocks import Kind

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
-from millrace.runtime.prompt_embeds import FIELD, Rows, check_shape, to_rows
+from millrace.runtime.request.prompt_embeds import FIELD, Rows, check_shape, to_rows
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _ZIP = b"PK"  # how a file of torch.save begins

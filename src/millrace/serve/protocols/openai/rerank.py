@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.embedding import Vectors
+from millrace.runtime.encoder_loop import Vectors
 from millrace.serve.http.http_request import Call
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from millrace.checkpoint.tool_calls.reader import Said
-from millrace.runtime.params import Delta
+from millrace.runtime.request.sampling_params import Delta
 from millrace.serve.http.errors import GenerationFailedError, HttpError, Problem
 from millrace.serve.llm.answer_blocks import Block, Blocks, Happening, Kind, Turn
 from millrace.serve.llm.generation_stream import Generation, named_event

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from millrace.errors import RequestError
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.structured import StructuredOutputsParams
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
 from millrace.serve.llm.structured_output import response_format
 from millrace.serve.llm.tools import RESPONSES, Tools, tools_of

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from millrace.errors import RequestError
-from millrace.runtime.params import MAX_LOGPROBS
+from millrace.runtime.request.sampling_params import MAX_LOGPROBS
 from millrace.serve.http.unknown_fields import closest_name, header_name
 from millrace.serve.llm.reasoning import FIELDS as THINKING
 from millrace.serve.llm.reasoning import Effort, EnableThinking, Think, ThinkingType, said_nothing

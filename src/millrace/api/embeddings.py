@@ -1,0 +1,61 @@
+"""Embeddings in this process, with the results that users of vLLM know."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+from millrace.api.offline_generate import Progress, Prompt, prompt_tokens
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.runtime.encoder_loop import EncoderLoop, checked_ids, truncated, truncation
+
+PROGRESS_S = 0.2
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """`outputs.embedding` is the vector of the prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+def embed(
+    loop: EncoderLoop, tokenizer: Tokenizer, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[EmbeddingRequestOutput]:  # fmt: skip
+    """A vector for each prompt, in their order; the loop runs in its thread.
+
+    raises RequestError, before anything runs, where one of the prompts is wrong; EngineError where a step failed,
+    BusyError where the loop was closed
+    """
+    most = truncation(truncate_prompt_tokens, loop.limits.max_context)
+    texts = []
+    for i, prompt in enumerate(prompts):
+        text, ids = prompt_tokens(tokenizer, prompt)
+        if most is not None:
+            ids = truncated(ids, most, (0, 0) if text is None else tokenizer.special_around)
+        texts.append(checked_ids(ids, loop.limits, f"text {i}"))
+    job = loop.submit(texts)
+    try:
+        while progress is not None and not job.future.done():
+            wait((job.future,), timeout=PROGRESS_S)
+            progress(Progress(len(texts) - job.n_missing, len(texts), job.n_tokens_done))
+        vectors = job.future.result()
+    finally:
+        job.future.cancel()  # Ctrl-C: leave nothing running behind
+    return [
+        EmbeddingRequestOutput(uuid.uuid4().hex, EmbeddingOutput(vector.tolist()), ids.tolist())
+        for vector, ids in zip(vectors, texts, strict=True)
+    ]

@@ -1,0 +1,353 @@
+"""`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
+
+import logging
+import os
+import re
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from millrace.api import compat_vllm
+from millrace.api.embeddings import EmbeddingRequestOutput, embed
+from millrace.api.hf_tokenizer import HfTokenizer
+from millrace.api.offline_generate import Progress, Prompt, RequestOutput, astream, generate
+from millrace.checkpoint.chat import normalised
+from millrace.checkpoint.chat_prompt import PromptRenderer
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.find import find_engine
+from millrace.compile.settings import BuildSettings
+from millrace.engine.engine import Engine
+from millrace.env import is_plain_terminal, read_env
+from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
+from millrace.runtime.encoder_loop import EncoderLoop
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.request.tool_specs import checked_tools
+from millrace.runtime.settings import RunSettings
+from millrace.tune.pricing import pricing
+
+Message = Mapping[str, object]
+_LOG = logging.getLogger("millrace")  # what a build has to say; Python shows it to who asks for such lines
+_FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
+_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
+_GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
+_CHAT = frozenset({
+    "messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs", "tools",
+})  # fmt: skip
+_EMBED = frozenset({"prompts", "truncate_prompt_tokens", "use_tqdm"})
+_CAN = {True: "embed()", False: "generate(), chat() and astream()"}
+_FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})(?![\w-])( (?=[\d\"]|auto\b))?")
+
+
+def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
+    """The settings, and the precision where it is a map. raises ConfigError for a name that neither of them has"""
+    build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
+    for name in given:
+        if name not in (known := build | run | compat_vllm.KNOWN):
+            meant = alike(name, known)
+            mend = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
+            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, known, build | run), mend)
+    ours = compat_vllm.translated(given)
+    precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
+    for_build, for_run = ({name: v for name, v in ours.items() if name in known} for known in (build, run))
+    return BuildSettings(**for_build), RunSettings(**for_run), precisions
+
+
+def _as_arguments(text: str, given_as: Mapping[str, str]) -> str:
+    """`--max-context 512` as `max_context=512`, `--no-evaluate` as `evaluate=False`, or as it was given."""
+
+    def argument(flag: re.Match[str]) -> str:
+        name = flag[2].replace("-", "_")
+        return given_as.get(name, name) + ("=False" if flag[1] else "=" if flag[3] else "")
+
+    return _FLAG.sub(argument, text)
+
+
+@contextmanager
+def _in_python_words(given_as: Mapping[str, str]) -> Iterator[None]:
+    """Errors name settings as flags (--max-context); here they are arguments (max_context=).
+
+    given_as: our names of those that the caller called otherwise (max_model_len=)
+    """
+    try:
+        yield
+    except MillraceError as error:
+        error.reworded(lambda text: _as_arguments(text, given_as))
+        raise
+
+
+def _open(
+    name: str, engine: Engine, run: RunSettings, embeds: bool | None
+) -> tuple[Opened | OpenedEncoder, EngineLoop | EncoderLoop]:
+    """embeds: what was asked for; None: what the model can. raises ConfigError where it cannot do that"""
+    encoder = engine.manifest.is_encoder
+    if embeds not in (None, encoder):
+        raise ConfigError(
+            f"{name} is {'an encoder' if encoder else 'a language model'}, which cannot {_CAN[not encoder]}",
+            f'task="{"embed" if encoder else "generate"}", which it can: {_CAN[encoder]}',
+            "leave task, runner and convert out, or choose another model",
+        )  # fmt: skip
+    opened = open_any(name, engine, run)
+    return opened, opened.loop(opened.for_throughput()) if isinstance(opened, Opened) else opened.loop()
+
+
+def _release(loop: EngineLoop | EncoderLoop, opened: Opened | OpenedEncoder, made_in: int) -> None:
+    """Ends the engine's thread, then gives the memory back."""
+    if os.getpid() != made_in:  # a forked child: threads and memory are its parent's
+        return
+    if loop.thread.is_current:  # which cannot wait for itself: the collector may run anywhere
+        threading.Thread(target=_release, args=(loop, opened, made_in)).start()
+        return
+    loop.stop()
+    opened.close()
+
+
+def _prompts(given: object) -> Sequence[Prompt]:
+    """One prompt as a list of one. raises RequestError for what is neither one nor several"""
+    if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and isinstance(given[0], int)):
+        return [given]
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"prompts is of type {type(given).__name__}", "a prompt or a list of prompts", "pass one of these"
+        )
+    return given
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """Finished requests and tokens per second on stderr, while they are computed."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+    )  # fmt: skip
+    console = Console(stderr=True, force_terminal=False if is_plain_terminal() else None)
+    with Bars(*columns, console=console) as bars:
+        task = bars.add_task("", total=None, tokens=0)
+        yield lambda now: bars.update(task, completed=now.n_finished, total=now.n_requests, tokens=now.n_output_tokens)
+
+
+class LLM:
+    """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
+
+    model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
+    precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; what it costs is measured.
+    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_kl, evaluate,
+    calibration, max_context, max_batch, tune, kv_memory, threads, prefix_cache, isa, device="cuda"), and vLLM's
+    (max_model_len, max_num_seqs, dtype, enable_prefix_caching, tensor_parallel_size=1).
+    Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
+    raises MillraceError, each with its mend
+    """
+
+    def __init__(self, model: str | Path, *, precision: str | Mapping[str, str] | None = None, **settings: Any) -> None:
+        self._given_as = compat_vllm.as_given(settings)
+        with _in_python_words(self._given_as):
+            build, run, precisions = _split({"precision": precision, **settings})
+            name, engine = find_engine(
+                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing, place=run.place
+            )
+            self._opened, self._loop = _open(name, engine, run, compat_vllm.asks_for_embeddings(settings))
+        self._threading = threading.Lock()
+        self._made_in = os.getpid()
+        # also for who forgets close()
+        self._released = weakref.finalize(self, _release, self._loop, self._opened, self._made_in)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **others: object,
+    ) -> list[RequestOutput]:
+        """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}.
+
+        Without max_tokens an answer has 16 tokens, as in vLLM and OpenAI's completions.
+        use_tqdm: show progress on stderr (vLLM's name for it)
+        """
+        self._check_usable()
+        compat_vllm.check_call("generate", others, _GENERATE, _SAMPLING)
+        return self._answer(_prompts(prompts), sampling_params, use_tqdm, continues=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **others: object,
+    ) -> list[RequestOutput]:
+        """One conversation or several, through the model's chat template.
+
+        Without max_tokens an answer may fill the rest of the context.
+        add_generation_prompt: end the prompt where the assistant's turn begins
+        chat_template_kwargs: further variables for the template, such as enable_thinking
+        tools: functions that every conversation may call, as OpenAI's clients describe them; in the prompt as the
+        server renders them. Text of an answer is as the model wrote it, with its calls. tool_choice is the server's
+        """
+        compat_vllm.check_call("chat", others, _CHAT, _SAMPLING)
+        if isinstance(messages, str):
+            raise RequestError(
+                "messages is a text", 'a list like [{"role": "user", "content": "a text"}]',
+                "put the text into a message, or call generate()", param="messages",
+            )  # fmt: skip
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
+        offered, extra = checked_tools(tools), chat_template_kwargs or {}
+        prompts = [
+            {"prompt_token_ids": self._chat_ids(c, offered, add_generation_prompt, extra)} for c in conversations
+        ]
+        return self._answer(prompts, sampling_params, use_tqdm, continues=False)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+        **others: object,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text, in order, of an encoder: `llm.embed(["a", "b"])[0].outputs.embedding`.
+
+        A vector's bits depend on its text alone. truncate_prompt_tokens: of a text that has more tokens than these, so
+        many are read in all: the first ones, and the special ones around them; -1 for as many as the model takes. Else
+        such a text is an error
+        """
+        self._check_usable()
+        compat_vllm.check_call("embed", others, _EMBED, frozenset())
+        if not isinstance(self._loop, EncoderLoop):
+            raise RequestError(
+                f"{self._opened.name} is a language model: it gives no vector for a text", "generate() or chat()",
+                "call these, or make an LLM of an encoder of sentences",
+            )  # fmt: skip
+        with self._threading:
+            if not self._loop.thread.running:
+                self._loop.start()
+        with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
+            each = _prompts(prompts)
+            return embed(self._loop, self._opened.tokenizer, each, truncate_prompt_tokens, progress)
+
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer as it grows: each item holds all of it so far. Any number of them may run side by side.
+
+        Without max_tokens an answer has 16 tokens.
+        """
+        self._check_usable()
+        loop = self._generating
+        with self._threading:  # from the first stream on, the engine has a thread of its own
+            if not loop.thread.running:
+                loop.start()
+        with _in_python_words(self._given_as):
+            async for output in astream(loop, prompt, sampling_params, continues=True):
+                yield output
+
+    def _answer(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool,
+        *, continues: bool,
+    ) -> list[RequestOutput]:  # fmt: skip
+        with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
+            return generate(self._generating, prompts, params, progress, continues=continues)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._made_in:
+            raise RequestError(
+                "this LLM was made before the process was forked, and its threads are not in the child",
+                "calls in the process that made it",
+                'make an LLM in each process, or start processes with multiprocessing.get_context("spawn")',
+            )
+        if not self._released.alive:
+            raise RequestError("this LLM is closed", "calls before close()", "make a new LLM")
+
+    @property
+    def _generating(self) -> EngineLoop:
+        if isinstance(self._loop, EncoderLoop):
+            raise RequestError(
+                f"{self._opened.name} is an encoder: it gives a vector for each text, and no next token", "embed()",
+                "call embed(), or make an LLM of a model that generates text",
+            )  # fmt: skip
+        return self._loop
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "an LLM cannot be pickled or copied: it is threads, mapped weights and a KV cache of this process",
+            "the name of the model",
+            "send the name, and make an LLM in the process that runs it",
+        )
+
+    def _chat_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], add_generation_prompt: bool,
+        extra: Mapping[str, object],
+    ) -> list[int]:  # fmt: skip
+        self._check_usable()
+        _ = self._generating  # an encoder cannot chat, whatever else it lacks
+        template = self._opened.chat_template
+        if template is None:
+            raise CheckpointError(
+                f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
+            )
+        prompts = PromptRenderer(template)
+        text = prompts.render(normalised(messages), tools, add_generation_prompt=add_generation_prompt, extra=extra)
+        return self._opened.tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """`encode(text)` gives token ids, `decode(ids)` their text."""
+        return self._opened.tokenizer
+
+    def get_tokenizer(self) -> HfTokenizer:
+        """The tokenizer with the calls of transformers, as vLLM gives it: `apply_chat_template`, `eos_token_id`, ..."""
+        return HfTokenizer(self._opened.tokenizer, self._opened.chat_template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config says; a call without SamplingParams does the same."""
+        d = self._generating.defaults
+        return SamplingParams(
+            temperature=d.temperature, top_p=d.top_p, top_k=d.top_k, min_p=d.min_p,
+            repetition_penalty=d.repetition_penalty,
+        )  # fmt: skip
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prompts and answers that KV pages still hold; False while some are in use (vLLM's name)."""
+        self._check_usable()
+        return isinstance(self._loop, EncoderLoop) or self._loop.reset_prefix_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        encoder = isinstance(self.__dict__.get("_loop"), EncoderLoop)
+        raise compat_vllm.no_attribute(self, name, _CAN[encoder], encoder=encoder)
+
+    def __repr__(self) -> str:
+        opened: Opened | None = self.__dict__.get("_opened")
+        if opened is None:
+            return "<LLM: not opened>"
+        m, closed = opened.engine.manifest, "" if self._released.alive else ", closed"
+        precision = m.precision.get("default", "?")
+        return f"<LLM {plain(opened.name)}: {precision}, {m.max_context} tokens, {m.max_sequences} at a time{closed}>"
+
+    def close(self) -> None:
+        """Gives the memory back; also at the end of a `with`."""
+        self._released()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

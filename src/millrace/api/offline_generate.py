@@ -1,0 +1,288 @@
+"""Whole answers from a loop: `generate` for many prompts at once, `astream` for one as it grows.
+
+`LLM` is put together from these; the server uses `service.AsyncEngine` directly.
+"""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import RequestError
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.request import prompt_embeds
+from millrace.runtime.request.prefix_cache_options import OPTIONS, CacheOptions
+from millrace.runtime.request.request import FREELY, Request, Terms
+from millrace.runtime.request.resume import FIELD, parse_resume_token_ids
+from millrace.runtime.request.sampling_params import (
+    Delta,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    with_length,
+)
+from millrace.runtime.structured_output.grammar import Matcher
+
+# text, token ids, or {"prompt": text}, {"prompt_token_ids": [...]} or {"prompt_embeds": (N, hidden size)}; with one of
+# these, cache_salt and the like, and resume_token_ids: the answer continues behind them
+Prompt = str | Sequence[int] | Mapping[str, object]
+
+
+_CONTENT = frozenset(["prompt", "prompt_token_ids", prompt_embeds.FIELD])
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """What is known of one token at one place, in vLLM's shape."""
+
+    logprob: float
+    rank: int  # 1 = the likeliest of the vocabulary
+    decoded_token: str  # the token alone; half a character is U+FFFD
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # a dict per token: the chosen one first, then the likeliest
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # with FinishReason.ERROR or ABORT: what happened
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """`outputs[0].text` is the answer; `seed` is the one that was used, so that it can be asked again."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    seed: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None before it was looked up
+
+
+class Progress(NamedTuple):
+    """Given to a progress callback whenever something came in."""
+
+    n_finished: int  # requests
+    n_requests: int
+    n_output_tokens: int
+
+
+def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
+    """Of a request that has just been submitted. prompt: its text, where it was one"""
+    outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(request.resolved.n)]
+    ids = [] if request.rows is not None else request.prompt.tolist()
+    scored: list[dict[int, Logprob] | None] | None = None if request.resolved.prompt_top is None else [None]
+    seed = request.resolved.seed
+    return RequestOutput(request.id, prompt, ids, outputs, finished=False, seed=seed, prompt_logprobs=scored)
+
+
+class Collector:
+    """Puts the deltas of one request together into its RequestOutput."""
+
+    def __init__(self, output: RequestOutput, tokenizer: Tokenizer, *, text: bool = True) -> None:
+        """output: of `new_output`, to be filled. text: False: with token ids only"""
+        self.output = output
+        self._text = text
+        self._n_open = len(output.outputs)
+        self._tokenizer = tokenizer
+
+    def add(self, deltas: list[Delta]) -> int:
+        """Append; returns how many tokens came."""
+        for delta in deltas:
+            choice = self.output.outputs[delta.index]
+            if delta.prompt_logprobs is not None and self.output.prompt_logprobs is not None and choice.index == 0:
+                self.output.prompt_logprobs += map(self._named, delta.prompt_logprobs)
+            choice.text += delta.text if self._text else ""
+            choice.token_ids.extend(delta.token_ids)
+            for token in delta.logprobs or ():
+                choice.logprobs = [] if choice.logprobs is None else choice.logprobs
+                choice.logprobs.append(self._named(token))
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + token.logprob
+            if delta.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                choice.error = delta.error
+                self._n_open -= 1
+        self.output.finished = self._n_open == 0
+        return sum(len(d.token_ids) for d in deltas)
+
+    def _named(self, token: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token and its alternatives, best first."""
+        chosen = (token.token_id, token.logprob, token.rank)
+        ranked = [chosen, *((i, p, rank) for rank, (i, p) in enumerate(token.top, 1) if i != token.token_id)]
+        return {i: Logprob(p, rank, self._tokenizer.token_text(i)) for i, p, rank in ranked}
+
+
+def generate(
+    loop: EngineLoop,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    continues: bool = False,
+) -> list[RequestOutput]:
+    """Answer all prompts, in their order. Uses the loop's thread, or steps the loop itself where it has none.
+
+    continues: the prompts are texts to be continued, whose answers are short where no length is said.
+
+    A request that failed has FinishReason.ERROR and an `error`; the others are complete.
+    raises RequestError, before anything runs, where one of the prompts or its params is wrong.
+    """
+    done: dict[int, RequestOutput] = {}
+    n_tokens = 0
+    with closing(incoming(loop, prompts, params, continues=continues)) as arrived:
+        for i, output, n_new in arrived:
+            n_tokens += n_new
+            if output.finished:
+                done[i] = output
+            if progress is not None:
+                progress(Progress(len(done), len(prompts), n_tokens))
+    return [done[i] for i in range(len(prompts))]
+
+
+def incoming(
+    loop: EngineLoop,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    continues: bool = False,
+) -> Generator[tuple[int, RequestOutput, int], None, None]:
+    """(number of a prompt, its growing output, how many tokens came), whenever something came of any; the rest is as of
+    `generate`. Close it: what is not finished is cancelled then."""
+    arrived: queue.SimpleQueue[tuple[int, list[Delta]]] = queue.SimpleQueue()
+    collectors: list[Collector] = []
+    requests: list[Request] = []
+    try:
+        for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
+            text, ids = _asked(loop, prompt)
+            wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
+
+            def deliver(deltas: list[Delta], i: int = i) -> None:
+                arrived.put((i, deltas))
+
+            matchers = loop.grammars.matchers(wanted.structured_outputs, wanted.n) if wanted.structured_outputs else ()
+            request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
+            requests.append(request)
+            collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
+        n_finished = 0
+        while n_finished < len(requests):
+            if not loop.thread.running and arrived.empty():
+                loop.step()
+                continue
+            i, deltas = arrived.get()
+            n_new, output = collectors[i].add(deltas), collectors[i].output
+            n_finished += output.finished
+            output.num_cached_tokens = requests[i].n_cached
+            yield i, output, n_new
+    finally:  # a wrong prompt or Ctrl-C: leave nothing running behind
+        unfinished = [r for r in requests if r.timings.finished_s is None]
+        for request in unfinished:
+            loop.cancel(request)
+        if unfinished and not loop.thread.running:
+            loop.step()
+
+
+async def astream(
+    loop: EngineLoop, prompt: Prompt, params: SamplingParams | None = None, *, continues: bool = False
+) -> AsyncIterator[RequestOutput]:
+    """Yield the growing RequestOutput, the same object each time, until it is finished. Leaving early cancels.
+
+    The loop runs in its thread; any number of these read from it, in any event loops.
+    raises RequestError, and BusyError where the loop has stopped
+    """
+    assert loop.thread.running, "a stream needs somebody who steps"
+    wanted = params or SamplingParams()
+    text, ids = _asked(loop, prompt)
+    wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
+    here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
+    asked, matchers = wanted.structured_outputs, list[Matcher]()
+    if asked is not None:
+        matchers = await asyncio.to_thread(loop.grammars.matchers, asked, wanted.n)
+
+    def deliver(deltas: list[Delta]) -> None:  # in the engine thread
+        with suppress(RuntimeError):  # the event loop is closed: nobody is left who could read
+            here.call_soon_threadsafe(arrived.put_nowait, deltas)
+
+    request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
+    collector = Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize)
+    try:
+        while not collector.output.finished:
+            collector.add(await arrived.get())
+            collector.output.num_cached_tokens = request.n_cached
+            yield collector.output
+    finally:
+        loop.cancel(request)  # harmless when it is finished
+
+
+def _asked(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int] | prompt_embeds.Rows]:
+    """As `prompt_tokens`, and embedding rows where the prompt is given as those. raises RequestError"""
+    if isinstance(prompt, Mapping) and _content(prompt).keys() == {prompt_embeds.FIELD}:
+        return None, prompt_embeds.to_rows(prompt[prompt_embeds.FIELD], loop.limits)
+    return prompt_tokens(loop.tokenizer, prompt)
+
+
+def _content(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Its fields without options."""
+    return {key: value for key, value in prompt.items() if key not in OPTIONS and key != FIELD}
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
+    if isinstance(prompt, Mapping):
+        said = _content(prompt)
+        if len(said) != 1 or not said.keys() <= _CONTENT - {prompt_embeds.FIELD}:
+            other = [name for name in map(str, said) if name not in _CONTENT]
+            raise _not_a_prompt(f"a dict with {other[0]}" if other else f"a dict with {sorted(said) or 'no content'}")
+        (key, value), *_ = said.items()
+        if isinstance(value, str) != (key == "prompt"):
+            raise _not_a_prompt(f"{key} of type {type(value).__name__}")
+    else:
+        value = prompt
+    if isinstance(value, str):
+        return value, tokenizer.encode(value)
+    if not isinstance(value, Sequence):
+        raise _not_a_prompt(f"of type {type(value).__name__}")
+    return None, value
+
+
+def prompt_terms(prompt: Prompt) -> Terms:
+    """Return the request options of a prompt. raises RequestError naming the field"""
+    given = prompt if isinstance(prompt, Mapping) else {}
+    options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given.items() if key in OPTIONS}
+    delivered = parse_resume_token_ids(given.get(FIELD))
+    return Terms(cache=CacheOptions(**options), delivered=delivered) if options or delivered else FREELY
+
+
+def _not_a_prompt(what: str) -> RequestError:
+    return RequestError(
+        f"a prompt is {what}",
+        'a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": [...]} or {"prompt_embeds": rows}',
+        "pass one of these for each prompt",
+        param="prompt",
+    )
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
+    several = params if isinstance(params, Sequence) else [params or SamplingParams()]
+    for one in several:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(
+                f"sampling_params is of type {type(params).__name__}", "SamplingParams, or a list of them",
+                "write SamplingParams(max_tokens=64)", param="sampling_params",
+            )  # fmt: skip
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    if len(params) != n:
+        raise RequestError(
+            f"{len(params)} SamplingParams for {n} prompts", "one for all, or one each", "make the lists equally long"
+        )
+    return params

@@ -1,0 +1,295 @@
+"""A second tier of KV pages: what the pool gives up goes into a file, and is found there again, also after a restart.
+
+Two files of records of one size, `NAME.0` and `NAME.1`, of which one is written behind its end; when that holds half of
+what is allowed, the other is begun anew, so the oldest half goes at once: a generation in each one's header says which
+that is, also after a restart. Each record has the page's key, the bytes of
+the page in all caches, and a checksum. A record that is damaged or not complete is left out, and that is said once. The
+first bytes name the engine: pages of another one are of no use, and their file is begun anew.
+
+The engine's thread copies pages; another thread writes them, of which at most MAX_QUEUED wait: more are not kept. Who
+can write the files decides what answers go on from: they are made for their owner alone.
+"""
+
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import queue
+import stat
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError
+from millrace.runtime.loop_stats import TierStats
+
+Key = bytes  # 32, as `pages.py` makes them
+PageBytes = NDArray[np.uint8]
+MAGIC = b"millrace kv 1\n\0\0"
+HEADER = struct.Struct("<16s32sQQ")  # magic, engine, bytes of a page; generation: the higher, the later begun
+GENERATION_BYTES, MAX_GENERATION = 8, 2**62
+RECORD = struct.Struct("<4sI32s")  # mark, checksum of key and page, key
+MARK = b"page"
+MAX_QUEUED = 64
+CLOSE_S = 5.0  # for writing what memory knows, at the end
+log = logging.getLogger(__name__)
+
+
+class PageMemory:
+    """The pages of an executor, of each cache as (layers, pages, bytes). Not while a step is on its way."""
+
+    def __init__(self, caches: Sequence[NDArray[np.uint8]]) -> None:
+        self._caches = caches
+        self.page_bytes = sum(kept.shape[0] * kept.shape[2] for kept in caches)
+
+    def read_page(self, page: int) -> PageBytes:
+        """A copy of its bytes in all caches."""
+        return np.concatenate([kept[:, page].ravel() for kept in self._caches])
+
+    def write_page(self, page: int, data: PageBytes) -> None:
+        """What `read_page` gave, of a page of the same tokens behind the same others."""
+        at = 0
+        for kept in self._caches:
+            layers, _, n_bytes = kept.shape
+            kept[:, page] = data[at : at + layers * n_bytes].reshape(layers, n_bytes)
+            at += layers * n_bytes
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One of the two files. n: records, by their places"""
+
+    path: Path
+    file: int
+    n: int
+    keys: list[Key]
+    generation: int = 0
+
+
+class Tier:
+    """raises ConfigError where the files cannot be used, or another process uses them
+
+    engine: its identity; pages: where they are; most_bytes: of both files together
+    """
+
+    def __init__(self, path: Path, engine: str, pages: PageMemory, most_bytes: int) -> None:
+        page_bytes = pages.page_bytes
+        self._memory, self._record_bytes = pages, RECORD.size + page_bytes
+        self._most_records = (most_bytes // 2 - HEADER.size) // self._record_bytes
+        if self._most_records < 1:
+            raise ConfigError(
+                f"the second tier of KV pages may have {most_bytes} bytes, and a page has {page_bytes}",
+                f"at least {2 * (self._record_bytes + HEADER.size)} bytes", "raise --kv-tier-size",
+            )  # fmt: skip
+        if not path.name:
+            raise ConfigError(f"the second tier of KV pages is {path}", "a file", "name one with --kv-tier")
+        digest = hashlib.blake2b(engine.encode(), digest_size=32).digest()
+        self._header = HEADER.pack(MAGIC, digest, page_bytes, 0)[:-GENERATION_BYTES]
+        self._places: dict[Key, tuple[int, int]] = {}  # segment, record; guarded by _lock, as the rest
+        self._queued: dict[Key, PageBytes] = {}
+        self._lock = threading.Lock()
+        self._said = False
+        self.known: Callable[[], Iterable[tuple[Key, int]]] = tuple  # what the pool knows, the most worth first
+        self._age = 0  # how often all was forgotten
+        self.n_stored = self.n_found = self.n_damaged = self.n_dropped = 0
+        try:
+            self._segments = [self._open(path.with_name(f"{path.name}.{i}"), i) for i in (0, 1)]
+        except OSError as error:
+            what = f"the second tier of KV pages cannot be opened: {error}"
+            raise ConfigError(what, "a file that can be written", "name another with --kv-tier") from None
+        of = self._segments  # the one begun last; of two that were never begun anew, the one that is not full
+        self._active = max((0, 1), key=lambda i: (of[i].generation, of[i].n < self._most_records, of[i].n))
+        self._work: queue.Queue[tuple[int, Key, PageBytes] | None] = queue.Queue(MAX_QUEUED)
+        self._writer = threading.Thread(target=self._write_all, name="millrace-kv-tier", daemon=True)
+        self._writer.start()
+
+    def __len__(self) -> int:
+        """Pages that can be found."""
+        with self._lock:
+            return len(self._places.keys() | self._queued.keys())
+
+    def __contains__(self, key: Key) -> bool:
+        with self._lock:
+            return key in self._places or key in self._queued
+
+    @property
+    def stats(self) -> TierStats:
+        """For any thread, and without waiting for one that reads the disk."""
+        n_bytes = sum(HEADER.size + segment.n * self._record_bytes for segment in self._segments)
+        return TierStats(
+            pages=len(self._places), bytes=n_bytes, stored_total=self.n_stored, found_total=self.n_found,
+            damaged_total=self.n_damaged, dropped_total=self.n_dropped,
+        )  # fmt: skip
+
+    def put(self, key: Key, page: int, wait_s: float = 0) -> None:
+        """Keep a page that the pool gives up, where it is not there already. wait_s: for its turn to be written"""
+        if key in self:
+            return
+        data = self._memory.read_page(page)
+        with self._lock:
+            self._queued[key] = data
+        try:
+            self._work.put((self._age, key, data), block=wait_s > 0, timeout=wait_s or None)
+        except queue.Full:
+            with self._lock:
+                del self._queued[key]
+                self.n_dropped += 1
+
+    def fill(self, key: Key, page: int) -> bool:
+        """Write what is kept into a page; False, and nothing done, where it is damaged, or not there."""
+        data = self._read(key)
+        if data is None:
+            return False
+        self._memory.write_page(page, data)
+        self.n_found += 1
+        return True
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._age += 1
+            self._queued.clear()
+            self._places.clear()
+            for segment in self._segments:
+                self._begin(segment, 0)
+
+    def close(self) -> None:
+        """After what is queued was written, and what memory still knows: of that the most worth, for some seconds."""
+        until_s = time.monotonic() + CLOSE_S
+        for key, page in itertools.islice(self.known(), self._most_records):
+            if (left_s := until_s - time.monotonic()) <= 0:
+                break
+            self.put(key, page, left_s)
+        self._work.put(None)
+        self._writer.join()
+        for segment in self._segments:
+            os.close(segment.file)
+
+    def _read(self, key: Key) -> PageBytes | None:
+        """None for a record that is damaged, or gone."""
+        with self._lock:
+            if (queued := self._queued.get(key)) is not None:
+                return queued
+            place = self._places.get(key)
+            if place is None:
+                return None
+            segment, record = self._segments[place[0]], place[1]
+            try:
+                data = os.pread(segment.file, self._record_bytes, HEADER.size + record * self._record_bytes)
+            except OSError:
+                data = b""
+        if len(data) == self._record_bytes:
+            mark, checksum, stored = RECORD.unpack_from(data)
+            page = np.frombuffer(data, np.uint8, offset=RECORD.size)
+            if mark == MARK and stored == key and checksum == _checksum(key, page):
+                return page
+        self._damaged(segment.path)
+        with self._lock:
+            self._places.pop(key, None)
+        return None
+
+    def _open(self, path: Path, index: int) -> _Segment:
+        """With its records by their keys; their pages are looked at when they are wanted."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            what = f"the second tier of KV pages {path} is in use by another process"
+            raise ConfigError(what, "a file for each server", "name another with --kv-tier") from None
+        segment, begin = _Segment(path, file, 0, []), os.pread(file, HEADER.size, 0)
+        _check_ours(path, os.fstat(file), begin)
+        segment.generation = int.from_bytes(begin[len(self._header) :], "little")
+        if begin[: len(self._header)] != self._header or segment.generation > MAX_GENERATION:
+            if begin:
+                log.warning("%s is of another engine, or none of ours: it is begun anew", path)
+            self._begin(segment, 0)
+            return segment
+        n, cut_off = divmod(os.fstat(file).st_size - HEADER.size, self._record_bytes)
+        n = min(n, self._most_records)
+        if cut_off:
+            self._damaged(path)
+        for record in range(n):
+            mark, _, key = RECORD.unpack(os.pread(file, RECORD.size, HEADER.size + record * self._record_bytes))
+            if mark != MARK:
+                self._damaged(path)
+                break  # what is behind it was written after it
+            segment.keys.append(key)
+            self._places[key] = (index, record)
+            segment.n += 1
+        return segment
+
+    def _begin(self, segment: _Segment, generation: int) -> None:
+        os.ftruncate(segment.file, 0)
+        os.pwrite(segment.file, self._header + generation.to_bytes(GENERATION_BYTES, "little"), 0)
+        segment.n, segment.keys, segment.generation = 0, [], generation
+
+    def _write_all(self) -> None:
+        while (item := self._work.get()) is not None:
+            age, key, data = item
+            try:
+                self._write(age, key, data)
+            except OSError as error:
+                with self._lock:
+                    self.n_dropped += 1
+                    said, self._said = self._said, True
+                if not said:
+                    log.warning("KV pages cannot be written to the second tier: %s; they are computed again", error)
+            with self._lock:
+                if self._queued.get(key) is data:  # else it was forgotten meanwhile, and may have been put again
+                    del self._queued[key]
+
+    def _write(self, age: int, key: Key, data: PageBytes) -> None:
+        segment = self._segments[self._active]
+        if segment.n >= self._most_records:
+            last, self._active = segment.generation, 1 - self._active
+            segment = self._segments[self._active]
+            with self._lock:
+                for old in segment.keys:
+                    if self._places.get(old, (None,))[0] == self._active:
+                        del self._places[old]
+                self._begin(segment, last + 1)
+        record = RECORD.pack(MARK, _checksum(key, data), key) + data.tobytes()
+        n_bytes = os.pwrite(segment.file, record, HEADER.size + segment.n * self._record_bytes)
+        with self._lock:
+            if age == self._age and n_bytes == len(record):
+                segment.keys.append(key)
+                self._places[key] = (self._active, segment.n)
+                segment.n += 1
+                self.n_stored += 1
+                return
+            # Forgotten meanwhile, or not written whole: nothing of it may be found after a restart.
+            os.ftruncate(segment.file, HEADER.size + segment.n * self._record_bytes)
+            if age == self._age:
+                raise OSError("a record was not written whole")
+
+    def _damaged(self, path: Path) -> None:
+        self.n_damaged += 1
+        if self.n_damaged == 1:
+            log.warning("a record of %s is damaged: it is left out, and what it held is computed again", path)
+
+
+def _check_ours(path: Path, known: os.stat_result, begin: bytes) -> None:
+    """raises ConfigError for a file that somebody else may have written, or made for another end"""
+    if not stat.S_ISREG(known.st_mode) or known.st_nlink != 1:
+        what = "is no file of its own"
+    elif known.st_uid != os.getuid() or known.st_mode & 0o077:
+        what = "can be read or written by others"
+    elif begin and not begin.startswith(MAGIC):
+        what = "holds something else"
+    else:
+        return
+    expected = "a new file, or one of an earlier second tier, for its owner alone"
+    raise ConfigError(f"the second tier of KV pages {path} {what}", expected, "name another with --kv-tier")
+
+
+def _checksum(key: Key, page: PageBytes) -> int:
+    return zlib.crc32(page.data, zlib.crc32(key))

@@ -1,0 +1,399 @@
+"""KV pages: who owns which page, what is known to be in it, and which one goes when room is needed.
+
+A full page may be put into the index under a key that says all that its content depends on: a digest of its tokens and
+of the key of the page before it. So the pages of a prompt form a chain, chains with the same beginning a tree, and to
+look a prompt up is to walk from its root as far as pages are known. Nobody could reach a page whose chain is broken
+before it, so pages go from the ends of chains: that of the lowest priority, of these the one left alone longest. The
+last page of a chain may be one that nobody filled: only what goes on from its tokens finds it, by a copy.
+Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.07104 section 3.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from millrace.engine.executor import IntArray
+from millrace.errors import ConfigError
+from millrace.runtime.kv.kv_offload import Tier
+
+Pages = tuple[int, ...]
+Key = bytes
+KEY_BYTES = (
+    32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
+)
+DEFAULT_PRIORITY, MAX_CACHE_PRIORITY = 35, 100  # TensorRT-LLM's
+# A page is copied where at least an eighth of it is shared, 8 of 64 tokens. By these it is found: of the pages behind a
+# system prompt, as many as there are chats, few are looked at. And the few tokens with which a template begins every
+# chat would make a hit of each request.
+LEAST_SHARED = 1 / 8
+MAX_LOOKED_AT = 16  # pages that begin alike, the newest first
+
+
+class Content(NamedTuple):
+    """What is in a page: the key before its own, its tokens, and how many it has room for."""
+
+    after: Key
+    tokens: IntArray
+    room: int
+
+    @property
+    def key(self) -> Key:
+        """Its own, which says all before it, too. Another number of tokens is another key."""
+        return next_key(self.after, self.tokens.data.cast("B"))
+
+    @property
+    def n_least(self) -> int:
+        """So many tokens must be shared for a copy."""
+        return max(1, int(LEAST_SHARED * self.room))
+
+    @property
+    def beginning(self) -> bytes:
+        """By which it is found in part: the key before it, and its first tokens."""
+        return self.after + self.tokens[: self.n_least].tobytes()
+
+
+def root_key(*parts: bytes) -> Key:
+    """What a chain begins with: each thing beside the tokens that decides keys and values, or who may find them."""
+    root = hashlib.blake2b(digest_size=KEY_BYTES, person=b"millrace.root")
+    for part in parts:
+        root.update(len(part).to_bytes(8, "little"))  # so that no part runs into the next
+        root.update(part)
+    return root.digest()
+
+
+def next_key(after: Key, tokens: bytes | memoryview) -> Key:
+    """Of a page with these tokens, int32, behind the page of key `after`."""
+    key = hashlib.blake2b(after, digest_size=KEY_BYTES)
+    key.update(tokens)
+    return key.digest()
+
+
+def extend_keys(keys: list[Key], root: Key, tokens: IntArray, n_pages: int, page_tokens: int) -> None:
+    """Append to `keys`, those of the first pages of `tokens`, until there are `n_pages`."""
+    data, page_bytes = tokens.data.cast("B"), page_tokens * tokens.itemsize
+    for i in range(len(keys), n_pages):
+        keys.append(next_key(keys[-1] if keys else root, data[i * page_bytes : (i + 1) * page_bytes]))
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A page in the index."""
+
+    page: int
+    key: Key
+    before: "_Known | None"  # the page that its chain goes on from; None: it is the first
+    n_next: int = 0  # known pages that go on from it
+    free: bool = False
+    left: int = 0  # when its last owner left it: a count of such moments
+    priority: int = DEFAULT_PRIORITY
+    until_s: float | None = None  # when its priority ends
+    content: Content | None = None  # by which it is found in part
+
+    @property
+    def is_full(self) -> bool:
+        return self.content is None or len(self.content.tokens) == self.content.room
+
+
+@dataclass(slots=True)
+class PrefixIndex:
+    """Pages by their keys, and the order in which those that nobody owns are given up.
+
+    Whoever owns a page owns all before it, so what is free can be given up from its end. All take constant time a page,
+    but for the order of those that are free ends, which is a heap.
+    """
+
+    n_free: int = field(init=False, default=0)  # known pages that nobody owns
+    n_evicted: int = field(init=False, default=0)
+    next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
+    _by_key: dict[Key, _Known] = field(init=False, repr=False, default_factory=dict)
+    _by_page: dict[int, _Known] = field(init=False, repr=False, default_factory=dict)
+    # (priority, left, page); an entry counts while its page is a free end with this priority, left then
+    _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
+    _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
+    _n_left: int = field(init=False, repr=False, default=0)
+    _alike: dict[bytes, dict[int, _Known]] = field(
+        init=False, repr=False, default_factory=dict
+    )  # by page, oldest first
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._by_page
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def find(self, keys: Sequence[Key]) -> Pages:
+        """The pages of as many of these keys as are known, from the first on. Own them before any is reserved."""
+        found: list[int] = []
+        for key in keys:
+            known = self._by_key.get(key)
+            if known is None:
+                break
+            found.append(known.page)
+        return tuple(found)
+
+    def add(self, page: int, key: Key, before: int | None) -> int:
+        """`page`, which goes on from `before`, is found by `key` from now on; the page that was already, if one was."""
+        if (known := self._by_key.get(key)) is not None:
+            return known.page
+        assert page not in self._by_page, f"page {page} is known by another key"
+        parent = None if before is None else self._by_page[before]
+        if parent is not None:
+            parent.n_next += 1
+        self._by_key[key] = self._by_page[page] = _Known(page, key, parent)
+        if parent is not None and parent.priority < DEFAULT_PRIORITY:  # it must not hold what is to go first
+            self.retain(page, parent.priority, parent.until_s)
+        return page
+
+    def tell(self, page: int, content: Content) -> None:
+        """What is in a page of the index: from now on it is found in part, too."""
+        known = self._by_page[page]
+        if known.content is None:
+            known.content = content._replace(tokens=content.tokens.copy())
+            self._alike.setdefault(content.beginning, {})[page] = known
+
+    def find_part(self, wanted: Content) -> tuple[int, int] | None:
+        """The page behind `wanted.after` that has most of its tokens in common from the first on, and how many.
+
+        None where they would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
+        """
+        alike = ((_n_common(tokens, wanted.tokens), page) for page, tokens in self._beginning_as(wanted))
+        best = max(alike, default=None)
+        return None if best is None else (best[1], best[0])
+
+    def is_worth_knowing(self, content: Content) -> bool:
+        """A page that is not full, has enough to be found by, and more than any that is known."""
+        found, n = self.find_part(content), len(content.tokens)
+        return content.n_least <= n < content.room and (found is None or found[1] < n)
+
+    def forget_beginnings(self, content: Content) -> list[int]:
+        """Takes pages out of the index that nobody owns and that have the first of these tokens, and nothing else."""
+        gone = [
+            page
+            for page, tokens in self._beginning_as(content)
+            if _n_common(tokens, content.tokens) == len(tokens) < len(content.tokens) and self._by_page[page].free
+        ]
+        for page in gone:
+            self._forget(self._by_page[page])
+        return gone
+
+    def _beginning_as(self, content: Content) -> list[tuple[int, IntArray]]:
+        """The newest pages that begin alike, and their tokens."""
+        if len(content.tokens) < content.n_least:
+            return []
+        alike = self._alike.get(content.beginning, {})
+        newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
+        return [(page, known.content.tokens) for page, known in newest if known.content is not None]
+
+    def key_of(self, page: int) -> Key:
+        """By which a page of the index is found."""
+        return self._by_page[page].key
+
+    def left(self, page: int) -> None:
+        """It has no owner any more."""
+        known = self._by_page[page]
+        self._n_left += 1
+        known.free, known.left = True, self._n_left
+        self.n_free += 1
+        self._note_end(known)
+
+    def taken(self, page: int) -> None:
+        """It has an owner again."""
+        self._by_page[page].free = False
+        self.n_free -= 1
+
+    def retain(self, page: int, priority: int, until_s: float | None = None) -> None:
+        """Pages of a lower priority go before it, until that time; None: for as long as it is known."""
+        known = self._by_page[page]
+        known.priority, known.until_s = priority, until_s
+        self._note_end(known)
+        if until_s is not None:
+            heappush(self._until, (until_s, page))
+            if len(self._until) > 2 * len(self) + 64:
+                self._until = [(k.until_s, k.page) for k in self._by_page.values() if k.until_s is not None]
+                heapify(self._until)
+            self.next_end_s = self._until[0][0]
+
+    def expire(self, now_s: float) -> None:
+        """Priorities whose time is up become the default."""
+        while self._until and self._until[0][0] <= now_s:
+            until_s, page = heappop(self._until)
+            known = self._by_page.get(page)
+            if known is not None and known.until_s == until_s:
+                self.retain(page, DEFAULT_PRIORITY)
+        self.next_end_s = self._until[0][0] if self._until else math.inf
+
+    def evict(self) -> tuple[int, Key | None]:
+        """Forgets the free page that is to go first, and says what it was known by; None: it was not full."""
+        while True:
+            priority, left, page = heappop(self._ends)
+            known = self._by_page.get(page)
+            if known is not None and _counts(known, priority, left):
+                break
+        self._forget(known)
+        self.n_evicted += 1
+        return page, known.key if known.is_full else None
+
+    def worth_most(self) -> Iterator[tuple[Key, int]]:
+        """Full pages, those that would be given up last first, each behind those that its chain begins with."""
+        told: set[int] = set()
+        for known in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
+            chain: list[_Known] = []
+            at: _Known | None = known
+            while at is not None and at.page not in told:
+                chain.append(at)
+                told.add(at.page)
+                at = at.before
+            yield from ((k.key, k.page) for k in reversed(chain) if k.is_full)
+
+    def _forget(self, known: _Known) -> None:
+        """A free end."""
+        del self._by_page[known.page], self._by_key[known.key]
+        if known.content is not None:
+            beginning = known.content.beginning
+            alike = self._alike[beginning]
+            del alike[known.page]
+            if not alike:
+                del self._alike[beginning]
+        self.n_free -= 1
+        if known.before is not None:
+            known.before.n_next -= 1
+            self._note_end(known.before)
+
+    def _note_end(self, known: _Known) -> None:
+        if not known.free or known.n_next:
+            return
+        heappush(self._ends, (known.priority, known.left, known.page))
+        if len(self._ends) > 2 * self.n_free + 64:  # most entries count no more: in the mean, this costs nothing
+            ends = (k for k in self._by_page.values() if k.free and not k.n_next)
+            self._ends = [(k.priority, k.left, k.page) for k in ends]
+            heapify(self._ends)
+
+
+def _counts(known: _Known, priority: int, left: int) -> bool:
+    return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
+
+
+def _n_common(known: IntArray, tokens: IntArray) -> int:
+    n = min(len(known), len(tokens))
+    differs = np.flatnonzero(known[:n] != tokens[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+@dataclass(slots=True)
+class PagePool:
+    """`n_pages` pages with ids 0 .. n_pages-1, each free or with a number of owners.
+
+    A page with several owners is full and never written again; only its single owner appends to a page. A page of the
+    index stays findable when nobody owns it any more: it is free but kept, until no other free page is left; then the
+    second tier has it, where there is one.
+    raises ConfigError for a pool without pages.
+    """
+
+    n_pages: int
+    tier: Tier | None = None
+    index: PrefixIndex = field(init=False, default_factory=PrefixIndex)
+    _empty: list[int] = field(init=False, repr=False)
+    _owners: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.n_pages < 1:
+            raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
+        self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
+        if self.tier is not None:
+            self.tier.known = self.index.worth_most
+
+    @property
+    def n_free(self) -> int:
+        return len(self._empty) + self.index.n_free
+
+    @property
+    def n_used(self) -> int:
+        return self.n_pages - self.n_free
+
+    def reserve(self, n: int) -> Pages | None:
+        """Take `n` pages with one owner each; None, and nothing taken, when fewer are free."""
+        assert n >= 0, f"reserving {n} pages"
+        if n > self.n_free:
+            return None
+        return self._own(tuple(self._empty.pop() if self._empty else self._give_up() for _ in range(n)))
+
+    def share(self, pages: Iterable[int]) -> Pages:
+        """Give every page one more owner: of its owners' pages, or of those in the index."""
+        shared = tuple(pages)
+        for p in shared:
+            if not self._owners[p]:
+                assert p in self.index, f"sharing a free page of {shared}"
+                self.index.taken(p)
+        return self._own(shared)
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take one owner from every page; a page without owners is free again."""
+        for p in pages:
+            assert self._owners[p], f"page {p} released twice"
+            self._owners[p] -= 1
+            if not self._owners[p]:
+                self._free(p)
+
+    def publish(self, page: int, key: Key, before: int | None, content: Content) -> int:
+        """Put a page into the index, behind `before` of the same owner; gives the owner's page from now on.
+
+        That is another one where the key was known already: then `page` is given back for a share of that. It is found
+        by its key, and in part by its content. One that is not full is never written again, as any other.
+        """
+        assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
+        known = self.index.add(page, key, before)
+        self.index.tell(known, content)
+        if known != page:
+            self.share((known,))
+            self.release((page,))
+        self._empty += self.index.forget_beginnings(content)
+        return known
+
+    def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], Content]) -> Pages:
+        """`owned`, which are the first pages of a chain, and behind them those of the second tier, for the same owner.
+
+        content: of the chain's i-th page. There must be a free page for each of the chain.
+        """
+        pages = list(owned)
+        for i in range(len(owned), len(keys)):
+            if self.tier is None or keys[i] not in self.tier:
+                break
+            reserved = self.reserve(1)
+            assert reserved is not None, "a page of the chain has no room"
+            if not self.tier.fill(keys[i], reserved[0]):
+                self.release(reserved)
+                break
+            pages.append(self.publish(reserved[0], keys[i], pages[-1] if pages else None, content(i)))
+        return tuple(pages)
+
+    def forget(self) -> bool:
+        """Empties the index; False, and nothing done, while pages have owners."""
+        if self.n_used:
+            return False
+        self._empty += [self.index.evict()[0] for _ in range(self.index.n_free)]
+        if self.tier is not None:
+            self.tier.clear()
+        return True
+
+    def _give_up(self) -> int:
+        page, key = self.index.evict()
+        if self.tier is not None and key is not None:
+            self.tier.put(key, page)
+        return page
+
+    def _free(self, page: int) -> None:
+        if page in self.index:
+            self.index.left(page)
+        else:
+            self._empty.append(page)
+
+    def _own(self, pages: Pages) -> Pages:
+        for p in pages:
+            self._owners[p] += 1
+        return pages

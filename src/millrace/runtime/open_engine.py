@@ -1,0 +1,189 @@
+"""From an engine to a running model: memory planned, weights loaded, tokenizer and template at hand.
+
+Of language models and encoders: what both have goes by the same name.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.checkpoint import open_chat_template
+from millrace.checkpoint.generation import GENERATION_CONFIG, LLAMA_CPP, GenerationDefaults, read_generation
+from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
+from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.engine import Engine
+from millrace.engine.executor import Executor
+from millrace.engine.native import NativeExecutor, NativeNetwork
+from millrace.errors import ConfigError
+from millrace.machine.cpu import memory, usable_cores
+from millrace.runtime.encoder_loop import EncoderLimits, EncoderLoop, Network
+from millrace.runtime.kv.kv_offload import PageMemory, Tier
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.memory_plan import RunPlan, capped, plan_encoder, plan_run, with_one_table
+from millrace.runtime.scheduling.admission_policy import Policy, first_come
+from millrace.runtime.scheduling.token_budget import TokenBudget
+from millrace.runtime.settings import RunSettings
+from millrace.settings import flag_of
+
+TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A language model that runs: close it when done, after the loop has stopped."""
+
+    name: str
+    engine: Engine
+    plan: RunPlan
+    executor: Executor
+    tokenizer: VocabularyTokenizer
+    chat_template: ChatTemplate | None
+    defaults: GenerationDefaults
+    prefix_cache: bool = True
+    tier: Tier | None = None
+
+    def loop(self, budget: TokenBudget | None = None, policy: Policy = first_come) -> EngineLoop:
+        """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
+        return EngineLoop(
+            self.executor,
+            self.tokenizer,
+            self.defaults,
+            budget=budget,
+            prefix_cache=self.prefix_cache,
+            policy=policy,
+            tier=self.tier,
+        )
+
+    @property
+    def native(self) -> NativeExecutor:
+        """Of what does not run on a GPU."""
+        assert isinstance(self.executor, NativeExecutor), "asked of a model on a GPU"
+        return self.executor
+
+    @property
+    def isa(self) -> str:
+        """Of a GPU its name."""
+        return self.engine.gpu.name if isinstance(self.engine, GpuEngine) else self.native.isa
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.plan.kv_bytes
+
+    def for_throughput(self) -> TokenBudget:
+        return TokenBudget.unhurried(self.executor.limits.max_step_tokens)
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+        self.executor.close()
+        self.engine.close()
+        if self.chat_template is not None:
+            self.chat_template.close()
+
+
+def open_engine(
+    name: str, engine: Engine, run: RunSettings, sequences: int | None = None, *, one_table: bool = False
+) -> Opened:
+    """Plans the memory, then loads the weights.
+
+    raises MachineError before anything large is touched, CheckpointError where tokenizer or template cannot be used
+    sequences: KV pages for no more than these at full context, unless `run` says how much memory they may take
+    one_table: page numbers are the same in all cache groups, for evaluations, which run steps without a scheduler
+    """
+    folder, plan, most = engine.folder, _plan(engine, run), sequences if run.kv_memory is None else None
+    if one_table:
+        plan = with_one_table(engine, plan, most)
+    elif most is not None:
+        plan = capped(engine, plan, most)
+    tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
+    template = open_chat_template(folder, tokenizer)
+    said = read_json_object(folder / GENERATION_CONFIG)
+    if not said and engine.manifest.source.lower().endswith(".gguf"):  # of an engine that was built before they did
+        said = dict(LLAMA_CPP)
+    generation = read_generation(said)
+    # the end-of-text ids are those that were resolved when the engine was built
+    defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
+    if isinstance(engine, GpuEngine):
+        on_gpu = engine.on_gpu(plan.n_pages, plan.window_pages)
+        return Opened(name, engine, plan, on_gpu, tokenizer, template, defaults, run.prefix_cache)
+    executor = engine.executor(
+        n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa, window_pages=plan.window_pages,
+        n_slots=plan.n_slots,
+    )  # fmt: skip
+    try:
+        tier = None if run.kv_tier is None else _tier(engine, executor, run, Path(run.kv_tier))
+    except ConfigError:
+        executor.close()
+        raise
+    return Opened(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache, tier)
+
+
+def _plan(engine: Engine, run: RunSettings) -> RunPlan:
+    if not isinstance(engine, GpuEngine):
+        return plan_run(engine, memory(), run.kv_memory)
+    found = engine.plan(run.kv_memory)
+    needs, n, windows = found.needs, found.n_pages, found.window_pages
+    computed = needs.step_bytes + needs.graphs_bytes
+    kv_bytes = needs.kv_bytes(n, windows)
+    return RunPlan(n, needs.weights_bytes, computed, kv_bytes, windows, engine.n_slots, needs.states_bytes)
+
+
+def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path) -> Tier:
+    if not run.prefix_cache:
+        what = "--kv-tier and --no-prefix-cache are both given"
+        raise ConfigError(what, "a prefix cache, whose pages go there", "leave one out")
+    if engine.windows or engine.states:
+        what = f"--kv-tier is given, and {engine.manifest.model_name} has layers with a window or a state"
+        raise ConfigError(what, "a model whose layers all attend to every token", "leave --kv-tier out")
+    caches = engine.manifest.cpu.caches
+    return Tier(
+        path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kept()), run.kv_tier_size or TIER_BYTES
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEncoder:
+    """An encoder that runs: close it when done, after the loop has stopped."""
+
+    name: str
+    engine: Engine
+    network: Network
+    tokenizer: VocabularyTokenizer
+    limits: EncoderLimits
+    chat_template: None = None
+    kv_bytes: int = 0
+
+    def loop(self) -> EncoderLoop:
+        return EncoderLoop(self.network, self.limits)
+
+    @property
+    def isa(self) -> str:
+        """Of a GPU its name."""
+        if isinstance(self.engine, GpuEngine):
+            return self.engine.gpu.name
+        assert isinstance(self.network, NativeNetwork), "asked of an encoder on a GPU"
+        return self.network.isa
+
+    def close(self) -> None:
+        self.network.close()
+        self.engine.close()
+
+
+def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
+    """As open_engine. raises MachineError; ConfigError for --kv-memory and --kv-tier"""
+    for pages in ("kv_tier", "kv_memory"):
+        if getattr(run, pages) is not None:
+            what = f"{flag_of(pages)} is given for an encoder"
+            raise ConfigError(what, "nothing: it keeps no keys and values", "leave it out")
+    tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.of(engine)
+    if isinstance(engine, GpuEngine):
+        return OpenedEncoder(name, engine, engine.network_on_gpu(), tokenizer, limits)
+    plan_encoder(engine, memory())
+    network = engine.network(threads=run.threads or usable_cores(), isa=run.isa)
+    return OpenedEncoder(name, engine, network, tokenizer, limits)
+
+
+def open_any(name: str, engine: Engine, run: RunSettings) -> Opened | OpenedEncoder:
+    """Whichever of the two it is."""
+    return (open_encoder if engine.manifest.is_encoder else open_engine)(name, engine, run)

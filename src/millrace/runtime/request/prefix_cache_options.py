@@ -1,0 +1,70 @@
+"""What a request may ask of the prefix cache: with whom its prompt is shared, how long it is kept, that it stays."""
+
+from dataclasses import dataclass, fields
+
+from millrace.errors import RequestError
+from millrace.runtime.kv.pages import MAX_CACHE_PRIORITY
+
+MAX_SALT_CHARACTERS = 256
+MAX_TTL_S = 7 * 86400.0
+PIN_S = 3600.0  # of a pin, where no time is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """Of one prompt. raises RequestError naming the field, which is `cache_` and its name here
+
+    salt: only requests with the same one find its pages; of whatever a tenant's prompts are to be told apart by
+    priority: when room is needed, pages of a lower one go first; None: as they are, which is 35 for new ones
+    ttl_s: seconds after which priority or pin end; None: an hour for a pin, and never for a priority
+    pin: its full pages are not given up at all
+    """
+
+    salt: str = ""
+    priority: int | None = None
+    ttl_s: float | None = None
+    pin: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARACTERS:
+            what = f"has {len(self.salt)} characters" if isinstance(self.salt, str) else _is(self.salt)
+            raise _refused("salt", what, f"a text of at most {MAX_SALT_CHARACTERS} characters", "send a digest of it")
+        if not isinstance(self.pin, bool):
+            raise _refused("pin", _is(self.pin), "true or false")
+        if self.priority is not None and not (
+            _is_number(self.priority, int) and 0 <= self.priority <= MAX_CACHE_PRIORITY
+        ):
+            raise _refused(
+                "priority", _is(self.priority), f"an integer from 0, which goes first, to {MAX_CACHE_PRIORITY}"
+            )
+        if self.ttl_s is not None and not (_is_number(self.ttl_s, int | float) and 0 < self.ttl_s <= MAX_TTL_S):
+            raise _refused("ttl_s", _is(self.ttl_s), f"seconds: above 0, and at most {MAX_TTL_S:.0f}, which is a week")
+        if self.pin and self.priority is not None:
+            mend = "leave cache_priority out: what is pinned is not given up"
+            raise _refused("priority", "and cache_pin are both set", "one of them", mend)
+        if self.ttl_s is not None and not self.pin and self.priority is None:
+            mend = "send cache_pin or cache_priority, too"
+            raise _refused("ttl_s", "is set, and nothing that it could end", "it beside a pin or a priority", mend)
+
+    def until_s(self, now_s: float) -> float | None:
+        """When that ends."""
+        ttl_s = PIN_S if self.pin and self.ttl_s is None else self.ttl_s
+        return None if ttl_s is None else now_s + ttl_s
+
+
+PLAIN = CacheOptions()
+OPTIONS = frozenset(f"cache_{f.name}" for f in fields(CacheOptions))  # as requests and prompts name them
+
+
+def _is_number(value: object, kind: type | object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # type: ignore[arg-type]
+
+
+def _is(value: object) -> str:
+    small = isinstance(value, str | float | bool) or (isinstance(value, int) and abs(value) < 10**40)
+    return f"is {value!r:.80}" if small else f"is of type {type(value).__name__}"
+
+
+def _refused(name: str, what: str, expected: str, mend: str = "") -> RequestError:
+    field = f"cache_{name}"
+    return RequestError(f"{field} {what}", expected, mend or f"change {field}, or leave it out", param=field)

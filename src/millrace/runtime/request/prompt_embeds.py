@@ -1,0 +1,103 @@
+"""Prompts that are given as embedding rows: what would enter the first layer in place of the embeddings of tokens.
+
+A row has a negative number where a token has its id: row e is the token -1 - e. Its content is part of the keys of all
+pages of its request, so the prefix cache never takes one prompt of rows for another.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.executor import ExecutorLimits, IntArray
+from millrace.errors import RequestError
+from millrace.runtime.request.sampling_params import SamplingParams, check_context, check_prompt
+
+FIELD = "prompt_embeds"  # as requests and prompts name it
+Rows = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedPrompt:
+    """A checked prompt of embedding rows (N, width), its own. digest: of the rows, used in prefix-cache keys"""
+
+    rows: Rows
+    digest: bytes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, rows: Rows, limits: ExecutorLimits) -> "EmbeddedPrompt":
+        """raises RequestError for rows that this engine does not take"""
+        check_shape(rows.shape[0], rows.shape[1], limits)
+        if not np.isfinite(rows).all():
+            raise _wrong("has numbers that are not finite", "finite numbers", "correct them")
+        own = rows.copy()
+        return cls(own, hashlib.blake2b(own.tobytes(), digest_size=32, person=b"millrace.embeds").digest())
+
+
+Prompt = Sequence[int] | IntArray | Rows | EmbeddedPrompt
+
+
+def parse_prompt(
+    prompt: Prompt, params: SamplingParams, limits: ExecutorLimits
+) -> tuple[IntArray, EmbeddedPrompt | None]:
+    """Return the tokens of a prompt (N,), and its embedding rows if it is given as rows. raises RequestError"""
+    given: Any = prompt
+    if isinstance(given, np.ndarray) and given.ndim == 2 and given.dtype == np.float32:
+        given = EmbeddedPrompt.of(given, limits)
+    if not isinstance(given, EmbeddedPrompt):
+        return check_prompt(given, limits), None
+    _check_params(params)
+    numbers = -1 - np.arange(len(given), dtype=np.int32)
+    numbers.setflags(write=False)
+    return numbers, given
+
+
+def _check_params(params: SamplingParams) -> None:
+    """raises RequestError for what only token ids have"""
+    if params.prompt_logprobs is not None:
+        raise RequestError(
+            f"prompt_logprobs is set for a prompt of {FIELD}", "prompt_logprobs with a text or token ids",
+            "leave prompt_logprobs out", "prompt_logprobs",
+        )  # fmt: skip
+
+
+def check_shape(n: int, width: int, limits: ExecutorLimits) -> None:
+    """raises RequestError for rows (n, width) that this engine does not take"""
+    if not limits.embedding_width:
+        raise _wrong("is set, and this engine takes token ids only", "a prompt of text or token ids", "send one")
+    if width != limits.embedding_width:
+        what, mend = f"has rows of {width} numbers", "take the rows from this model's embedding table"
+        raise _wrong(what, f"rows of {limits.embedding_width}, the model's hidden size", mend)
+    check_context(n, None, limits.context_tokens, FIELD)
+
+
+def to_rows(given: Any, limits: ExecutorLimits) -> Rows:
+    """Return an array, a tensor, or lists of numbers as rows (N, width) of float32.
+
+    What does not fit `limits` is refused before it is converted. raises RequestError
+    """
+    shape: Sequence[int] = getattr(given, "shape", ())
+    if len(shape) == 2 and shape[0]:
+        check_shape(int(shape[0]), int(shape[1]), limits)
+    if getattr(getattr(given, "dtype", None), "kind", "f") == "c":
+        raise _wrong("has complex numbers", "real numbers", "send these")
+    if hasattr(given, "detach"):  # a tensor, of bfloat16 as well
+        given = given.detach().float().cpu().numpy()
+    try:
+        with np.errstate(over="ignore"):  # what becomes infinite is refused later
+            rows = np.ascontiguousarray(given, np.float32)
+    except (TypeError, ValueError):
+        rows = np.empty(0, np.float32)
+    if rows.ndim != 2 or not rows.size:
+        raise _wrong("is not a matrix of numbers", "a (tokens, hidden size) matrix with at least one row", "send one")
+    return rows
+
+
+def _wrong(what: str, expected: str, mend: str) -> RequestError:
+    return RequestError(f"{FIELD} {what}", expected, mend, FIELD)

@@ -1,0 +1,418 @@
+"""Which tokens the next step computes. No phases: each sequence has so many tokens computed and wants so many more.
+
+First the sequences that lack one token (the running answers), then chunks of prompts in what the budget leaves, oldest
+first, then new ones from the queue, first come, first served. A sequence gets the pages of all its known tokens when it
+is admitted, so that only growing answers ever lack a page. Then the most recently admitted sequence (of those with the
+highest priority number) gives its pages back and waits again with its tokens: recomputing them gives the same bits
+(promise 1). If requests have priorities or tenants, or another policy is set, `admission_policy.py` orders the queue.
+
+Nothing starves: the first of the running sequences is never preempted for another, fits into the pool alone (longer
+requests were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for a prompt that
+begins as its own does.
+
+Full pages go into the pool's index when a finite token was drawn from them (`verified`), and whoever is admitted finds
+there what others had computed: earlier requests, its siblings, itself before it was preempted; of a page that goes on
+otherwise it takes a copy. Two that come at the same time with the same beginning: the second waits for the first, where
+it is sooner done so. A prompt whose log probabilities are wanted takes a row of logits for each token, by its first
+choice: its chunks are as short as the rows that are left.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Callable
+
+from millrace.engine.executor import ExecutorLimits
+from millrace.errors import ConfigError
+from millrace.runtime.kv.cache_groups import NO_CACHES, CacheGroups
+from millrace.runtime.kv.pages import Content, Key, PagePool, Pages, root_key
+from millrace.runtime.kv.prefix_retention import Retention
+from millrace.runtime.request.queue_options import NO_CLAIM
+from millrace.runtime.request.request import Request, Sequence, Stage
+from millrace.runtime.scheduling.admission_policy import Order, Policy, first_come
+from millrace.runtime.scheduling.step import Chunk, Step
+from millrace.runtime.scheduling.token_budget import TokenBudget
+
+
+class Scheduler:
+    """Holds every sequence that is not finished, and all page tables.
+
+    raises ConfigError for limits under which a step could not take one token of every sequence.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits, pool: PagePool, clock: Callable[[], float], budget: TokenBudget | None = None,
+        prefix_cache: bool = True, policy: Policy = first_come,
+    ) -> None:  # fmt: skip
+        """prefix_cache: requests find what others have computed; else only the choices of one request do
+
+        policy: which of those that wait goes first
+        """
+        if limits.max_step_tokens < limits.max_sequences:
+            raise ConfigError(
+                f"a step of {limits.max_step_tokens} tokens for {limits.max_sequences} sequences",
+                "at least one token of each sequence",
+                "lower --max-batch or build the engine for longer steps",
+            )
+        self.limits, self.pool, self.clock = limits, pool, clock
+        self.budget = budget or TokenBudget(limits.max_step_tokens)
+        self.running: list[Sequence] = []  # in order of admission
+        self.waiting: list[Sequence] = []  # in order of arrival
+        self.prefix_cache = prefix_cache
+        self.n_preemptions = 0
+        self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
+        self._n_arrived = 0
+        self.groups = CacheGroups(limits)
+        self._order = Order(policy, clock, lambda seq: len(self._find(self._findable(seq))) * limits.page_tokens)
+        self.retention = Retention(limits, pool, clock, prefix_cache)
+        self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue its choices."""
+        self._n_arrived += 1
+        request.order = self._n_arrived
+        if request.claim != NO_CLAIM or not self._order.is_plain:
+            self._order.arrives(request, (seq.request for seq in (*self.waiting, *self.running)))
+        if not self.prefix_cache:  # then a chain begins with what no other request has
+            request.root = root_key(request.order.to_bytes(8, "little"))
+        self.waiting += request.choices
+
+    def remove(self, seq: Sequence) -> None:
+        """Finished, failed or cancelled: its pages go back. Harmless for one that is gone."""
+        if seq.stage is Stage.RUNNING:
+            self.running.remove(seq)
+            self._give_back(seq)
+        elif seq.stage is Stage.WAITING:
+            self.waiting.remove(seq)
+        seq.stage = Stage.GONE
+        if seq.request.to_keep and not seq.request.is_open:
+            self.retention.withdraw(seq.request)
+
+    @property
+    def next_end_in_s(self) -> float | None:
+        """No pin or priority ends before; None: none ends."""
+        end_s = min(self.retention.pins.next_end_s, self.pool.index.next_end_s)
+        return None if end_s == math.inf else max(0.0, end_s - self.clock())
+
+    def expire(self) -> None:
+        """Pins and priorities whose time is up end."""
+        if self.next_end_in_s == 0:
+            self.retention.expire()
+
+    def overdue(self) -> list[Request]:
+        """Those that have waited as long as they would: to be ended."""
+        return [] if self._order.is_plain else self._order.overdue(self.waiting)
+
+    def schedule(self) -> Step:
+        """The next step; empty only where there is no work, or none before a launched step has drawn."""
+        step = Step([], 0, 0)
+        self._take_single_tokens(step)
+        self.take_prompts(step, len(step.chunks), len(step.chunks) == len(self.running))
+        is_due = self.has_work and not any(seq.n_ahead for seq in self.running)
+        assert step.chunks or not is_due, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
+        return step
+
+    def take_prompts(self, step: Step, n_running: int, all_run: bool = False) -> None:
+        """Chunks of prompts beside so many running answers, and new ones from the queue.
+
+        all_run: no prompt is under way, as who asks knows
+        """
+        n_pending = len(self.running) - n_running + len(self.waiting)
+        room = self.budget.prefill_tokens(n_running, min(n_pending, self.limits.max_sequences - n_running))
+        cut = [] if all_run else [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
+        # Half for who comes after them, or what they leave: a short prompt does not wait for all of a long one.
+        room -= self._admit(step, max(room // 2, room - sum(seq.n_left for seq in cut)))
+        if len(cut) > 1 and room > 1:
+            shortest = min(cut, key=lambda seq: seq.n_left)
+            cut.remove(shortest)
+            room -= self._take_prefill(step, shortest, room // 2)
+        for seq in cut:
+            if room > 0:
+                room -= self._take_prefill(step, seq, room)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the next step takes pages from somebody."""
+        size, n_free = self.limits.page_tokens, self.pool.n_free
+        if n_free >= len(self.running):  # there is one for each
+            return False
+        return n_free < sum(seq.n_computed >= len(seq.pages) * size and seq.n_left == 1 for seq in self.running)
+
+    def commit(self, step: Step, step_time_s: float) -> None:
+        """The step was computed; tokens are appended after this."""
+        self.advance(step)
+        self.budget.observe(step.n_prefill, step_time_s, step.n_tokens - step.n_prefill)
+
+    def run_ahead(self, step: Step) -> None:
+        """The step was launched: the next one may be scheduled before it is computed. Of those that `leads_on`."""
+        self.advance(step)
+        for chunk in step.chunks:
+            chunk.sequence.n_ahead += chunk.draws
+
+    def take_back(self, step: Step) -> None:
+        """It has failed: `run_ahead` undone. Later ones were taken back before, and nobody gave pages up since."""
+        for chunk in step.chunks:
+            if chunk.sequence.stage is Stage.RUNNING:
+                chunk.sequence.n_computed = chunk.start
+                chunk.sequence.n_ahead -= chunk.draws
+                chunk.sequence.request.n_scored -= chunk.n_scored
+
+    def advance(self, step: Step) -> None:
+        """Its chunks count as computed."""
+        for chunk in step.chunks:
+            seq = chunk.sequence
+            if seq.source is not None:
+                self._drop_source(seq)
+            seq.n_computed = chunk.start + chunk.n
+            if self.groups:
+                self.groups.commit(seq.caches)
+            if chunk.n_scored:
+                seq.request.n_scored += chunk.n_scored
+        if not self._order.is_plain:
+            for chunk in step.chunks:
+                self._order.computed(chunk.sequence, chunk.n - chunk.draws, chunk.draws)
+
+    # ------------------------------------------------------------------ chunks
+
+    def _take_single_tokens(self, step: Step) -> None:
+        """One token of every sequence that lacks just one."""
+        page_tokens = self.limits.page_tokens
+        ranked = list(self.running) if self._order.is_plain else self._order.kept_first(self.running)
+        for seq in ranked:  # preemption takes from its end
+            if seq.stage is not Stage.RUNNING or seq.n_left != 1:
+                continue
+            if seq.n_ahead and seq.matcher is not None:
+                continue  # what may come next hangs on a token that is on its way
+            start = seq.n_computed
+            if start >= len(seq.pages) * page_tokens and not self._grow(seq, ranked):
+                break
+            if self.groups:
+                self._advance_groups(seq, start, 1)
+            step.chunks.append(Chunk(seq, start, 1, True))
+        step.n_tokens = len(step.chunks)
+
+    def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
+        """How many tokens it took; 0 only where all rows for scores are taken."""
+        start, n, n_scored = seq.n_computed, min(seq.n_left, room), 0
+        if self.groups and self._n_public(seq):
+            n = self.groups.chunk_length(start, n, n == seq.n_left)
+        if seq.index == 0 and (first := seq.request.n_scored) < seq.n_prompt:  # its row is that of the token before
+            rows = self._rows_for(seq, step)
+            n_scored = max(0, min(min(start + n, seq.n_prompt - 1) - first + 1, rows))
+            if start + n < seq.n_prompt or n_scored == rows:
+                n = min(n, first - 1 + n_scored - start)
+        if n > 0:
+            if self.groups:
+                self._advance_groups(seq, start, n)
+            step.chunks.append(Chunk(seq, start, n, n == seq.n_left, n_scored))
+            step.n_tokens += n
+            step.n_prefill += n
+            step.n_scored += n_scored
+        return n
+
+    def _advance_groups(self, seq: Sequence, start: int, n: int) -> None:
+        """Allocate the window pages and the state slot that this chunk needs; free pages before its window."""
+        size, n_public = self.limits.page_tokens, min(self._n_public(seq), start)
+
+        def key_of(number: int) -> Key | None:
+            return seq.page_keys(number + 1, size)[number] if (number + 1) * size <= n_public else None
+
+        self.groups.advance(seq.caches, start, n, key_of)
+
+    def _rows_for(self, seq: Sequence, step: Step) -> int:
+        """Rows of logits for scores: the oldest prompt that is scored may have all, others half, so that it goes on."""
+        oldest = next((s for s in self.running if s.index == 0 and s.request.n_scored < s.n_prompt), seq)
+        rows = self.limits.max_rows - self.limits.max_sequences - step.n_scored
+        return rows if seq is oldest else rows // 2
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self, step: Step, room: int) -> int:
+        """Starts waiting sequences in their order, with at most `room` tokens; gives how many it took."""
+        given = room
+        if len(self.running) >= self.limits.max_sequences:
+            return 0  # without asking who would be next
+        for seq in list(self.waiting) if self._order.is_plain else self._order.of(self.waiting):
+            if room <= 0 or len(self.running) >= self.limits.max_sequences:
+                break
+            shared = self._known_prefix(seq)
+            if shared is None:
+                continue  # what it begins with is being computed in this very moment: let others by
+            if not self._reserve_known_tokens(seq, shared):
+                break
+            self.waiting.remove(seq)
+            seq.stage = Stage.RUNNING
+            self.running.append(seq)
+            self._lead(seq)
+            if seq.request.timings.first_scheduled_s is None:
+                self._begin(seq.request, min(seq.n_computed, seq.n_prompt))
+            room -= self._take_prefill(step, seq, room)
+        return given - room
+
+    def _begin(self, request: Request, n_cached: int) -> None:
+        request.timings.first_scheduled_s = self.clock()
+        if self.prefix_cache:
+            request.n_cached = n_cached
+            self.n_queried += len(request.prompt)
+            self.n_hit += n_cached
+
+    def _reserve_known_tokens(self, seq: Sequence, shared: Pages) -> bool:
+        """Pages for every token that `seq` has; False, and nothing taken, when they are not there now."""
+        n = -(-seq.n_tokens // self.limits.page_tokens) - len(shared)
+        if self.groups and not self.groups.has_room(seq.n_most):
+            return False
+        spare = len(self.running)  # a page of growth for each running answer, or they would soon preempt this one
+        kept = self.pool.share(shared)  # first: they may be free, and then are no room for others
+        if self.pool.n_free < n + spare and self.running:
+            self.pool.release(kept)
+            return False
+        kept = self.pool.promote(self._findable(seq), kept, lambda i: seq.content(i, self.limits.page_tokens))
+        n -= len(kept) - len(shared)
+        seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
+        if self.groups:
+            seq.caches = self.groups.start(seq.page_keys(len(kept), self.limits.page_tokens), seq.n_most)
+        seq.n_computed += self._share_part(seq, n)
+        own = self.pool.reserve(n)
+        assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
+        seq.pages.extend(kept + own)
+        return True
+
+    def _share_part(self, seq: Sequence, n: int) -> int:
+        """How many tokens behind its known pages are in another one, to be copied; `n` own pages must be left then."""
+        if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
+            return 0  # its next step may have no row of logits for it, and so no part in it
+        n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)))  # the last token is computed
+        found = self.pool.index.find_part(seq.content(seq.n_known, self.limits.page_tokens, n_most))
+        if found is None:
+            return 0
+        page, n_shared = found
+        if self.groups and not self.groups.share_partial_page(seq.caches, self.pool.index.key_of(page)):
+            return 0
+        self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
+        if self.pool.n_free < n:
+            self.pool.release((page,))
+            self.groups.drop_sources(seq.caches)
+            return 0
+        seq.source = page
+        return n_shared
+
+    def _drop_source(self, seq: Sequence) -> None:
+        if seq.source is not None:
+            self.pool.release((seq.source,))
+            seq.source = None
+            self.groups.drop_sources(seq.caches)
+
+    # ------------------------------------------------------------------ shortage
+
+    def _grow(self, seq: Sequence, ranked: list[Sequence]) -> bool:
+        """One more page for `seq`, taken from the last if need be; False when that is `seq` itself."""
+        page = self.pool.reserve(1)
+        while page is None:
+            victim = next(last for last in reversed(ranked) if last.stage is Stage.RUNNING)
+            assert len(self.running) > 1, "a sequence alone does not fit into the pool"
+            self._preempt(victim)
+            if victim is seq:
+                return False
+            page = self.pool.reserve(1)
+        seq.pages.extend(page)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._give_back(seq)
+        seq.stage = Stage.WAITING
+        insort(self.waiting, seq, key=lambda s: s.order)
+        seq.request.timings.n_preemptions += 1
+        self.n_preemptions += 1
+
+    def _give_back(self, seq: Sequence) -> None:
+        self._stop_leading(seq)
+        self._drop_source(seq)
+        last = seq.content(seq.n_known, self.limits.page_tokens, min(seq.n_finite, self._n_public(seq)))
+        if self.pool.index.is_worth_knowing(last):  # as a chat's next turn goes on behind it
+            self._publish(seq, last.key, last)
+        self.pool.release(seq.pages.array.tolist())
+        seq.pages.clear()
+        if self.groups:
+            self.groups.release(seq.caches)
+            seq.caches = NO_CACHES
+        seq.n_known = seq.n_computed = seq.n_finite = 0
+
+    # ------------------------------------------------------------------ prefixes that are known
+
+    def verified(self, seq: Sequence, n: int | None = None) -> None:
+        """What was drawn from its computed tokens is finite, and so are they: others may find their full pages.
+
+        n: from so many of them, where later ones are under way
+        """
+        page_tokens = self.limits.page_tokens
+        seq.n_finite = seq.n_computed if n is None else n
+        next_full = (seq.n_known + 1) * page_tokens
+        if self.groups:
+            self.groups.publish_released(seq.caches)
+        nothing_new = seq.n_finite < next_full or self._n_public(seq) < next_full  # so it is for most tokens
+        if nothing_new and seq.leads is None and not seq.request.to_keep:
+            return
+        n_full = min(seq.n_finite, self._n_public(seq)) // page_tokens
+        for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_known :], seq.n_known):
+            self._publish(seq, key, seq.content(i, page_tokens))
+        self._stop_leading(seq)
+        if seq.request.to_keep:
+            self.retention.keep(seq)
+
+    def _publish(self, seq: Sequence, key: Key, content: Content) -> None:
+        """The first of its pages that is not in the index yet."""
+        i, pages = seq.n_known, seq.pages.array
+        self.groups.publish(seq.caches, i, key)
+        pages[i] = self.pool.publish(int(pages[i]), key, int(pages[i - 1]) if i else None, content)
+        seq.n_known += 1
+
+    def _n_public(self, seq: Sequence) -> int:
+        """So many of its tokens are of use to others: all, or without the prefix cache its prompt, to its siblings."""
+        own = seq.n_prompt if len(seq.request.choices) > 1 else 0
+        return seq.n_tokens if self.prefix_cache else own
+
+    def _known_prefix(self, seq: Sequence) -> Pages | None:
+        """Computed pages that `seq` may share; None while it gets on sooner by waiting for more of them."""
+        if seq.leader is not None and seq.leader.leads is not None:
+            return None
+        seq.leader, request, page_tokens = None, seq.request, self.limits.page_tokens
+        if seq.index and request.n_scored < seq.n_prompt:
+            return None
+        keys = self._findable(seq)
+        found = self._find(keys)
+        if len(found) < len(keys):
+            # With states, a prefix will be known only where one was saved: waiting may be vain.
+            leader = self._leading.get(keys[len(found)]) if self.groups.slots is None else None
+            if leader is not None and seq.is_sooner_behind(leader, len(keys), len(found), page_tokens):
+                seq.leader = leader
+                return None
+        return found
+
+    def _find(self, keys: list[Key]) -> Pages:
+        """Return the longest known prefix from which the sequence can continue in every cache group."""
+        found = self.pool.index.find(keys)
+        return found[: self.groups.n_known(keys[: len(found)])] if self.groups else found
+
+    def _findable(self, seq: Sequence) -> list[Key]:
+        """The last token is computed in any case, to draw the next one; a scored prompt from the first that is not."""
+        scored = seq.n_tokens if seq.index or seq.request.n_scored == seq.n_prompt else seq.request.n_scored
+        return seq.page_keys(min(scored - 1, self._n_public(seq)) // self.limits.page_tokens, self.limits.page_tokens)
+
+    def _lead(self, seq: Sequence) -> None:
+        """Others that begin alike may wait for what it computes beyond the pages that were known."""
+        if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
+            return  # to score a prompt takes many steps: nobody waits so long
+        n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
+        if n_full > seq.n_known:
+            key = seq.page_keys(n_full, self.limits.page_tokens)[seq.n_known]
+            seq.leads = key if self._leading.setdefault(key, seq) is seq else None
+
+    def _stop_leading(self, seq: Sequence) -> None:
+        if seq.leads is not None:
+            del self._leading[seq.leads]
+            seq.leads = None

@@ -1,0 +1,364 @@
+"""Steps: their chunks, packing them into the executor's arrays and reading results. Also holds EngineThread.
+
+Python work per sequence, none per token.
+
+T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: inputs are valid until the next `build`.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, plain_rows
+from millrace.errors import MillraceError, has_stopped
+from millrace.runtime.adapters import step_adapters
+from millrace.runtime.kv.cache_groups import CacheGroups, step_states, step_windows
+from millrace.runtime.kv.pages import PagePool
+from millrace.runtime.request.prompt_embeds import Rows
+from millrace.runtime.request.request import Request, Sequence, Stage
+from millrace.runtime.step_history import PART, Parts
+from millrace.runtime.structured_output.grammar import Grammars
+
+_NO_IDS = np.empty(0, dtype=np.int32)
+_NO_VALUES = np.empty(0, dtype=np.float32)
+_UNKNOWN = np.zeros(1, dtype=np.int32)  # a token that the device has drawn, or will
+MAX_FAILURES_IN_A_ROW = 3  # steps
+
+log = logging.getLogger(__name__)
+
+
+class Chunk(Struct):
+    """Tokens `start` .. `start + n - 1` of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    n: int
+    draws: bool  # the chunk reaches the sequence's last token: draw the next one
+    n_scored: int = 0  # of the prompt's tokens from `request.n_scored` on: what follows up to them is in the chunk
+
+
+@dataclass(slots=True)
+class Step:
+    """T tokens in all; the chunks of running answers come first."""
+
+    chunks: list[Chunk]
+    n_tokens: int
+    n_prefill: int
+    n_scored: int = 0
+
+    @property
+    def leads_on(self) -> bool:
+        """Whether the next one can be made before it is computed, and it can be undone: it copies no page, and those
+        that sit the next one out, as their masks wait for what this one draws, are fewer than the others."""
+        n_drawing = n_held = 0
+        for chunk in self.chunks:
+            if chunk.sequence.source is not None:
+                return False
+            n_drawing += chunk.draws
+            n_held += chunk.draws and chunk.sequence.matcher is not None
+        return not n_held or 2 * n_held < n_drawing
+
+    def by_request(self) -> list["Step"]:
+        """The same for each of its requests alone."""
+        of: dict[Request, list[Chunk]] = {}
+        for chunk in self.chunks:
+            of.setdefault(chunk.sequence.request, []).append(chunk)
+        return [Step._of(chunks) for chunks in of.values()]
+
+    def without_ended(self) -> "Step":
+        """What is left of it where sequences have ended since it was scheduled."""
+        return Step._of([chunk for chunk in self.chunks if chunk.sequence.stage is not Stage.GONE])
+
+    @staticmethod
+    def _of(chunks: list[Chunk]) -> "Step":
+        n = sum(chunk.n for chunk in chunks)
+        n_prefill = sum(chunk.n for chunk in chunks if chunk.n > 1)
+        return Step(chunks, n, n_prefill, sum(chunk.n_scored for chunk in chunks))
+
+    def rows(self) -> Iterator[tuple[Chunk, int, int]]:
+        """Of each chunk its first row and the one behind its last: those of scored tokens, then that of its draw."""
+        row = 0
+        for chunk in self.chunks:
+            first, row = row, row + chunk.n_scored + chunk.draws
+            yield chunk, first, row
+
+    def seen(self) -> tuple[Parts, tuple[str, ...]]:
+        """As the history keeps it: its chunks, and the ids of their requests."""
+        chunks, sequences = self.chunks, [chunk.sequence for chunk in self.chunks]
+        parts = np.empty(len(chunks), PART)
+        parts["request"] = [seq.request.order for seq in sequences]
+        parts["choice"] = [seq.request.first + seq.index for seq in sequences]
+        parts["start"], parts["n"], parts["draws"] = zip(*[(c.start, c.n, c.draws) for c in chunks], strict=True)
+        in_prompt = np.array([seq.n_prompt for seq in sequences], np.int32) - parts["start"]
+        parts["n_prompt"] = np.minimum(np.maximum(in_prompt, 0), parts["n"])
+        return parts, tuple([seq.request.id for seq in sequences])
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step. ahead: the next one may be launched before this one is waited for"""
+
+    step: Step
+    started_s: float
+    ahead: bool
+
+
+class BatchBuilder:
+    """Owns the buffers of one engine loop, sized for its largest step. grammars: that answers are held to"""
+
+    def __init__(self, limits: ExecutorLimits, grammars: Grammars) -> None:
+        self._grammars, self._all_cores = grammars, limits.on_all_cores
+        S, T, R = limits.max_sequences, limits.max_step_tokens, limits.max_rows
+        self._page_tokens, self._has_groups = limits.page_tokens, bool(limits.windows or limits.n_slots)
+        self._has_adapters = limits.n_adapters > 0
+        self._offsets = np.arange(max(T, limits.max_context), dtype=np.int32)  # slices of it are positions
+        self._tokens = np.empty(T, dtype=np.int32)
+        self._positions = np.empty(T, dtype=np.int32)
+        self._starts = np.zeros(S + 1, dtype=np.int32)
+        self._pages = np.empty(S * -(-limits.max_context // limits.page_tokens), dtype=np.int32)
+        self._page_starts = np.zeros(S + 1, dtype=np.int32)
+        self._sampling = np.zeros(R, dtype=SAMPLING)
+        self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)  # copied with less ado
+
+    def build(self, step: Step, before: Step | None = None) -> StepInputs:
+        """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order.
+
+        before: the step that is under way, and draws the last tokens of some of them
+        """
+        chunks, size = step.chunks, self._page_tokens
+        starts = [0, *accumulate([chunk.n for chunk in chunks])]
+        n_own = [-(-(chunk.start + chunk.n) // size) for chunk in chunks]
+        page_starts = [0, *accumulate(n_own)]
+        S, n_tokens, n_pages = len(chunks), starts[-1], page_starts[-1]
+        row_before = {c.sequence: row - 1 for c, _, row in before.rows() if c.draws} if before else {}
+        tokens: list[IntArray] = []  # of each chunk: put together in one go, as its pages
+        drawn: list[tuple[int, int]] = []  # (token of the step, row of the step before)
+        for chunk, at in zip(chunks, starts, strict=False):
+            seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
+            if end <= len(seq.tokens):
+                tokens.append(seq.tokens.part(start, end))
+            else:
+                tokens += [seq.tokens.part(start, end - 1), _UNKNOWN] if chunk.n > 1 else [_UNKNOWN]
+                drawn.append((at + chunk.n - 1, row_before[seq]))
+        np.concatenate(tokens, out=self._tokens[:n_tokens])
+        embeddings = self._embeddings(chunks, starts)
+        pages = [chunk.sequence.pages.part(0, n) for chunk, n in zip(chunks, n_own, strict=True)]
+        np.concatenate(pages, out=self._pages[:n_pages])
+        self._starts[: S + 1], self._page_starts[: S + 1] = starts, page_starts
+        firsts = np.array([chunk.start for chunk in chunks], np.int32) - self._starts[:S]
+        if n_tokens > S:
+            firsts = np.repeat(firsts, np.diff(self._starts[: S + 1]))
+        np.add(firsts, self._offsets[:n_tokens], out=self._positions[:n_tokens])
+        rows = [row - 1 for chunk, _, row in step.rows() if chunk.draws]
+        drawing = [chunk.sequence for chunk in chunks if chunk.draws]
+        R = len(rows) + step.n_scored
+        sampling = self._sampling[:R]
+        for (chunk, first, _), at in zip(step.rows(), starts, strict=False) if step.n_scored else ():
+            if chunk.n_scored:
+                _score(sampling[first : first + chunk.n_scored], chunk, at)
+        if rows:
+            own = np.frombuffer(b"".join([seq.row for seq in drawing]), np.uint8)
+            where = rows if step.n_scored else slice(R)
+            self._sampling_bytes[:R][where] = own.reshape(-1, SAMPLING.itemsize)
+            last = [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.draws]
+            sampling["token"][where] = last
+            sampling["position"][where] = self._positions[last] + 1
+        bias_ids, bias_values = _fill_bias(sampling, rows, drawing)
+        masks, masks_ready = self._fill_masks(sampling, rows, drawing)
+        history, drawn_history = _fill_history(sampling, rows, drawing, row_before)
+        sequences = [chunk.sequence.caches for chunk in chunks] if self._has_groups else []
+        return StepInputs(
+            tokens=self._tokens[:n_tokens], positions=self._positions[:n_tokens], starts=self._starts[: S + 1],
+            pages=self._pages[:n_pages], page_starts=self._page_starts[: S + 1], sampling=sampling, history=history,
+            bias_ids=bias_ids, bias_values=bias_values, masks=masks, masks_ready=masks_ready,
+            copies=self._copies(chunks), drawn=_pairs(drawn), drawn_history=_pairs(drawn_history),
+            windows=step_windows(sequences, [chunk.start for chunk in chunks], size) if self._has_groups else (),
+            states=step_states(sequences) if self._has_groups else None, embeddings=embeddings,
+            adapters=step_adapters([chunk.sequence for chunk in chunks]) if self._has_adapters else None,
+        )  # fmt: skip
+
+    def _embeddings(self, chunks: list[Chunk], starts: list[int]) -> Rows | None:
+        """Return the rows of the prompts that are rows, and number them in this step's tokens. starts: of the chunks"""
+        parts, n = list[Rows](), 0
+        for chunk, at in zip(chunks, starts, strict=False):
+            rows = chunk.sequence.request.rows
+            if rows is not None and chunk.start < len(rows):
+                parts.append(rows[chunk.start : chunk.start + chunk.n])
+                end = n + len(parts[-1])
+                self._tokens[at : at + end - n] = -1 - self._offsets[n:end]
+                n = end
+        return np.concatenate(parts) if parts else None
+
+    def _copies(self, chunks: list[Chunk]) -> IntArray | None:
+        taking = [(chunk, chunk.sequence.source) for chunk in chunks if chunk.sequence.source is not None]
+        return _pairs([(s, int(c.sequence.pages.array[c.start // self._page_tokens])) for c, s in taking])
+
+    def _fill_masks(
+        self, sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence]
+    ) -> tuple[NDArray[np.uint32] | None, IntArray | None]:
+        """What may come next in the sequences that are held to something: while the step runs, or where that has all
+        cores before it, with all cores."""
+        held = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
+        if not held:
+            return None, None
+        sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
+        matchers = [matcher for _, matcher in held]
+        return (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_beside(matchers)
+
+
+def check(executor: Executor, pool: PagePool, groups: CacheGroups) -> None:
+    """Compute a step of token 0 alone, where it can have a page: elsewhere the steps of those who have them tell.
+
+    raises RuntimeError, MillraceError where it fails
+    """
+    if not groups.has_room(1):
+        return
+    if pages := pool.reserve(1):
+        caches = groups.start((), 1)
+        groups.advance(caches, 0, 1, lambda number: None)
+        starts, first = np.array([0, 1], np.int32), np.zeros(1, np.int32)
+        own, rows = np.array(pages, np.int32), plain_rows(1)
+        rows["position"] = 1
+        windows, states = step_windows([caches], [0], executor.limits.page_tokens), step_states([caches])
+        step = StepInputs(first, first, starts, own, starts, rows, _NO_IDS, _NO_IDS, _NO_VALUES)
+        try:
+            executor.run(replace(step, windows=windows, states=states))
+        finally:
+            groups.release(caches)
+            pool.release(pages)
+
+
+def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
+    """The rows of a chunk that begins at token `start` of the step: each of the prompt's next tokens, after its own."""
+    request = chunk.sequence.request
+    first = request.n_scored
+    rows[:] = plain_rows(len(rows))
+    rows["n_top"] = request.resolved.prompt_top
+    rows["token"] = np.arange(len(rows)) + (start + first - 1 - chunk.start)
+    rows["target"] = request.prompt[first : first + len(rows)]
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> IntArray | None:
+    return np.array(pairs, dtype=np.int32) if pairs else None
+
+
+def _fill_history(
+    sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence], row_before: Mapping[Sequence, int]
+) -> tuple[IntArray, list[tuple[int, int]]]:
+    """Prompt and output of the sequences that have a penalty, one after the other; what the step before draws of it.
+
+    row_before: of sequences, the row of that step
+    """
+    parts: list[IntArray] = []
+    drawn: list[tuple[int, int]] = []
+    at = 0
+    for r, seq in zip(rows, drawing, strict=True):
+        if seq.request.resolved.needs_history:
+            n_output, window = seq.n_output + seq.n_ahead, seq.request.resolved.penalty_window
+            cut = 0 if window is None else max(0, seq.n_prompt + n_output - window)
+            if seq.request.rows is not None:  # they have no token ids to penalise
+                cut = max(cut, seq.n_prompt)
+            sampling["history_start"][r] = at
+            sampling["history_prompt"][r] = max(0, seq.n_prompt - cut)
+            sampling["history_output"][r] = n_output - max(0, cut - seq.n_prompt)
+            parts.append(seq.tokens.array[cut:])
+            at += seq.n_tokens - cut
+            if seq.n_ahead:
+                parts.append(_UNKNOWN)
+                drawn.append((at, row_before[seq]))
+                at += 1
+    return (np.concatenate(parts) if parts else _NO_IDS), drawn
+
+
+def _fill_bias(
+    sampling: NDArray[np.void], rows: list[int], drawing: list[Sequence]
+) -> tuple[IntArray, NDArray[np.float32]]:
+    biased, at = [], 0
+    for r, seq in zip(rows, drawing, strict=True):
+        resolved = seq.request.resolved
+        if n := resolved.bias_ids.size:
+            sampling["bias_start"][r] = at
+            biased.append(resolved)
+            at += n
+    if not biased:
+        return _NO_IDS, _NO_VALUES
+    return np.concatenate([own.bias_ids for own in biased]), np.concatenate([own.bias_values for own in biased])
+
+
+class EngineThread:
+    """The life of a loop, of whatever engine: its thread, when it last got on, and why it stopped.
+
+    `changed` guards `stopping` and `dead_because`, and what the loop hands over between threads.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.stopping = False
+        self.dead_because = ""  # what went wrong, so that the loop has ended for ever
+        self._thread: threading.Thread | None = None
+        self._failed_in_row = 0
+        self._progress_s = clock()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in it."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def silent_s(self) -> float:
+        """Since the loop last got on."""
+        return self.clock() - self._progress_s
+
+    def start(self, run: Callable[[], None]) -> None:
+        assert self._thread is None, "the loop is already running"
+        self.stopping = False
+        self._thread = threading.Thread(target=run, name="millrace-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Waits for the step in progress, and whatever the loop does at its end. False: it had no thread."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+        if self._thread is None:
+            return False
+        self._thread.join()
+        self._thread = None
+        return True
+
+    def check_open(self) -> None:
+        """Under `changed`, before the loop is given work. raises BusyError"""
+        if self.stopping or self.dead_because:
+            raise has_stopped(self.dead_because)
+
+    def progressed(self) -> None:
+        """Also when work comes to an idle loop: to wait for it was no lack of progress."""
+        self._progress_s = self.clock()
+
+    def step_done(self) -> None:
+        self._failed_in_row = 0
+
+    def step_failed(self, what: str, error: Exception, check: Callable[[], object]) -> None:
+        """Only what was in the step fails with it; but a loop that computes nothing any more has ended.
+
+        check: computes something else, as one request may have come again and again. raises what a step raises
+        """
+        self._failed_in_row += 1
+        log.error("%s failed, %d in a row", what, self._failed_in_row, exc_info=error)
+        if self._failed_in_row == MAX_FAILURES_IN_A_ROW:
+            try:
+                check()
+                self._failed_in_row = 0
+            except (RuntimeError, MillraceError) as failed:
+                self.dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, then one of its own: {failed}"

@@ -1,0 +1,198 @@
+"""What the steps of an engine take on a machine, by their work: a profile that was fitted to measured steps.
+
+Time goes by the tokens of a step (piece by piece linear, since kernels change with their number), by what attention
+computes for prompts, and by the keys and values that running answers read. The host adds its part between two steps.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from millrace.engine.tactics import write_whole
+from millrace.errors import ConfigError, plain
+from millrace.runtime.scheduling.step_features import StepWork
+from millrace.runtime.step_history import StepSeen
+from millrace.settings import read_given
+
+_SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 2, 1 << 20, 64, 1000, 1e4
+_BESIDE = 256  # steps that `beside` looks at
+_WANTED = "what `millrace size verify -o` wrote"
+
+# How long a step takes: tokens and starts of the prompts' chunks in it, running answers, and their contexts' mean.
+StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds. at: (tokens of a step, what it takes without attention), tokens rising; token: of each beyond the last
+
+    pair: a prompt's token and each token before it; read: each token of a running answer's context
+    host, host_sequence: between two steps, and for each sequence of the step
+    """
+
+    at: tuple[tuple[int, float], ...]
+    token: float
+    pair: float
+    read: float
+    host: float = 0.0
+    host_sequence: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokens, seconds = [n for n, _ in self.at], [s for _, s in self.at]
+        if not 1 <= len(tokens) <= _MOST_KNOTS or tokens[0] < 1 or tokens != sorted(set(tokens)):
+            raise ConfigError(f"times at {tokens!r:.80} tokens", f"1 to {_MOST_KNOTS} numbers, rising", "fit again")
+        times = (*seconds, self.token, self.pair, self.read, self.host, self.host_sequence)
+        if not all(0 <= s < _MOST_S for s in times) or seconds != sorted(seconds) or not seconds[0]:
+            raise ConfigError("times of steps that are negative, endless or fall", "times that rise", "fit again")
+
+    def seconds(self, prompts: Sequence[float], starts: Sequence[float], rows: int, context: float) -> float:
+        """Of a step, while it computes. prompts, starts: of its chunks; rows: running answers, their contexts' mean"""
+        return self.timed()(prompts, starts, rows, context)
+
+    def timed(self) -> StepTime:
+        """`seconds` for many steps: the table is looked through once."""
+        tokens, times = [n for n, _ in self.at], [s for _, s in self.at]
+        slopes = [(t - s) / (m - n) for (n, s), (m, t) in pairwise(self.at)]
+        last, last_s, beyond, pair, read = tokens[-1], times[-1], self.token, self.pair, self.read
+
+        def seconds(prompts: Sequence[float], starts: Sequence[float], rows: int, context: float) -> float:
+            n = rows + sum(prompts) if prompts else rows
+            if n >= last:
+                took_s = last_s + (n - last) * beyond
+            elif n <= tokens[0]:
+                took_s = times[0]
+            else:
+                i = bisect_right(tokens, n) - 1
+                took_s = slopes[i] * (n - tokens[i]) + times[i]
+            if not prompts:
+                return took_s + read * rows * context
+            pairs = sum(p * (start + p / 2) for p, start in zip(prompts, starts, strict=True))
+            return took_s + pair * pairs + read * rows * context
+
+        return seconds
+
+    def of(self, work: StepWork) -> float:
+        return self.seconds(work.prompts, work.starts, work.rows, work.contexts / max(1, work.rows))
+
+    def between(self, sequences: int) -> float:
+        """What the host takes after a step with so many sequences, until the next one begins."""
+        return self.host + self.host_sequence * sequences
+
+    def scaled(self, factor: float) -> "StepCost":
+        """Every time is that many times as long."""
+        at = tuple((n, s * factor) for n, s in self.at)
+        rest = (self.token, self.pair, self.read, self.host, self.host_sequence)
+        return StepCost(at, *(s * factor for s in rest))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What bounds a server's steps: its engine's limits, and how long prompts may keep running answers waiting."""
+
+    max_step_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    max_sequences: Annotated[int, Meta(ge=1, le=1 << 16)]
+    max_rows: Annotated[int, Meta(ge=1, le=1 << 20)]
+    max_context: Annotated[int, Meta(ge=2, le=1 << 24)]
+    page_tokens: Annotated[int, Meta(ge=1, le=1 << 16)]
+    pages: Annotated[int, Meta(ge=1, le=1 << 24)]
+    gap_limit_s: Annotated[float, Meta(gt=0)]
+    stretch: Annotated[float, Meta(gt=1)]
+    chunk_low: Annotated[int, Meta(ge=1, le=1 << 20)]
+
+    def __post_init__(self) -> None:
+        if self.max_sequences > min(self.max_step_tokens, self.max_rows):
+            raise ConfigError(
+                f"{self.max_sequences} sequences in steps of {self.max_step_tokens} tokens and {self.max_rows} rows",
+                "a token and a row for each", "fit again",
+            )  # fmt: skip
+        if not (isfinite(self.gap_limit_s) and isfinite(self.stretch)):
+            raise ConfigError(f"a gap of {self.gap_limit_s:g} s, a stretch of {self.stretch:g}", "numbers", "fit again")
+
+    @property
+    def context_tokens(self) -> int:
+        """Of one sequence: the context, or all pages where those hold less."""
+        return min(self.max_context, self.pages * self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """model, engine: its name and identity; machine: processor and cores; date: ISO; n_steps: that it was fitted to
+
+    error: median of the relative errors that the fit leaves; front: seconds of a request before its first step and
+    after its last, of server and client together; spread: how many times as long as `cost`, which is what is usual,
+    steps take: values that are equally likely
+    schedule: of the server whose steps they were
+    """
+
+    model: str
+    engine: str
+    machine: str
+    date: str
+    n_steps: int
+    error: float
+    front: float
+    spread: tuple[float, ...]
+    cost: StepCost
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.spread) <= _MOST_SPREAD or not all(0 < x < _MOST_S for x in self.spread):
+            raise ConfigError(f"a spread of {self.spread!r:.80}", f"1 to {_MOST_SPREAD} values above 0", "fit again")
+        if not (0 <= self.error < _MOST_S and 0 <= self.front < _MOST_S):
+            raise ConfigError(f"an error of {self.error:g}, {self.front:g} s", "numbers from 0", "fit again")
+
+    @property
+    def mean(self) -> float:
+        """Of the spread."""
+        return sum(self.spread) / len(self.spread)
+
+    def check(self, engine: str, machine: str) -> None:
+        """raises ConfigError where it is of another engine or machine"""
+        for what, own, asked in (("engine", self.engine, engine), ("machine", self.machine, machine)):
+            if own != asked:
+                raise ConfigError(f"the profile is of the {what} {own:.120}", f"{asked:.120}",
+                                  "fit one here: millrace size verify MODEL -o FILE")  # fmt: skip
+
+
+def write_profile(file: Path, profile: StepProfile) -> None:
+    """raises OSError"""
+    write_whole(file, (json.dumps({"schema": _SCHEMA, **asdict(profile)}, indent=1) + "\n").encode())
+
+
+def read_profile(file: Path) -> StepProfile:
+    """raises ConfigError"""
+    try:
+        data = read_given(file, _MOST_BYTES)
+        told: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
+        if not isinstance(told, dict) or "schema" not in told:
+            raise ConfigError(f"{file} holds no profile", _WANTED, "name another file")
+        if told["schema"] != _SCHEMA:
+            raise ConfigError(f"{file} is a profile of schema {plain(str(told['schema'])):.20}",
+                              f"schema {_SCHEMA}, which has the server's schedule", "fit again")  # fmt: skip
+        names = {f.name for f in fields(StepProfile)} | {"schema"}
+        if told.keys() != names:
+            what = ", ".join(sorted(map(str, told.keys() ^ names)))
+            raise ConfigError(f"{file}: {what:.120} missing or unknown", _WANTED, "fit again")
+        found = msgspec.convert({name: told[name] for name in names - {"schema"}}, StepProfile)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", _WANTED, "check the path") from None
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
+        raise ConfigError(f"{file}: {plain(str(error))}", _WANTED, "fit again") from None
+    return found
+
+
+def beside(profile: StepProfile, steps: Sequence[StepSeen]) -> tuple[float, float] | None:
+    """Mean seconds of the last 256 steps: measured, and by the profile; None before the first."""
+    last = steps[-_BESIDE:]
+    if not last:
+        return None
+    predicted_s = profile.mean * sum(profile.cost.of(StepWork.of(step.parts)) for step in last)
+    return sum(step.took_s for step in last) / len(last), predicted_s / len(last)

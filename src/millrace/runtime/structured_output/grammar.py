@@ -1,0 +1,352 @@
+"""Grammars that answers are held to, through llguidance: what may come next, as a mask over the vocabulary.
+
+Compiling takes from a millisecond to some 400. It is done before a request is submitted, in the caller's thread and
+never in the engine's: first by another process, which a hostile form may end (`grammar_process.py`), then here.
+Compiled forms are kept by their digest. The engine's thread gives each answer's `Matcher` the sampled tokens, and
+requests the masks of all rows of a step in one call: while the step runs, if it leaves cores for that, otherwise
+before it.
+
+When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
+with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
+is an error of the request.
+
+Copies of what was compiled share one lexer, with its states and the bound of them: where it gives up on one answer, it
+has for all. So what was compiled is forgotten then, and requests that had it go on with a lexer of their own.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.grammar_limits import parser_limits
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import MachineError, RequestError
+from millrace.machine.cpu import usable_cores
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar_process import GrammarProcess, in_deep_stack
+from millrace.runtime.structured_output.grammar_source import LIMITED, shortened, stopped_because
+from millrace.runtime.structured_output.grammar_source import in_one_layout as in_one_layout
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_KEPT = 64  # compiled grammars
+MAX_KEPT_CHARACTERS = 2**20  # of their sources: they take up to 60 bytes for each
+MAX_THREADS = 4  # for the masks of a step
+ALL = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What a model says before an answer is held to anything: token ids of what stands around it.
+
+    opened: the prompt ends within them
+    gap: tokens of the white space behind them, and how many characters of it each is; n_gap: so many there may be
+    """
+
+    begin: int
+    end: int
+    opened: bool
+    gap: Mapping[int, int] = field(default_factory=dict)
+    n_gap: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """What answers begin with: copies of `matcher`, which share its lexer."""
+
+    key: bytes
+    source: str  # llguidance's Lark
+    matcher: "LLMatcher"
+    is_own: bool = False  # one request's: where its lexer gives up, the request is to blame
+
+    @property
+    def has_given_up(self) -> bool:
+        """Not even an answer's beginning is allowed any more."""
+        first = self.matcher.deep_copy()
+        first.compute_bitmask()
+        return bool(first.is_error())
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The answers of one request. compiled: what they begin with; another one, where that has given up meanwhile"""
+
+    asked: StructuredOutputsParams
+    compiled: _Compiled
+
+
+class Matcher:
+    """Where one answer is in its grammar. It belongs to one thread at a time."""
+
+    __slots__ = (
+        "_failed_because",
+        "_held",
+        "_is_free",
+        "_may_think",
+        "_n_gap",
+        "_taken",
+        "_thoughts",
+        "compiled",
+        "guide",
+    )
+
+    def __init__(self, held: _Held, thoughts: Thoughts | None = None) -> None:
+        self._held, self._thoughts = held, thoughts
+        self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
+        self._taken: list[int] = []  # by `guide`
+        self._is_free = thoughts is not None and thoughts.opened
+        self._may_think = thoughts is not None and not thoughts.opened
+        self._n_gap = 0  # characters of the gap that may come
+        self._failed_because = ""  # of the server
+
+    def take(self, token: int) -> None:
+        """The next token of the answer."""
+        thoughts, may_think, self._may_think = self._thoughts, self._may_think, False
+        n_gap, self._n_gap = self._n_gap, 0
+        if thoughts is not None and self._is_free:
+            self._is_free = token != thoughts.end
+            self._n_gap = 0 if self._is_free else thoughts.n_gap
+        elif thoughts is not None and token in self._gap(n_gap) and not self.guide.validate_tokens([token]):
+            self._n_gap = n_gap - thoughts.gap[token]  # what the grammar begins with itself is the answer's
+        elif thoughts is not None and may_think and token == thoughts.begin:
+            self._is_free = True
+        else:
+            self._taken.append(token)
+            self.guide.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
+
+    def _gap(self, n_most: int) -> list[int]:
+        """Tokens of the gap with at most so many characters."""
+        return [] if self._thoughts is None else [i for i, n in self._thoughts.gap.items() if n <= n_most]
+
+    def restart(self, compiled: Callable[[str], "LLMatcher"]) -> None:
+        """Get to the same place with a lexer that is the request's own."""
+        held = self._held
+        if not held.compiled.is_own:  # none of its other answers has done so
+            source = held.compiled.source
+            held.compiled = _Compiled(held.compiled.key, source, compiled(source), is_own=True)
+        self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
+        self.guide.consume_tokens(self._taken)
+
+    def fail(self, why: str) -> None:
+        """End the answer for a reason that is the server's, not the request's."""
+        self._failed_because = why
+
+    @property
+    def why(self) -> str:
+        """The answer cannot be gone on with: what happened. "" where it can, or is complete."""
+        return self._failed_because or stopped_because(self.guide)
+
+    @property
+    def fault(self) -> RequestError | None:
+        """The request's, where its answer cannot be gone on with."""
+        if self._failed_because or not (why := self.why):
+            return None
+        asked = self._held.asked
+        what = f"its {asked.kind} cannot be enforced any more in the middle of the answer: {why}"
+        return asked.refused(what, LIMITED, f"bound what {asked.asked_as} repeats, or simplify it")
+
+    def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
+        """Make of what the grammar allows what may come. ends: tokens that end an answer, which thoughts do not"""
+        if self._is_free:
+            mask[:] = ALL
+            for token in ends:
+                mask[token // 32] &= ~np.uint32(1 << token % 32)
+        elif self.why:
+            mask[:] = 0
+        elif self._thoughts is not None:
+            begin = [self._thoughts.begin] if self._may_think else []
+            for token in (*begin, *self._gap(self._n_gap)):
+                mask[token // 32] |= np.uint32(1 << token % 32)
+
+
+class Grammars:
+    """What answers of one model are held to. Safe to use from several threads.
+
+    vocab_size: of the model's logits; eos_token_ids: those that end an answer
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._ends = [i for i in eos_token_ids if i < vocab_size]
+        self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()  # guarded by _lock
+        self._lock, self._opening = threading.Lock(), threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._process: GrammarProcess | None = None
+        self._why_not = ""  # there is no vocabulary
+        self._beside = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
+        self._filling = Future[None]()  # by it, the last time
+        self._filling.set_result(None)
+
+    def matchers(
+        self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
+    ) -> list[Matcher]:
+        """For n answers, at their beginning; none where nothing is asked. Compiles what is not known.
+
+        thoughts: may go before each, and are held to nothing
+
+        raises RequestError for what cannot be compiled, or is beyond the limits; MachineError without memory for it
+        """
+        if asked is None:
+            return []
+        text = asked.text()
+        key = hashlib.blake2b(f"{asked.kind} {text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+        if known is None:
+            known = _Compiled(key, *self._checked(asked, text))
+            with self._lock:
+                self._kept[key] = known
+                self._forget()
+        held = _Held(asked, known)
+        return [Matcher(held, thoughts) for _ in range(n)]
+
+    def _forget(self) -> None:
+        """Forget the least recently used forms beyond the bounds of what is kept."""
+        n = sum(len(compiled.source) for compiled in self._kept.values())
+        while len(self._kept) > MAX_KEPT or (n > MAX_KEPT_CHARACTERS and len(self._kept) > 1):
+            _, compiled = self._kept.popitem(last=False)
+            n -= len(compiled.source)
+
+    def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
+        """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
+
+        matchers: of this object
+        """
+        masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
+        self._fill(masks, matchers)
+        return masks
+
+    def masks_beside(self, matchers: Sequence[Matcher]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """The same, filled by a thread of its own, and (1,), 0 until they are. The matchers are its own meanwhile.
+
+        Where that fails, which is a defect, the masks allow nothing, and the next call raises what happened.
+        """
+        self._filling.result()
+        masks = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.uint32)
+        ready = np.zeros(1, np.int32)
+
+        def work() -> None:
+            try:
+                self._fill(masks, matchers)
+            except BaseException:
+                masks[:] = 0
+                raise
+            finally:
+                ready[0] = 1
+
+        self._filling = self._beside.submit(work)
+        return masks, ready
+
+    def _fill(self, masks: NDArray[np.uint32], matchers: Sequence[Matcher]) -> None:
+        self._compute(range(len(matchers)), matchers, masks)
+        restarted = []
+        for row in self._left_by_their_lexer(matchers):
+            try:
+                matchers[row].restart(self._compiled)
+            except MachineError as error:  # the other answers of the step go on
+                matchers[row].fail(error.what)
+            else:
+                restarted.append(row)
+        if restarted:
+            self._compute(restarted, matchers, masks)
+        for mask, matcher in zip(masks, matchers, strict=True):
+            matcher.finish(mask, self._ends)
+
+    def revive(self, matcher: Matcher) -> None:
+        """Restart a matcher whose lexer has given up, perhaps on another answer. raises MachineError"""
+        if self._left_by_their_lexer([matcher]):
+            matcher.restart(self._compiled)
+
+    def _compute(self, rows: Sequence[int], matchers: Sequence[Matcher], masks: NDArray[np.uint32]) -> None:
+        assert self._executor is not None, "a matcher before its library"
+        numbered = [(matchers[row].guide, row) for row in rows]
+        self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(masks))
+
+    def _left_by_their_lexer(self, matchers: Sequence[Matcher]) -> list[int]:
+        """Rows whose answers may well go on: what they began with has given up, perhaps on another answer.
+
+        To compile it once more for each request holds the step up by some 2 ms, 60 for the largest schema.
+        """
+        failed = {m.compiled for m in matchers if m.why and not m.compiled.is_own}
+        given_up = {compiled for compiled in failed if compiled.has_given_up}
+        with self._lock:
+            for compiled in given_up:
+                if self._kept.get(compiled.key) is compiled:
+                    del self._kept[compiled.key]
+        return [row for row, matcher in enumerate(matchers) if matcher.compiled in given_up]
+
+    def _compiled(self, source: str) -> "LLMatcher":
+        """Compile what the other process has survived."""
+        from llguidance import LLMatcher
+
+        vocabulary = self._vocabulary
+        assert vocabulary is not None, "a grammar before its vocabulary"
+        return in_deep_stack(lambda: LLMatcher(vocabulary, source, log_level=0, limits=parser_limits()))
+
+    def _checked(self, asked: StructuredOutputsParams, text: str) -> tuple[str, "LLMatcher"]:
+        """Return the Lark grammar of a request, and what it was compiled to. raises RequestError"""
+        process = self._opened(asked)
+        source = process.lark(asked, text)
+        matcher = self._compiled(source)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
+        if why := stopped_because(first):
+            raise asked.refused(f"its {asked.kind} cannot be enforced: {why}", LIMITED)
+        return source, matcher
+
+    def prepare(self) -> None:
+        """Make the vocabulary as llguidance takes it, some 0.2 s for a large one, and start the compiling process."""
+        with self._opening:
+            if self._vocabulary is not None or self._why_not or not self._ends:
+                return
+            from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+
+            vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._ends)
+            try:
+                ready = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._ends)
+            except ValueError as error:
+                self._why_not = shortened(str(error))
+                return
+            self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
+            if self._process is None:
+                special = {token: vocabulary.tokens[token] for token in vocabulary.special_token_ids}
+                self._process = GrammarProcess(self._vocab_size, special, self._ends, vocabulary.bos_token_id)
+            self._process.start()
+            self._vocabulary = ready
+
+    def _opened(self, asked: StructuredOutputsParams) -> GrammarProcess:
+        """raises RequestError if the model cannot hold an answer to anything"""
+        self.prepare()
+        if self._process is not None:
+            return self._process
+        if not self._ends:
+            what = "this model has no end-of-text token, so that such an answer could not end"
+            raise asked.refused(what, "a model with one", "choose another model")
+        what = f"this model's vocabulary cannot be used for it: {self._why_not}"
+        raise asked.refused(what, "a vocabulary that llguidance reads", "choose another model")
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it: each token's bytes, and which are special."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in {*tokenizer.special_ids, *ends} if i < vocab_size)  # never text
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Of a text that has to come; nobody asks where nothing is forced."""
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False)

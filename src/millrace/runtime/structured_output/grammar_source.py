@@ -1,0 +1,140 @@
+"""Structured output as llguidance's Lark, checked and compiled: what the compiling process does with one request."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from millrace.runtime.request.structured_outputs import StructuredOutputsParams
+from millrace.runtime.structured_output.grammar_bounds import (
+    MAX_GBNF_RULES,
+    check_lark,
+    check_properties,
+    check_rules,
+    check_schema,
+    with_schemas,
+)
+from millrace.runtime.structured_output.grammar_termination import check_ending
+from millrace.runtime.structured_output.json_schema import simplify
+from millrace.runtime.structured_output.json_schema_numbers import Schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# As json.dumps writes: one space behind commas and colons. Free white space could go on until max_tokens.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Where one text has to come, llguidance would allow only the token with which the tokenizer spells it. It would ask
+# that for each mask, under the interpreter's lock, and it asks in text, which half a character is not.
+NO_FORCING = '%llguidance {"no_forcing": true}'
+DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
+LIMITED = "a grammar that can be enforced within the limits"
+NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
+MAX_WHY = 200  # characters of each part of what llguidance says
+# Of a rule's attributes. llguidance leaves that to whoever samples, and says nothing; a row has one temperature.
+_TEMPERATURE = re.compile(
+    r"""^[ \t]*+[?!]?[\w.-]++[ \t]*+\[\s*+
+    (?:(?!temperature\b)[a-z_]++(?:\s*+=\s*+(?:"[^"\n]*+"|[^,\]"\n]++))?\s*+,\s*+)*+
+    temperature\s*+=""",
+    re.MULTILINE | re.VERBOSE,
+)
+_OUR_PLACE = re.compile(r"^at 1\(8\): ")  # behind `start: `, which clients who send no grammar have not written
+
+
+def compiled(
+    params: StructuredOutputsParams, text: str, vocabulary: "LLTokenizer", limits: "LLParserLimits"
+) -> tuple[str, "LLMatcher"]:
+    """Return the Lark grammar of a request, and what llguidance made of it. raises RequestError"""
+    from llguidance import LLMatcher
+
+    source = lark_source(params, text)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+    warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
+    if warnings:  # about what llguidance would ignore
+        raise params.refused(f"its {params.kind} cannot be enforced: {warnings[0]}", "a schema without that")
+    if why := stopped_because(matcher):
+        raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
+    check_ending(params, text, source)
+    return source, matcher
+
+
+def stopped_because(matcher: "LLMatcher") -> str:
+    """Return why an answer cannot continue; "" if it can, or is complete."""
+    if not matcher.is_stopped():
+        return ""
+    error = matcher.get_error()
+    return NOTHING_FOLLOWS if error.startswith(DEAD_END) else shortened(error)
+
+
+def lark_source(params: StructuredOutputsParams, text: str) -> str:
+    """Return the request's form as llguidance's Lark. raises RequestError"""
+    from llguidance import grammar_from, regex_to_lark
+
+    try:
+        match params.kind:
+            case "regex":
+                lark = f"start: /{regex_to_lark(text)}/"
+            case "choice":
+                lark = grammar_from("choice", text)
+            case "grammar":
+                lark = _grammar(params, text)
+            case _:
+                schema = _finite(params, text)
+                simplify(schema, params.refused)
+                check_schema(schema, params.refused)
+                lark = f"start: %json {json.dumps(in_one_layout(schema))}"
+    except ValueError as error:
+        raise params.refused(
+            f"its {params.kind} cannot be read: {shortened(str(error))}", "what its syntax allows"
+        ) from None
+    return f"{lark}\n{NO_FORCING}\n"
+
+
+def _grammar(params: StructuredOutputsParams, text: str) -> str:
+    from llguidance import grammar_from
+
+    if _TEMPERATURE.search(text):
+        what = "its grammar has a rule with a temperature, which is not supported"
+        raise params.refused(what, "rules without", "send the request's own temperature")
+    check_rules(text.count("::="), params.refused, MAX_GBNF_RULES)
+    lark = grammar_from("grammar", text)
+    check_lark(lark, params.refused)
+    n_properties = 0
+
+    def rewrite(schema: Schema) -> Schema:
+        nonlocal n_properties
+        simplify(schema, params.refused)
+        n_properties += check_schema(schema, params.refused)
+        check_properties(n_properties, params.refused)
+        return schema
+
+    return with_schemas(lark, rewrite)
+
+
+def _finite(params: StructuredOutputsParams, text: str) -> Schema:
+    def refuse(name: str) -> Any:
+        raise params.refused(f"its json has the number {name}", "a JSON schema")
+
+    schema: Schema = json.loads(text, parse_constant=refuse)
+    return schema
+
+
+def in_one_layout(schema: Mapping[str, object]) -> dict[str, object]:
+    """A schema whose JSON is written in one way. `lenient` would have keywords ignored."""
+    said = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**LAYOUT, **(said if isinstance(said, dict) else {}), "lenient": False}}
+
+
+def shortened(message: str) -> str:
+    """Return what llguidance says in one line, without our own source of the grammar that follows.
+
+    Of a regular expression the first line quotes it, and the reason stands further down.
+    """
+    lines = _OUR_PLACE.sub("", message.strip()).splitlines() or [""]
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    return " ".join(part for part in (_bounded(lines[0]), _bounded(reason.removeprefix("error: "))) if part)
+
+
+def _bounded(line: str) -> str:
+    """Its beginning and its end: what was wrong may stand behind a text that is quoted whole."""
+    half = MAX_WHY // 2
+    return line if len(line) <= MAX_WHY else f"{line[:half]} ... {line[-half:]}"
