@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.machine.devices import find_device
-from millrace.size.cost import Instance
-from millrace.size.fit import Step
-from millrace.size.lengths import Lengths
-from millrace.size.measured import read_points
-from millrace.size.models import PRESETS
-from millrace.size.planning import instance_of
-from millrace.size.stackfit import Run
+from millrace.size.answer.sizing import instance_of
+from millrace.size.fit.device import Step
+from millrace.size.fit.overhead import Run
+from millrace.size.load.token_lengths import Lengths
+from millrace.size.performance.measured_points import read_points
+from millrace.size.performance.models import PRESETS
+from millrace.size.performance.roofline_cost import Instance
 
 ENGINES, SERVED = "trtllm_0_9_static_batch.csv", "nim_dli_concurrency.csv"
 _MODELS = {"LLaMA v2 70B": "llama-2-70b", "LLaMA v2 7B": "llama-2-7b", "Mistral 7B": "mistral-7b"}

@@ -21,10 +21,10 @@ import numpy as np
 from benchmarks.published import engine_steps, served_runs
 from benchmarks.record import judged, provenance, write_result
 from millrace.machine.devices import Link, find_device
-from millrace.size.constants import profile
-from millrace.size.fit import Step, fit, residuals
-from millrace.size.stackfit import Held, Run, leave_one_out, replay
-from millrace.size.stackfit import judged as errors_of
+from millrace.size.fit.device import Step, fit, residuals
+from millrace.size.fit.overhead import Held, Run, leave_one_out, replay
+from millrace.size.fit.overhead import judged as errors_of
+from millrace.size.performance.fitted_devices import profile
 
 FITTED, LEFT_OUT, PREFILL_BY_PCIE, SERVED, TTFT = 0.10, 0.13, 0.19, 0.14, 0.20  # what is asked, at most
 HELD_MODEL, HELD_DEVICE = "mistral-7b", "GH200 96GB"

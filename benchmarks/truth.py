@@ -22,8 +22,8 @@ from benchmarks.start import timed
 from millrace.bench.server_process import ServerProcess
 from millrace.cli.size_verifying import told
 from millrace.engine.engine import Engine
-from millrace.size.settings import VerifySettings
-from millrace.size.verify import MEDIAN, P90, verify
+from millrace.size.fit.verify import MEDIAN, P90, verify
+from millrace.size.question.settings import VerifySettings
 
 
 def run(name: str, model: Path, folder: Path, asked: VerifySettings, precision: str | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from millrace.engine.cuda.gpu import check_gpu
 from millrace.engine.cuda.rates import DeviceRates, measured, wait_for
 from millrace.errors import MachineError
 from millrace.machine.process import age_s
-from millrace.size.hardware import named_hardware
+from millrace.size.performance.hardware import named_hardware
 
 SHAPE = "llama-3.1-8b"
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.sizing import goals, of_engines, summary
 from millrace.machine.devices import find_device
-from millrace.size.constants import profile
+from millrace.size.performance.fitted_devices import profile
 from tests.size.tables import engine_steps, needs_tables
 
 

@@ -14,8 +14,8 @@ from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
-from millrace.size import capacity
-from millrace.size.settings import GROUPS
+from millrace.size.question.settings import GROUPS
+from millrace.size.simulation import capacity
 from tests.cli.conftest import Millrace
 
 ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500", "--no-simulate")

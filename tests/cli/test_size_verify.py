@@ -10,7 +10,7 @@ import pytest
 
 from millrace.bench.demo_load import Ask, ask
 from millrace.bench.server_process import ServerProcess
-from millrace.size import capacity
+from millrace.size.simulation import capacity
 from tests.cli.conftest import Millrace
 
 SHORT = ("--isl", "24", "--osl", "12", "--loads", "0.3", "--rounds", "1", "--each-s", "0.6", "--probe-s", "0.3")

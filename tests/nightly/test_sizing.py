@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.sizing import PARTS
-from millrace.size.constants import profile
-from millrace.size.stackfit import Held, Run, judged, leave_one_out, replay
+from millrace.size.fit.overhead import Held, Run, judged, leave_one_out, replay
+from millrace.size.performance.fitted_devices import profile
 from tests.size.tables import needs_tables, served_runs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), needs_tables]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.size.simulator import Server, Simulated
+from millrace.size.simulation.simulator import Server, Simulated
 
 _result = Server.result
 

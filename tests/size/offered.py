@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from millrace.errors import ConfigError
-from millrace.size.capacity import Replica
-from millrace.size.constants import Profile, profile
-from millrace.size.cost import Instance
-from millrace.size.lengths import Call, Lengths, Work
-from millrace.size.offers import Offers, offers
-from millrace.size.points import Limits, Point, Source, Waits
-from millrace.size.searched import Replicas, simulated
-from millrace.size.serving import computed
-from millrace.size.settings import HardwareSettings
-from millrace.size.stack import Stack
+from millrace.size.load.token_lengths import Call, Lengths, Work
+from millrace.size.performance.fitted_devices import Profile, profile
+from millrace.size.performance.operating_point import Limits, Point, Source, Waits
+from millrace.size.performance.operating_points import Offers, offers
+from millrace.size.performance.roofline_cost import Instance
+from millrace.size.performance.serving_overhead import Stack
+from millrace.size.question.settings import HardwareSettings
+from millrace.size.simulation.capacity import Replica
+from millrace.size.simulation.serving_model import computed
+from millrace.size.simulation.simulated_capacity import Replicas, simulated
 
 
 def work_of(lengths: tuple[float, float] | Lengths) -> Work:

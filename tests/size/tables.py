@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks import published
-from millrace.size.fit import Step
-from millrace.size.stackfit import Run
+from millrace.size.fit.device import Step
+from millrace.size.fit.overhead import Run
 from tests.support.shared import NOT_BESIDE, SHARED
 
 SIZING = SHARED / "data" / "sizing"

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.size import alternatives, capacity, plan
-from millrace.size import answer as answer_module
-from millrace.size.points import Source
+from millrace.size import plan
+from millrace.size.answer import alternatives
+from millrace.size.answer import answer as answer_module
+from millrace.size.performance.operating_point import Source
+from millrace.size.simulation import capacity
 
 
 def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.MonkeyPatch) -> None:

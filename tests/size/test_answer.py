@@ -10,15 +10,16 @@ from markupsafe import escape
 
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
-from millrace.size import capacity, plan
-from millrace.size.answer import Answer, answered
-from millrace.size.models import PRESETS
-from millrace.size.page import size_page
-from millrace.size.points import Source
-from millrace.size.question import Question
-from millrace.size.shared import shared
-from millrace.size.tables import tables
-from millrace.size.told import band, read_as, told, told_point
+from millrace.size import plan
+from millrace.size.answer.answer import Answer, answered
+from millrace.size.answer.multi_model import shared
+from millrace.size.performance.models import PRESETS
+from millrace.size.performance.operating_point import Source
+from millrace.size.question.question import Question
+from millrace.size.report.answer_json import band, read_as, told, told_point
+from millrace.size.report.answer_tables import tables
+from millrace.size.report.page import size_page
+from millrace.size.simulation import capacity
 from tests.size.tables import SIZING, needs_tables
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}

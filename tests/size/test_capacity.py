@@ -8,20 +8,20 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.size import capacity
-from millrace.size.capacity import Replica, _interval
-from millrace.size.constants import profile
-from millrace.size.lengths import Lengths
-from millrace.size.memory import memory
-from millrace.size.models import PRESETS
-from millrace.size.planning import instance_of
-from millrace.size.points import Limits, Source
-from millrace.size.served import shares
-from millrace.size.serving import computed
-from millrace.size.simulator import Server
-from millrace.size.stack import ENGINE
-from millrace.size.traffic import Traffic, arrival
-from millrace.size.virtual import Arrival
+from millrace.size.answer.sizing import instance_of
+from millrace.size.load.arrivals import Traffic, arrival
+from millrace.size.load.token_lengths import Lengths
+from millrace.size.performance.closed_form import shares
+from millrace.size.performance.fitted_devices import profile
+from millrace.size.performance.instance_memory import memory
+from millrace.size.performance.models import PRESETS
+from millrace.size.performance.operating_point import Limits, Source
+from millrace.size.performance.serving_overhead import ENGINE
+from millrace.size.simulation import capacity
+from millrace.size.simulation.capacity import Replica, _interval
+from millrace.size.simulation.serving_model import computed
+from millrace.size.simulation.simulator import Server
+from millrace.size.simulation.virtual_clock import Arrival
 
 H100 = find_device("H100")
 EIGHT = instance_of(PRESETS["llama-3-8b"], H100, "fp8", 1)

@@ -14,14 +14,14 @@ from millrace.cli.page_file import write_page
 from millrace.errors import CheckpointError, ConfigError
 from millrace.runtime.scheduling.step_cost_model import read_profile
 from millrace.size import plan
-from millrace.size.constants import STACKS
-from millrace.size.measured import read_points, write_points
-from millrace.size.models import find_model
-from millrace.size.points import Point, Source, Waits
-from millrace.size.prices import read_prices
-from millrace.size.question import Question, read_answers
-from millrace.size.refit import read_result
-from millrace.size.stackfile import OwnStack, read_stack, write_stack
+from millrace.size.fit.overhead_file import OwnStack, read_stack, write_stack
+from millrace.size.fit.user_runs import read_result
+from millrace.size.money.prices import read_prices
+from millrace.size.performance.fitted_devices import STACKS
+from millrace.size.performance.measured_points import read_points, write_points
+from millrace.size.performance.models import find_model
+from millrace.size.performance.operating_point import Point, Source, Waits
+from millrace.size.question.question import Question, read_answers
 from millrace.tune.recording import read_recording
 
 HEAD = b"model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s\n"

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.devices import DEVICES, Link, find_device
-from millrace.size.models import PRESETS, find_model, of_config
+from millrace.size.performance.models import PRESETS, find_model, of_config
 from tests.size.tables import SIZING, needs_tables
 
 LLAMA = {

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from millrace.size import plan
-from millrace.size.answer import Answer
-from millrace.size.demand import demand
-from millrace.size.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
-from millrace.size.settings import LoadSettings
-from millrace.size.tables import tables
-from millrace.size.told import headline
+from millrace.size.answer.answer import Answer
+from millrace.size.load.load_forecast import demand
+from millrace.size.question.settings import LoadSettings
+from millrace.size.report.answer_json import headline
+from millrace.size.report.answer_tables import tables
+from millrace.size.report.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
 

@@ -8,22 +8,22 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES, GB, Device, find_device
-from millrace.size.capacity import Replica
-from millrace.size.constants import profile
-from millrace.size.cost import WEIGHT_BYTES, Instance, decode_terms, prefill_terms
-from millrace.size.demand import demand
-from millrace.size.lengths import Lengths, length
-from millrace.size.memory import memory
-from millrace.size.models import PRESETS
-from millrace.size.planning import Fleet, Plan, instance_of
-from millrace.size.planning import plan as planned
-from millrace.size.points import Limits, Point
-from millrace.size.refit import Result, check_possible
-from millrace.size.served import kv_capacity, served
-from millrace.size.serving import computed
-from millrace.size.settings import LoadSettings
-from millrace.size.stack import Stack
-from millrace.size.steps import least_time, step_time
+from millrace.size.answer.sizing import Fleet, Plan, instance_of
+from millrace.size.answer.sizing import plan as planned
+from millrace.size.fit.user_runs import Result, check_possible
+from millrace.size.load.load_forecast import demand
+from millrace.size.load.token_lengths import Lengths, length
+from millrace.size.performance.closed_form import kv_capacity, served
+from millrace.size.performance.fitted_devices import profile
+from millrace.size.performance.instance_memory import memory
+from millrace.size.performance.models import PRESETS
+from millrace.size.performance.operating_point import Limits, Point
+from millrace.size.performance.roofline_cost import WEIGHT_BYTES, Instance, decode_terms, prefill_terms
+from millrace.size.performance.serving_overhead import Stack
+from millrace.size.performance.step_time import least_time, step_time
+from millrace.size.question.settings import LoadSettings
+from millrace.size.simulation.capacity import Replica
+from millrace.size.simulation.serving_model import computed
 from tests.size.offered import analytic_points
 
 SEEDS = range(10)

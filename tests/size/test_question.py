@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.size.points import Limits
-from millrace.size.question import NAMES, Question, limits_of, read_answers
-from millrace.size.settings import LimitSettings
+from millrace.size.performance.operating_point import Limits
+from millrace.size.question.question import NAMES, Question, limits_of, read_answers
+from millrace.size.question.settings import LimitSettings
 
 
 def test_no_name_is_used_twice() -> None:

@@ -11,10 +11,10 @@ import pytest
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.size.replicas import Router, blind, least_loaded, prefix_aware, simulate, together
-from millrace.size.simulator import Simulation
-from millrace.size.trace import Replay, arrivals
-from millrace.size.virtual import Arrival
+from millrace.size.load.trace_arrivals import Replay, arrivals
+from millrace.size.simulation.replicas import Router, blind, least_loaded, prefix_aware, simulate, together
+from millrace.size.simulation.simulator import Simulation
+from millrace.size.simulation.virtual_clock import Arrival
 from millrace.tune.recording import read_recording
 from tests.support.shared import shared
 

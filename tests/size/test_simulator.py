@@ -13,14 +13,14 @@ from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.size.constants import profile
-from millrace.size.cost import Instance
-from millrace.size.models import PRESETS
-from millrace.size.served import closed_form
-from millrace.size.simulator import Simulated, Simulation
-from millrace.size.stack import Stack
-from millrace.size.steps import step_time
-from millrace.size.virtual import Arrival, at_once
+from millrace.size.performance.closed_form import closed_form
+from millrace.size.performance.fitted_devices import profile
+from millrace.size.performance.models import PRESETS
+from millrace.size.performance.roofline_cost import Instance
+from millrace.size.performance.serving_overhead import Stack
+from millrace.size.performance.step_time import step_time
+from millrace.size.simulation.simulator import Simulated, Simulation
+from millrace.size.simulation.virtual_clock import Arrival, at_once
 from tests.support.drawn import SEEDS, examples
 
 SERVED = Stack(name="30 us of host for a sequence and step", host_s=30e-6)

@@ -8,17 +8,17 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB, find_device
 from millrace.size import plan
-from millrace.size.capacity import Replica
-from millrace.size.constants import profile
-from millrace.size.cost import Constants, Instance
-from millrace.size.lengths import Lengths
-from millrace.size.models import PRESETS
-from millrace.size.planning import PPS, instance_of
-from millrace.size.points import Limits
-from millrace.size.served import kv_capacity, served, shares
-from millrace.size.serving import computed
-from millrace.size.stack import ENGINE, Stack
-from millrace.size.steps import hop_rate, least_time, step_time
+from millrace.size.answer.sizing import PPS, instance_of
+from millrace.size.load.token_lengths import Lengths
+from millrace.size.performance.closed_form import kv_capacity, served, shares
+from millrace.size.performance.fitted_devices import profile
+from millrace.size.performance.models import PRESETS
+from millrace.size.performance.operating_point import Limits
+from millrace.size.performance.roofline_cost import Constants, Instance
+from millrace.size.performance.serving_overhead import ENGINE, Stack
+from millrace.size.performance.step_time import hop_rate, least_time, step_time
+from millrace.size.simulation.capacity import Replica
+from millrace.size.simulation.serving_model import computed
 
 H100, L40S = find_device("H100"), find_device("L40S")
 SEVENTY = PRESETS["llama-3-70b"]

@@ -11,11 +11,11 @@ from millrace.bench.inputs import Turn
 from millrace.bench.run import Record
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.step_cost_model import Schedule
-from millrace.size.profiled import OwnSteps
-from millrace.size.settings import VerifySettings
-from millrace.size.verify import Part, Probe, Times, arrivals_of, figures
-from millrace.size.virtual import Arrival
-from tests.size.test_stepfit import LAW, rows
+from millrace.size.fit.verify import Part, Probe, Times, arrivals_of, figures
+from millrace.size.question.settings import VerifySettings
+from millrace.size.simulation.measured_steps import OwnSteps
+from millrace.size.simulation.virtual_clock import Arrival
+from tests.size.test_steps import LAW, rows
 
 SCHEDULE = Schedule(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
 FRONT_S = 2e-3

@@ -70,7 +70,7 @@ BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py"
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
 PAGES = ("src/millrace/serve/ops/playground.html", "src/millrace/serve/ops/timeline.html", "src/millrace/report",
-         "src/millrace/size/size_page.html")  # fmt: skip
+         "src/millrace/size/report/size_page.html")  # fmt: skip
 
 
 # The files whose handling of hostile input each fuzzer covers.

@@ -11,7 +11,7 @@ from millrace.engine.cuda.found import Gpu, known_gpu
 from millrace.engine.cuda.precisions import abilities
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB, TERA, Device, multiplied
-from millrace.size.hardware import named_hardware
+from millrace.size.performance.hardware import named_hardware
 
 if TYPE_CHECKING:  # PyTorch is imported where there is a GPU
     from millrace.engine.cuda.rates import DeviceRates

@@ -9,7 +9,7 @@ import click
 from millrace.cli import size_fit, size_verify
 from millrace.cli.options import json_option, settings_options
 from millrace.errors import ConfigError
-from millrace.size.settings import GROUPS
+from millrace.size.question.settings import GROUPS
 
 EPILOG = """\b
 Examples:

@@ -8,13 +8,13 @@ import click
 
 from millrace.cli.screen import note
 from millrace.errors import ConfigError, MillraceError
-from millrace.size.demand import parse_calls
-from millrace.size.hardware import THIS, named_hardware
-from millrace.size.lengths import length
-from millrace.size.models import find_model
-from millrace.size.offers import ALL
-from millrace.size.question import Question
-from millrace.size.settings import LENGTHS
+from millrace.size.load.load_forecast import parse_calls
+from millrace.size.load.token_lengths import length
+from millrace.size.performance.hardware import THIS, named_hardware
+from millrace.size.performance.models import find_model
+from millrace.size.performance.operating_points import ALL
+from millrace.size.question.question import Question
+from millrace.size.question.settings import LENGTHS
 
 Answers = dict[str, Any]
 

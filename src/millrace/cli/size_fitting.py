@@ -11,16 +11,16 @@ from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.report.numbers import four, things
-from millrace.size.cost import Instance
-from millrace.size.fit import Residual
-from millrace.size.measured import write_points
-from millrace.size.models import find_model
-from millrace.size.planning import instance_of
-from millrace.size.points import Point, Source, Waits
-from millrace.size.refit import Refit, Result, read_results, refit
-from millrace.size.stackfile import OwnStack, write_stack
-from millrace.size.stackfit import Held, Run
-from millrace.size.stackfit import leave_one_out as left_out
+from millrace.size.answer.sizing import instance_of
+from millrace.size.fit.device import Residual
+from millrace.size.fit.overhead import Held, Run
+from millrace.size.fit.overhead import leave_one_out as left_out
+from millrace.size.fit.overhead_file import OwnStack, write_stack
+from millrace.size.fit.user_runs import Refit, Result, read_results, refit
+from millrace.size.performance.measured_points import write_points
+from millrace.size.performance.models import find_model
+from millrace.size.performance.operating_point import Point, Source, Waits
+from millrace.size.performance.roofline_cost import Instance
 
 _MOST_LEFT_OUT = 64
 

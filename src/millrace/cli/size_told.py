@@ -4,11 +4,11 @@ import click
 
 from millrace.cli.screen import heading, pairs, table
 from millrace.report.numbers import four
-from millrace.size.answer import Answer
-from millrace.size.shared import Shared
-from millrace.size.table import Table
-from millrace.size.tables import in_short, tables
-from millrace.size.told import cut_short, headline
+from millrace.size.answer.answer import Answer
+from millrace.size.answer.multi_model import Shared
+from millrace.size.report.answer_json import cut_short, headline
+from millrace.size.report.answer_tables import in_short, tables
+from millrace.size.report.table import Table
 
 
 def show(answer: Answer) -> None:

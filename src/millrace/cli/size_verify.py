@@ -7,7 +7,7 @@ import click
 
 from millrace.cli.options import json_option, settings_options
 from millrace.env import Env
-from millrace.size.settings import VerifySettings
+from millrace.size.question.settings import VerifySettings
 
 EPILOG = """\b
 Examples:

@@ -18,8 +18,8 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.report.numbers import four
 from millrace.runtime.scheduling.step_cost_model import write_profile
-from millrace.size.settings import VerifySettings
-from millrace.size.verify import MEDIAN, P90, Load, Verified, verify
+from millrace.size.fit.verify import MEDIAN, P90, Load, Verified, verify
+from millrace.size.question.settings import VerifySettings
 
 MISSED = 3  # the exit code for CI, as of `bench compare`
 _UNITS = {"ttft": (1e3, "TTFT, ms"), "itl": (1e3, "ITL, ms"), "e2e": (1e3, "E2E, ms"), "throughput": (1, "requests/s")}

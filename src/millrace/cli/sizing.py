@@ -18,12 +18,12 @@ from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Roofline
-from millrace.size.answer import answered
-from millrace.size.hardware import measured_here
-from millrace.size.page import size_page
-from millrace.size.question import Question, read_answers
-from millrace.size.shared import shared
-from millrace.size.told import told
+from millrace.size.answer.answer import answered
+from millrace.size.answer.multi_model import shared
+from millrace.size.performance.hardware import measured_here
+from millrace.size.question.question import Question, read_answers
+from millrace.size.report.answer_json import told
+from millrace.size.report.page import size_page
 
 
 def run(

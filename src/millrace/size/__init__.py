@@ -7,13 +7,13 @@ plan(model="llama-3-8b", isl=2000, osl=200, rate=70, ttft_ms=500, hardware=["H10
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.size.answer import plan as plan
+    from millrace.size.answer.answer import plan as plan
 
 
 def __getattr__(name: str) -> Any:
     """`plan`, imported when it is asked for: `--help` needs the settings alone."""
     if name == "plan":
-        from millrace.size.answer import plan
+        from millrace.size.answer.answer import plan
 
         return plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

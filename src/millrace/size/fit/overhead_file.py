@@ -1,0 +1,62 @@
+"""A stack that was fitted to somebody's own runs, as a file: for one device and precision."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from millrace.engine.tactics import write_whole
+from millrace.errors import ConfigError, nearest, plain
+from millrace.settings import once, read_given
+from millrace.size.money.prices import number
+from millrace.size.performance.serving_overhead import Stack
+
+_VERSION, _MOST_BYTES = 1, 1 << 20
+_NUMBERS = {f.name: f.type for f in fields(Stack) if f.name != "name"}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStack:
+    """error: mean relative error of requests/s that the fit leaves"""
+
+    device: str
+    precision: str
+    stack: Stack
+    error: float
+
+    def of(self, device: str, precision: str) -> Stack | None:
+        return self.stack if (device, precision) == (self.device, self.precision) else None
+
+
+def write_stack(file: Path, own: OwnStack) -> None:
+    """raises OSError"""
+    told = {"version": _VERSION, "device": own.device, "precision": own.precision, "error": own.error,
+            "stack": asdict(own.stack)}  # fmt: skip
+    write_whole(file, (json.dumps(told, indent=2) + "\n").encode())
+
+
+def read_stack(file: Path) -> OwnStack:
+    """raises ConfigError"""
+    expected = "what `millrace size fit -o` wrote"
+    try:
+        data = read_given(file, _MOST_BYTES)
+        told: Any = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", expected, "check the path") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no JSON: {plain(str(error))}", expected, "fit again") from None
+    if not isinstance(told, dict) or told.get("version") != _VERSION or not isinstance(told.get("stack"), dict):
+        raise ConfigError(f"{file} holds no stack of version {_VERSION}", expected, "fit again")
+    values = told["stack"]
+    for name in values:
+        if name != "name" and name not in _NUMBERS:
+            raise ConfigError(f"{file}: stack has {name!r:.60}", nearest(name, _NUMBERS), "fit again")
+    numbers = {name: number(values.get(name), f"{file}: {name}", "fit again") for name in _NUMBERS}
+    for name in ("step_tokens", "sequences"):
+        numbers[name] = int(numbers[name])
+    texts = [told.get("device"), told.get("precision"), values.get("name")]
+    if not all(isinstance(text, str) and len(text) <= 200 for text in texts):
+        raise ConfigError(f"{file}: names are {texts!r:.120}", "device, precision and the stack's name", "fit again")
+    device, precision, name = (plain(text) for text in texts)
+    off = number(told.get("error"), f"{file}: error", "fit again")
+    return OwnStack(device, precision, Stack(name=name, **numbers), off)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""An instance under a closed loop, in closed form: N requests are always in flight.
+
+A request takes its prefill and, with B others beside it, its share of osl - 1 decode steps; the rest is Little's law.
+What a user waits for depends on the scheduler as well: TTFT is only estimated here (three quarters of a step full of
+prompts), and simulated where it matters.
+"""
+
+from collections.abc import Mapping
+
+from millrace.errors import ConfigError
+from millrace.machine.devices import GB
+from millrace.runtime.scheduling.step_cost_model import StepTime
+from millrace.size.performance.fitted_devices import Profile
+from millrace.size.performance.operating_point import Point, Source, Waits
+from millrace.size.performance.roofline_cost import Constants, Instance, decode_terms, prefill_terms
+from millrace.size.performance.serving_overhead import Stack
+from millrace.size.performance.step_time import step_time
+
+USABLE, OVERHEAD_BYTES = 0.9, 3 * GB  # of a device's memory; what its software and activations take of that
+CONCURRENCIES = (1, 2, 4, 5, 8, 10, 16, 25, 32, 50, 64, 100, 128, 150, 200, 250, 384, 512)
+
+
+def kv_capacity(instance: Instance) -> float:
+    """Tokens that the cache holds. raises ConfigError where not even the weights fit"""
+    stage = instance.stage
+    memory = stage.tp * (USABLE * stage.device.memory_bytes - OVERHEAD_BYTES)
+    left = memory - stage.weights_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"{instance.model.name} in {instance.precision} takes {instance.weights_bytes / GB:.0f} GB, and "
+            f"{instance.devices} x {instance.device.name} have {max(0.0, memory) * instance.pp / GB:.0f} GB for it",
+            "weights and some cache in memory",
+            f"use more devices (--pp {2 * instance.pp}: layers in stages), larger ones, or fewer bits",
+        )  # fmt: skip
+    return left / stage.kv_token_bytes
+
+
+def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
+    """raises ConfigError where a request is longer than the model's context, or than what the cache holds"""
+    both = sum(lengths)
+    if both > instance.model.max_context:
+        raise ConfigError(
+            f"requests of {both:,.0f} tokens", f"the context of {instance.model.name}, {instance.model.max_context:,}",
+            "shorten them, or choose a model with a longer one",
+        )  # fmt: skip
+    if (room := kv_capacity(instance)) < both:
+        raise ConfigError(
+            f"a request of {both:,.0f} tokens does not fit beside {instance.model.name} on {instance.devices} x "
+            f"{instance.device.name}",
+            f"at most {room:,.0f} tokens", "use more devices, larger ones, or shorter requests",
+        )  # fmt: skip
+
+
+def served(
+    instance: Instance, profile: Profile, lengths: tuple[float, float], concurrency: float, stack: Stack | None = None
+) -> Point:
+    """lengths: tokens in and out. raises ConfigError where a single request does not fit"""
+    check_fits(instance, lengths)
+    stack = stack or profile.stack
+    n_in, n_out = lengths
+    seconds = step_time(instance, profile.constants, stack)
+    batch = _batch(instance, lengths, concurrency, stack)
+    rate, waits = closed_form(seconds, stack.front_s, stack.step_tokens, lengths, concurrency, batch)
+    return Point(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        pp=instance.pp, system=instance.system, input_tokens=n_in, output_tokens=n_out, concurrency=concurrency,
+        rate=rate, mean=waits, p95=None, source=Source.ANALYTIC,
+    )  # fmt: skip
+
+
+def closed_form(
+    seconds: StepTime, front_s: float, step_tokens: int, lengths: tuple[float, float], concurrency: float, batch: int
+) -> tuple[float, Waits]:
+    """Requests/s, and what users wait. batch: of those in flight, how many fit
+
+    Beside others a prompt starts no step of its own; but no request is through sooner than alone, and the host makes
+    one after another ready (`front_s`), as in a simulation.
+    """
+    n_in, n_out = lengths
+    step_s = seconds((), (), batch, n_in + n_out / 2)
+    alone_s = front_s + seconds([n_in], [0], 0, 0.0)
+    beside_s = seconds([n_in], [0], batch, n_in) - seconds((), (), batch, n_in)
+    together = min(batch, max(1, int(step_tokens // n_in)))
+    ttft_s = alone_s + (together - 1) * 0.75 * beside_s
+    rate = 1 / max(front_s, (alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
+    e2e_s = max(concurrency / rate, alone_s + (n_out - 1) * seconds((), (), 1, n_in + n_out / 2))
+    rate = concurrency / e2e_s
+    ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)
+    return rate, Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s)
+
+
+def _batch(instance: Instance, lengths: tuple[float, float], concurrency: float, stack: Stack) -> int:
+    return max(1, int(min(concurrency, stack.sequences, kv_capacity(instance) / sum(lengths))))
+
+
+def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | None = None) -> Mapping[str, float]:
+    """Of an instance's time at that point, what goes where; together 1."""
+    stack, constants, whole = stack or profile.stack, profile.constants, instance
+    batch = _batch(instance, (point.input_tokens, point.output_tokens), max(1.0, point.concurrency), stack)
+    seconds: dict[str, float] = {}
+    for lengths in point.lengths:
+        for name, took_s in _spent(whole, constants, stack, lengths, batch).items():
+            seconds[name] = seconds.get(name, 0.0) + took_s
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()}
+
+
+def _spent(
+    whole: Instance, constants: Constants, stack: Stack, lengths: tuple[float, float], batch: int
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of an instance's time for a call, beside so many."""
+    instance, (n_in, n_out) = whole.stage, lengths
+    context = n_in + n_out / 2
+    prompt, step = prefill_terms(instance, [n_in]), decode_terms(instance, batch, context)
+    parts = [part * constant for part, constant in zip(step, constants.decode, strict=True)]
+    cached_s = constants.decode[0] * instance.cached_s(batch, context)
+    steps = (n_out - 1) / batch
+    of_steps, of_prompts = steps * stack.decode * constants.factor, stack.prefill * constants.factor
+    links = sum(a * b for a, b in zip(prompt.rest[:3], constants.prefill[1:4], strict=True))
+    seconds = {
+        "prefill arithmetic": of_prompts * (prompt.arithmetic_s * constants.prefill[0] + prompt.attention_s),
+        "reading weights": of_steps * (parts[0] - cached_s),
+        "reading keys and values": steps * stack.cache * constants.factor * cached_s,
+        "decode arithmetic": of_steps * parts[1],
+        "links between devices": of_steps * sum(parts[2:5]) + of_prompts * links,
+        "starting steps": of_steps * parts[5],
+        "host": of_steps * parts[6] + steps * stack.host_s * batch,
+    }
+    if whole.pp > 1:
+        together, alone = step_time(whole, constants, stack), step_time(instance, constants, stack)
+        waited_s = together([n_in], [0], 0, 0.0) - alone([n_in], [0], 0, 0.0)
+        waited_s += steps * (together((), (), batch, context) - alone((), (), batch, context))
+        seconds["bubbles and links of stages"] = max(0.0, waited_s)
+    return seconds

@@ -1,0 +1,166 @@
+"""An answer as plain data, for programs and for pages. Times in ms, memory in bytes, rates a second."""
+
+from dataclasses import asdict
+from typing import Any
+
+from millrace.report.numbers import four
+from millrace.size.answer.alternatives import Alternative
+from millrace.size.answer.answer import Answer
+from millrace.size.answer.sizing import Plan
+from millrace.size.load.load_forecast import Demand
+from millrace.size.money.tco import Money
+from millrace.size.performance.operating_point import P95_OF_CALLS, Limits, Point, Waits
+
+DEFINITIONS = {
+    "ttft": "from the request to its first token; of calls in a row to the last call's first token",
+    "itl": "(e2e - ttft) / (output tokens - 1)",
+    "e2e": "from the request to its last token",
+    "p95": f"of requests; where p95_is_upper_bound, {P95_OF_CALLS}",
+    "system": "a machine of system_size devices (8 where nobody says), full of instances",
+    "concurrency": "requests in flight in an instance: always (closed loop), or where simulated on average",
+}
+
+
+def headline(answer: Answer) -> str:
+    """The answer in a line."""
+    plan = answer.plan
+    model = answer.question.request.model or plan.point.model
+    if answer.demand is None:
+        rate = answer.follows.rate
+        low, high = (four(rate * (1 + error)) for error in (-plan.error, plan.error))
+        there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
+        named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
+        serve = "serves" if [n for n, _ in there] == [1] else "serve"
+        return f"{named} {serve} {four(rate)} requests/s ({low} to {high}) of {model}"
+    if not plan.systems:
+        return "Nothing is to be bought: the systems that are there serve the load"
+    between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
+    needed = _systems(plan.systems, plan.point.system, plan.point.device, between)
+    return f"{needed}, for {four(plan.rate)} requests/s of {model}"
+
+
+def band(answer: Answer) -> str:
+    """How far the figures may be off, and what that makes of the systems."""
+    plan = answer.plan
+    if answer.demand is None:
+        return f"they may be {plan.error:.0%} off"
+    if plan.point.sampled is not None and plan.point.sampled.cut:
+        return (f"{plan.low} to {plan.high} systems: the search's time was up (--search-s) before more was tried, "
+                f"and in closed form {plan.low} may do")  # fmt: skip
+    if plan.low == plan.high:
+        return f"{plan.low} system{'' if plan.low == 1 else 's'}, even if they are {plan.error:.0%} off"
+    return f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"
+
+
+def read_as(answer: Answer) -> tuple[str, ...]:
+    """How the question was read, and what was left out of a table."""
+    n, of = answer.offers.left_out, answer.question.hardware.measured
+    without = (f"{of}: {n} rows left out, which were not in a steady state",) if n else ()
+    return (*answer.work.how, *(answer.demand.how if answer.demand else ()), *without)
+
+
+def cut_short(answer: Answer) -> str:
+    """What was not simulated; nothing where all was that could matter."""
+    if not answer.not_simulated:
+        return ""
+    after = f"{answer.question.search.search_s:g} s (--search-s)"
+    return (f"the search ended after {after}: this is the best until then, nothing was looked at that would change it, "
+            f"and not simulated to the end: {'; '.join(answer.not_simulated)}")  # fmt: skip
+
+
+def _systems(n: int, size: int, device: str, between: str = "") -> str:
+    return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """JSON-able."""
+    plan = answer.plan
+    return {
+        "question": answer.question.given,
+        "work": _work(answer),
+        "load": None if answer.demand is None else _load(answer.demand),
+        "answer": {
+            **told_plan(plan), "instances": answer.instances, "shares_of_time": dict(plan.shares),
+            "operating": told_point(answer.operating), "latency_optimal": told_point(plan.latency_optimal),
+            "throughput_optimal": told_point(plan.throughput_optimal),
+        },
+        "other": told_plan(answer.other) if answer.other else {"why_not": answer.why_no_other},
+        "memory": asdict(answer.memory) if answer.memory else None,
+        "why": [asdict(step) for step in answer.why],
+        "configurations": [
+            {"configuration": offer.configuration, "broken": list(offer.broken),
+             "point": told_point(offer.point) if offer.point else None} for offer in answer.table
+        ],
+        "changes": [asdict(change) for change in answer.changes],
+        "follows": asdict(answer.follows),
+        "there": [asdict(one) for one in answer.there],
+        "devices": [_alternative(one) for one in answer.alternatives],
+        "money": None if answer.money is None else _money(answer.money),
+        "not_simulated": list(answer.not_simulated),
+        "rows_left_out": answer.offers.left_out,
+        "definitions": DEFINITIONS,
+    }  # fmt: skip
+
+
+def _alternative(one: Alternative) -> dict[str, Any]:
+    return {
+        "device": one.device, "why_not": one.why_not.what if one.why_not else None,
+        "systems": one.plan.systems if one.plan else None,
+        "fractional": one.plan.fractional if one.plan else None,
+        "configuration": one.plan.point.configuration if one.plan else None,
+        "cheapest_year": one.money.cheapest if one.money else None,
+    }  # fmt: skip
+
+
+def _money(money: Money) -> dict[str, Any]:
+    told = {**asdict(money), "cheapest": money.cheapest, "cheapest_way": money.cheapest_way or None}
+    if money.rented is not None:
+        told["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
+    return told
+
+
+def _work(answer: Answer) -> dict[str, Any]:
+    calls = [{"name": c.name, "input_tokens": c.n_input, "output_tokens": c.n_output} for c in answer.work.calls]
+    return {"calls": calls, "how": list(answer.work.how)}
+
+
+def _load(load: Demand) -> dict[str, Any]:
+    return {
+        "peak": load.peak, "busy": load.busy, "average": load.average, "hours": list(load.hours), "how": list(load.how)
+    }  # fmt: skip
+
+
+def told_plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "systems": plan.systems, "low": plan.low, "high": plan.high, "fractional": plan.fractional,
+        "error": plan.error, "provenance": plan.provenance, "binding": plan.binding, "point": told_point(plan.point),
+        "limits": told_limits(plan.limits),
+    }  # fmt: skip
+
+
+def told_limits(limits: Limits) -> dict[str, Any]:
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds * 1e3
+
+    return {"ttft_ms": ms(limits.ttft_s), "itl_ms": ms(limits.itl_s), "e2e_ms": ms(limits.e2e_s), "of": limits.of}
+
+
+def told_point(point: Point) -> dict[str, Any]:
+    def waits(found: Waits | None) -> dict[str, float] | None:
+        if found is None:
+            return None
+        return {"ttft_ms": found.ttft_s * 1e3, "itl_ms": found.itl_s * 1e3, "e2e_ms": found.e2e_s * 1e3}
+
+    sampled = point.sampled
+    return {
+        "configuration": point.configuration, "device": point.device, "precision": point.precision, "tp": point.tp,
+        "pp": point.pp, "system_size": point.system,
+        "concurrency": point.concurrency, "requests_per_s": point.rate,
+        "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
+        "p95_is_upper_bound": point.p95_is_a_sum,
+        "sampled": None if sampled is None else {
+            **asdict(sampled), "p99": waits(sampled.p99), "mean_within": waits(sampled.mean_within),
+            "p95_within": waits(sampled.p95_within),
+        },
+        "source": str(point.source),
+    }  # fmt: skip

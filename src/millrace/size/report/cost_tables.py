@@ -1,0 +1,95 @@
+"""What systems cost, and every device that was asked for beside the others, as tables of words."""
+
+from collections.abc import Sequence
+
+from millrace.report.numbers import four
+from millrace.size.answer.alternatives import Alternative
+from millrace.size.money.tco import DAY_HOURS, Money
+from millrace.size.report.table import Table, few
+
+
+def of_devices(alternatives: Sequence[Alternative]) -> Table:
+    rows = []
+    for one in alternatives:
+        cost = one.money.cheapest if one.money else None
+        if one.plan is None:
+            rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-", "-"])
+        else:
+            rows.append([one.device, few(one.plan.fractional), str(one.plan.systems), one.plan.point.configuration,
+                         "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
+    currency = next((one.money.currency for one in alternatives if one.money), "")
+    header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
+    unknown = [one.device for one in alternatives if one.plan and one.money and one.money.cheapest is None]
+    notes = [f"no price of {', '.join(unknown)} is known: give yours with --prices FILE"] if unknown else []
+    return Table("devices", "On each hardware, the cheapest first where prices are known", rows, header, notes=notes)
+
+
+def costs(found: Money) -> Table:
+    rows = [*_bought(found), *_rented(found), *_both(found), *_cheapest(found)]
+    day, night = max(found.hourly), min(found.hourly)
+    if day > night:
+        rows.append(("instances", f"{night} at night, {day} by day: {_ranges(found.hourly)}"))
+    rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
+    notes = [f"note: {note}" for note in found.notes]
+    return Table("costs", f"Costs, {found.currency} a year", rows, notes=notes)
+
+
+def _bought(found: Money) -> list[tuple[str, str]]:
+    own = found.bought
+    if own is None:
+        return []
+    return [
+        ("bought", f"{own.year:,.0f}; {own.by_figures:,.0f} for as many as the figures say"),
+        ("  a system", f"{own.system:,.0f}: purchase {own.purchase:,.0f}, licences {own.licence:,.0f}, hosting "
+                       f"{own.hosting:,.0f}, power {own.power:,.0f}"),
+    ]  # fmt: skip
+
+
+def _rented(found: Money) -> list[tuple[str, str]]:
+    own = found.rented
+    if own is None:
+        return []
+    rent, of = own.rent, f"the middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"
+    one = f"{rent.hour:,.2f} a device, by {rent.who} on {rent.date}, {of if own.offers > 1 else 'the only offer'}"
+    return [
+        ("rented", f"{own.scaled:,.0f} with as many as each hour needs, {own.always:,.0f} with all of them always"),
+        ("  an hour", f"{own.peak_hour:,.2f} at the peak; {one}"),
+    ]
+
+
+def _both(found: Money) -> list[tuple[str, str]]:
+    rows = []
+    if found.hybrid is not None:
+        n, of = found.hybrid.systems, found.hybrid
+        mixed = f"{of.year:,.0f} with {n} bought and the rest rented when it is needed"
+        rows.append(("both", mixed if n and of.rented else f"no mix is cheaper than all {'bought' if n else 'rented'}"))
+    if found.by_token is not None:
+        rows.append(("by the token", f"{found.by_token:,.0f}"))
+    if found.bought is not None and found.rented is not None:
+        hours = found.break_even_hours
+        rows.append(("break-even", "renting is cheaper even around the clock" if hours is None else
+                     f"buying is cheaper from {hours:.1f} of {DAY_HOURS} hours a day on"))  # fmt: skip
+    if found.break_even_requests is not None:
+        rows.append(("", f"and than paying by the token from {found.break_even_requests:,.0f} requests a day on"))
+    return rows
+
+
+def _cheapest(found: Money) -> list[tuple[str, str]]:
+    tokens, requests = found.a_million_tokens, found.a_thousand_requests
+    if found.cheapest is None or tokens is None or requests is None:
+        return []
+    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: {four(tokens)} a million tokens, "
+                                 f"{four(requests)} a thousand requests")]  # fmt: skip
+    if found.band is not None:
+        low, high = found.band
+        said = f"{low:,.0f}, even if systems serve {found.error:.0%} less or more than told"
+        if round(low) != round(high):
+            said = f"{low:,.0f} to {high:,.0f}, if systems serve {found.error:.0%} more or less than told"
+        rows.append(("  may be", f"{said}; at the prices above"))
+    return rows
+
+
+def _ranges(hourly: tuple[int, ...]) -> str:
+    """ "2 from 0 h, 12 from 8 h, 4 from 18 h"."""
+    starts = [hour for hour in range(len(hourly)) if hour == 0 or hourly[hour] != hourly[hour - 1]]
+    return ", ".join(f"{hourly[hour]} from {hour} h" for hour in starts)
