@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import count, judged, provenance, write_result
-from millrace.bench.demo_load import Ask, ask_all, quantile
+from millrace.bench.client.demo_client import Ask, ask_all, quantile
 from millrace.cli.main import main as millrace
 from millrace.env import widest_isa
 from millrace.runtime.scheduling import token_budget

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.record import commit, count, judged_surely, provenance, write_result
-from millrace.bench.intervals import student_t
+from millrace.bench.analysis.intervals import student_t
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
 from millrace.compile.find import BUNDLED

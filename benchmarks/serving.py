@@ -18,8 +18,8 @@ from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed
 from millrace.api.offline_generate import generate
-from millrace.bench.demo_load import Ask, ask_all, quantile
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.client.demo_client import Ask, ask_all, quantile
+from millrace.bench.run.server_process import ServerProcess
 from millrace.engine.engine import Engine
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import open_engine

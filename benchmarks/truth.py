@@ -19,7 +19,7 @@ from benchmarks.names import named
 from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES
 from benchmarks.start import timed
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.size_verifying import told
 from millrace.engine.engine import Engine
 from millrace.size.fit.verify import MEDIAN, P90, verify

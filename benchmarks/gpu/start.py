@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.checkpoint import write_fp8_checkpoint
 from benchmarks.gpu.model import gpu_of
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.compile.builder import Builder

@@ -33,7 +33,7 @@ from benchmarks.tensors.load import (
     peer,
     versions,
 )  # fmt: skip
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 
 OURS, HTTP_PEER, GRPC_PEER = "millrace", "fastapi", "grpcio"
 Timed = Callable[[], Sample]

@@ -29,7 +29,7 @@ from benchmarks.record import count, judged, provenance, write_result
 from benchmarks.tensors.backend_models import MODELS, TEXT, TOKENS, N, write_repository
 from benchmarks.tensors.load import CLIENT_CORE, SERVER_CORE, on_core
 from benchmarks.tensors.request import GRPC_METHOD, GRPC_SERVICE, message_classes
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 
 CONNECTIONS = (1, 8, 64)
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
 
 Null = Callable[..., NullProcess]
 

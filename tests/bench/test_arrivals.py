@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from millrace.bench.arrivals import Arrivals
+from millrace.bench.load.arrivals import Arrivals
 
 N = 20_000
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from millrace.bench import core_share
-from millrace.bench.answer import Answer, Question
-from millrace.bench.arrivals import Arrivals
-from millrace.bench.certify import Certificate, certify, doubts, kept_up, told_of
-from millrace.bench.effort import Effort
-from millrace.bench.inputs import Session, Turn
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
-from millrace.bench.plan import planned
-from millrace.bench.run import Load, Run
+from millrace.bench.client import core_share
+from millrace.bench.client.certify import Certificate, certify, doubts, kept_up, told_of
+from millrace.bench.client.client_load import Effort
+from millrace.bench.client.request_record import Answer, Question
+from millrace.bench.load.arrivals import Arrivals
+from millrace.bench.load.inputs import Session, Turn
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
+from millrace.bench.run.plan import planned
+from millrace.bench.run.run import Load, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import MachineError
 
@@ -91,7 +91,7 @@ def test_the_null_server_is_asked_for_no_more_than_it_bears(
         asked.append(timing)
         raise MachineError("it", "is", "enough")
 
-    monkeypatch.setattr("millrace.bench.certify.NullProcess", null)
+    monkeypatch.setattr("millrace.bench.client.certify.NullProcess", null)
     what = InputSettings(isl=30, osl=200)
     if by == "trace":
         (tmp_path / "t.jsonl").write_text('{"timestamp": 0, "input_length": 1, "output_length": 2}\n' * streams)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from millrace.bench import client as bounds
-from millrace.bench.answer import Answer, Failure, Message, Question
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import CHAT, EMBEDDINGS, ENDPOINTS
-from millrace.bench.null_ledger import FAULTS, NullTiming
+from millrace.bench.client import client as bounds
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT, EMBEDDINGS, ENDPOINTS
+from millrace.bench.client.request_record import Answer, Failure, Message, Question
+from millrace.bench.null_server.ledger import FAULTS, NullTiming
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null
 

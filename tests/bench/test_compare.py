@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.bench.answer import Answer, Failure
-from millrace.bench.client import Client, Target
-from millrace.bench.compare import (
+from millrace.bench.analysis.compare import (
     Difference,
     Side,
     compared_answers,
@@ -21,15 +19,17 @@ from millrace.bench.compare import (
     only_one_has,
     read_result,
 )  # fmt: skip
-from millrace.bench.compare_goodput import newcombe, of_rounds, of_written, satisfied
-from millrace.bench.endpoints import CHAT
-from millrace.bench.goodput import Limits
-from millrace.bench.inputs import Turn
-from millrace.bench.intervals import Z99, Z
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.plan import Plan, planned
-from millrace.bench.results import line_of
-from millrace.bench.run import Load, Record, Run
+from millrace.bench.analysis.compare_goodput import newcombe, of_rounds, of_written, satisfied
+from millrace.bench.analysis.goodput import Limits
+from millrace.bench.analysis.intervals import Z99, Z
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT
+from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.load.inputs import Turn
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.report.results import line_of
+from millrace.bench.run.plan import Plan, planned
+from millrace.bench.run.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null

@@ -9,17 +9,17 @@ import time
 import numpy as np
 import pytest
 
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
 
 pytestmark = pytest.mark.alone
 MOST_OF_A_CORE = 0.30
 # Streams begin one after the other within the time of a token, as they would after a warm-up: not all in one burst.
 CLIENT = """
 import asyncio, json, sys, time, uvloop
-from millrace.bench.answer import Message, Question
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import CHAT
+from millrace.bench.client.request_record import Message, Question
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT
 url, streams, n_tokens, gap_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 async def one(client, i):
     await asyncio.sleep(i * gap_s)

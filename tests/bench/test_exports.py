@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.exports import write_results
-from millrace.bench.goodput import parse_limits
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.plan import measure, planned
-from millrace.bench.results import Finished, report
+from millrace.bench.analysis.goodput import parse_limits
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.report.exports import write_results
+from millrace.bench.report.results import Finished, report
+from millrace.bench.run.plan import measure, planned
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from tests.bench.conftest import Null
 

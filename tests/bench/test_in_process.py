@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.bench.files import read_requests
-from millrace.bench.in_process import Drawn
-from millrace.bench.inputs import Prefixes, Session, Shape, synthetic
-from millrace.bench.spread import Spread
-from millrace.bench.words import Words
+from millrace.bench.client.in_process import Drawn
+from millrace.bench.load.distribution import Spread
+from millrace.bench.load.inputs import Prefixes, Session, Shape, synthetic
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.trace_files import read_requests
 
 VOCAB = 997
 

@@ -6,9 +6,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from millrace.bench.inputs import Prefixes, Session, Shape, Talk, synthetic
-from millrace.bench.spread import Spread
-from millrace.bench.words import WORDS, Words
+from millrace.bench.load.distribution import Spread
+from millrace.bench.load.inputs import Prefixes, Session, Shape, Talk, synthetic
+from millrace.bench.load.prompt_text import WORDS, Words
 from millrace.errors import ConfigError
 
 PLAIN = Shape(Spread.normal(100, 20), Spread(30))

@@ -6,7 +6,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from millrace.bench.intervals import (
+from millrace.bench.analysis.intervals import (
     PERCENTILES,
     mean_interval,
     quantile_at_least,

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from millrace.bench.answer import Answer, Failure
-from millrace.bench.goodput import Limits, check_limits, goodput, parse_limits
-from millrace.bench.inputs import Turn
-from millrace.bench.metrics import measured
-from millrace.bench.run import Record
+from millrace.bench.analysis.goodput import Limits, check_limits, goodput, parse_limits
+from millrace.bench.analysis.metrics import measured
+from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.load.inputs import Turn
+from millrace.bench.run.run import Record
 from millrace.errors import ConfigError
 from millrace.evaluate.paired import wilson
 

@@ -7,8 +7,8 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.spread import Spread
+from millrace.bench.load.distribution import Spread
+from millrace.bench.null_server.ledger import NullTiming
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null
 

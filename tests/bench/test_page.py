@@ -8,18 +8,18 @@ from html import unescape
 import numpy as np
 import pytest
 
-from millrace.bench.answer import Answer, Failure
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import CHAT
-from millrace.bench.goodput import parse_limits
-from millrace.bench.inputs import Turn
-from millrace.bench.page import bench_page, waterfall
-from millrace.bench.plan import planned
-from millrace.bench.results import Finished, report
-from millrace.bench.run import Load, Record, Run
+from millrace.bench.analysis.goodput import parse_limits
+from millrace.bench.analysis.latency_breakdown import Waterfall
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT
+from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.load.inputs import Turn
+from millrace.bench.report.page import bench_page, waterfall
+from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
+from millrace.bench.report.results import Finished, report
+from millrace.bench.run.plan import planned
+from millrace.bench.run.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.verdicts import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
-from millrace.bench.waterfall import Waterfall
 
 RNG = np.random.default_rng(1)
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench import run as bounds
-from millrace.bench.answer import Failure
-from millrace.bench.arrivals import Arrivals
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import CHAT
-from millrace.bench.inputs import Session, Shape, Talk, Turn, synthetic
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.plan import measure, planned
-from millrace.bench.run import Load, Record, Run
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT
+from millrace.bench.client.request_record import Failure
+from millrace.bench.load.arrivals import Arrivals
+from millrace.bench.load.distribution import Spread
+from millrace.bench.load.inputs import Session, Shape, Talk, Turn, synthetic
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.run import run as bounds
+from millrace.bench.run.plan import measure, planned
+from millrace.bench.run.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.spread import Spread
-from millrace.bench.words import Words
 from millrace.errors import ConfigError, MachineError
 from tests.bench.conftest import Null
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.bench import server_load as watching
-from millrace.bench.client import Target
-from millrace.bench.endpoints import CHAT
-from millrace.bench.null_ledger import Ledger, NullTiming
-from millrace.bench.plan import measure, planned
-from millrace.bench.run import Run
-from millrace.bench.server_load import NOTHING, Sample, ServerLoad, Watch, read_metrics, server_load
+from millrace.bench.client.client import Target
+from millrace.bench.client.endpoints import CHAT
+from millrace.bench.null_server.ledger import Ledger, NullTiming
+from millrace.bench.run import server_load as watching
+from millrace.bench.run.plan import measure, planned
+from millrace.bench.run.run import Run
+from millrace.bench.run.server_load import NOTHING, Sample, ServerLoad, Watch, read_metrics, server_load
+from millrace.bench.run.sweep import SweepLimits, limited
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.sweep import SweepLimits, limited
 from tests.bench.conftest import Null
 from tests.bench.test_sweep import levels
 

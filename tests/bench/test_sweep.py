@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.bench.answer import Answer, Failure
-from millrace.bench.effort import Effort
-from millrace.bench.inputs import Turn
-from millrace.bench.intervals import Summary
-from millrace.bench.metrics import Metrics, Rate
-from millrace.bench.run import Record
-from millrace.bench.sweep import Point, Reached, SweepLimits, best, on_front, swept
-from millrace.bench.sweep_page import sweep_page
+from millrace.bench.analysis.intervals import Summary
+from millrace.bench.analysis.metrics import Metrics, Rate
+from millrace.bench.client.client_load import Effort
+from millrace.bench.client.request_record import Answer, Failure
+from millrace.bench.load.inputs import Turn
+from millrace.bench.report.sweep_page import sweep_page
+from millrace.bench.run.run import Record
+from millrace.bench.run.sweep import Point, Reached, SweepLimits, best, on_front, swept
 from millrace.errors import ConfigError
 
 

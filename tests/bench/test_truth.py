@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import uvloop
 
-from millrace.bench.arrivals import Arrivals
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import CHAT
-from millrace.bench.goodput import Limits, goodput
-from millrace.bench.inputs import Shape, synthetic
-from millrace.bench.intervals import PERCENTILES
-from millrace.bench.metrics import CHUNK_GAP, OTHERS, OURS, Metrics, measured
-from millrace.bench.null_ledger import NullTiming, Sent
-from millrace.bench.null_process import NullProcess
-from millrace.bench.run import Load, Record, Run
-from millrace.bench.spread import Spread
-from millrace.bench.words import Words
+from millrace.bench.analysis.goodput import Limits, goodput
+from millrace.bench.analysis.intervals import PERCENTILES
+from millrace.bench.analysis.metrics import CHUNK_GAP, OTHERS, OURS, Metrics, measured
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT
+from millrace.bench.load.arrivals import Arrivals
+from millrace.bench.load.distribution import Spread
+from millrace.bench.load.inputs import Shape, synthetic
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.null_server.ledger import NullTiming, Sent
+from millrace.bench.null_server.process import NullProcess
+from millrace.bench.run.run import Load, Record, Run
 
 pytestmark = pytest.mark.alone
 WITHIN = 0.02

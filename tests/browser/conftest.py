@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from tests.support.cache import own_cache
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
 from tests.browser.conftest import DESKTOP, PHONE, Open
 from tests.browser.looks import CONTRAST, contrasts, nameless, overflow
 from tests.support.command_line import run_process

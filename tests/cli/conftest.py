@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
 from millrace.cli import examining, showing
 from millrace.cli.main import run
 from millrace.compile.builder import build_engine

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench import core_share, effort
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import CHAT
+from millrace.bench.client import client_load, core_share
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import CHAT
 from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
-from millrace.bench.run import Load, Run
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
+from millrace.bench.run.run import Load, Run
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench import command as bench
 from millrace.cli.bench_flags import as_ours, told_and_written
@@ -271,7 +271,7 @@ def test_the_client_proves_that_it_keeps_pace(millrace: Millrace, url: str) -> N
 
 
 def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "SATURATED", 1e-4)
+    monkeypatch.setattr(client_load, "SATURATED", 1e-4)
     monkeypatch.setattr(core_share, "SHORTEST_S", 0.0)
     result = millrace("bench", url, *SMALL, "--json")
     told = json.loads(result.out)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench import core_share, effort, plan
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
-from millrace.bench.plan import Plan
-from millrace.bench.run import Run
-from millrace.bench.words import Words
+from millrace.bench.client import client_load, core_share
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
+from millrace.bench.run import plan
+from millrace.bench.run.plan import Plan
+from millrace.bench.run.run import Run
 from millrace.cli import bench_comparing, bench_sweeping
 from millrace.cli.bench_runner import Begins
 from tests.cli.conftest import Millrace
@@ -118,7 +119,7 @@ def test_a_sweep_of_embeddings(millrace: Millrace, url: str) -> None:
 def test_a_saturated_client_makes_sweep_and_compare_invalid(
     millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effort, "SATURATED", 1e-4)
+    monkeypatch.setattr(client_load, "SATURATED", 1e-4)
     monkeypatch.setattr(core_share, "SHORTEST_S", 0.0)
     few = ("--isl", "9", "--osl", "3", "--request-count", "3", "--certify-s", "0", "--json")
     told = json.loads(millrace("bench", "sweep", url, *few, "--most", "2").out)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.endpoints import ENDPOINTS
+from millrace.bench.client.endpoints import ENDPOINTS
 from millrace.bench.names import ENDPOINT_NAMES
 from millrace.cli.main import COMMANDS
 from millrace.compress.presets import ABOUT

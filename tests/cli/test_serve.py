@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.demo_load import Ask, ask
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.client.demo_client import Ask, ask
+from millrace.bench.run.server_process import ServerProcess
 from millrace.cli import examining
 from millrace.cli import serving as serve_command
 from millrace.machine.cpu import usable_cores

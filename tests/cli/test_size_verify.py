@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.demo_load import Ask, ask
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.client.demo_client import Ask, ask
+from millrace.bench.run.server_process import ServerProcess
 from millrace.size.simulation import capacity
 from tests.cli.conftest import Millrace
 

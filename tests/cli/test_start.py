@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.demo_load import Ask, ask
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.client.demo_client import Ask, ask
+from millrace.bench.run.server_process import ServerProcess
 from tests.support.command_line import environment
 
 FORBIDDEN = "torch transformers huggingface_hub rich scipy pandas"

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 
 FRAMEWORKS = {"torch", "transformers", "huggingface_hub", "rich", "scipy", "pandas"}  # folders of site-packages
 

@@ -15,7 +15,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from tests.e2e.conftest import built
 from tests.e2e.live import JSON
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
 from millrace.model_repository.request.tensors import DTYPES
 
 pytestmark = pytest.mark.nightly

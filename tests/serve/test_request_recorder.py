@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.files import read_requests
-from millrace.bench.words import Words
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.trace_files import read_requests
 from millrace.errors import ConfigError
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.service import ServiceOptions

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.bench.answer import Answer
-from millrace.bench.inputs import Turn
-from millrace.bench.run import Record
+from millrace.bench.client.request_record import Answer
+from millrace.bench.load.inputs import Turn
+from millrace.bench.run.run import Record
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.step_cost_model import Schedule
 from millrace.size.fit.verify import Part, Probe, Times, arrivals_of, figures

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.null_ledger import Sent
+from millrace.bench.null_server.ledger import Sent
 from tools.beside_aiperf.__main__ import Measured, compared, measured, theirs, true_of
 
 TRUTH = {"ttft_ms": 100.0, "itl_ms": 20.0, "tokens_per_s": 700.0}

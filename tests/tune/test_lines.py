@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.files import read_requests
-from millrace.bench.histogram import read_histogram
+from millrace.bench.load.length_histogram import read_histogram
+from millrace.bench.load.trace_files import read_requests
 from millrace.errors import ConfigError
 from millrace.tune import lines
 from millrace.tune.recording import read_recording

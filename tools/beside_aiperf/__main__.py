@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.bench.null_ledger import NullTiming, Sent
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import NullTiming, Sent
+from millrace.bench.null_server.process import NullProcess
 from tools.clients.catalogue import CLIENTS
 from tools.nightly.packages import BUILD, ROOT, environment
 

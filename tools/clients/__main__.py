@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from tools.clients.catalogue import CLIENTS, Gap
 from tools.clients.scripted import scripted
 from tools.nightly.packages import BUILD, environment, npm_commands, smollm2

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 
 PATH = "/v1/completions"
 MOST_GROWTH_BYTES = 24 * 2**20  # after the first fifth of the time, and an answer for each fifth client,

@@ -169,7 +169,7 @@ PARTS = (
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_TRITON),
         packages=("tritonclient[http,grpc]==2.73.0",),
         files=(
-            *BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py",
+            *BESIDE_TRITON, "src/millrace/bench/null_server/kserve.py", "src/millrace/bench/null_server/grpc.py",
             "src/millrace/serve/protocols/kserve", "src/millrace/model_repository", "src/millrace/model_repository",
         ),
     ),

@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from millrace.bench.certify import Certificate, certify, doubts, told_of
-from millrace.bench.compare import (
+from millrace.bench.analysis.compare import (
     Difference,
     Side,
     Written,
@@ -18,9 +17,10 @@ from millrace.bench.compare import (
     only_one_has,
     read_result,
 )
-from millrace.bench.compare_goodput import Satisfied, of_rounds, of_written
-from millrace.bench.goodput import Limits, check_limits, parse_limits
-from millrace.bench.plan import Plan, measure, planned, reached
+from millrace.bench.analysis.compare_goodput import Satisfied, of_rounds, of_written
+from millrace.bench.analysis.goodput import Limits, check_limits, parse_limits
+from millrace.bench.client.certify import Certificate, certify, doubts, told_of
+from millrace.bench.run.plan import Plan, measure, planned, reached
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench_flags import reseeded
 from millrace.cli.bench_runner import Begins, driven

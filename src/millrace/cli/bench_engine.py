@@ -5,12 +5,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from millrace.bench.compare import Side, interleaved
-from millrace.bench.in_process import EngineClient
-from millrace.bench.plan import Plan, driven_by, planned
-from millrace.bench.run import Run
+from millrace.bench.analysis.compare import Side, interleaved
+from millrace.bench.client.in_process import EngineClient
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.run.plan import Plan, driven_by, planned
+from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.words import Words
 from millrace.cli.bench_flags import reseeded
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.models import engine_of, opened

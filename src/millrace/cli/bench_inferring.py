@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from millrace.bench.infer.lines import Line, earlier
+from millrace.bench.infer.latency_curves import Line, earlier
 from millrace.bench.infer.measure import infer, infer_plan
 from millrace.bench.infer.results import PICTURE, answered, report, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings

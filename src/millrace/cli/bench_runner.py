@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import uvloop
 
-from millrace.bench.run import Run
+from millrace.bench.run.run import Run
 from millrace.cli.screen import Progress, progress
 
 T = TypeVar("T")

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from millrace.bench.certify import Certificate, certify, doubts, kept_up, told_of
-from millrace.bench.effort import Effort
-from millrace.bench.metrics import measured
-from millrace.bench.plan import Plan, measure, planned
-from millrace.bench.server_load import Watch
+from millrace.bench.analysis.metrics import measured
+from millrace.bench.client.certify import Certificate, certify, doubts, kept_up, told_of
+from millrace.bench.client.client_load import Effort
+from millrace.bench.report.sweep_page import sweep_page, sweep_plot
+from millrace.bench.run.plan import Plan, measure, planned
+from millrace.bench.run.server_load import Watch
+from millrace.bench.run.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept, throughput
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept, throughput
-from millrace.bench.sweep_page import sweep_page, sweep_plot
 from millrace.cli.bench_flags import check_pictures, ready_file, reseeded, told_and_written
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import made

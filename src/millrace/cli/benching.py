@@ -7,15 +7,15 @@ from typing import Any
 import click
 import uvloop
 
-from millrace.bench.certify import Certificate, certify
-from millrace.bench.exports import NAMES, write_results
-from millrace.bench.goodput import check_limits, parse_limits
-from millrace.bench.metrics import good
-from millrace.bench.plan import Plan, measure, planned, reached
-from millrace.bench.results import Finished, report
-from millrace.bench.run import Run
+from millrace.bench.analysis.goodput import check_limits, parse_limits
+from millrace.bench.analysis.latency_breakdown import TO_END, Waterfall, joined, traced
+from millrace.bench.analysis.metrics import good
+from millrace.bench.client.certify import Certificate, certify
+from millrace.bench.report.exports import NAMES, write_results
+from millrace.bench.report.results import Finished, report
+from millrace.bench.run.plan import Plan, measure, planned, reached
+from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.waterfall import TO_END, Waterfall, joined, traced
 from millrace.cli.bench_flags import check_pictures, ready_folder, told_and_written
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import made

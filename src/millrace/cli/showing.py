@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from millrace.api.offline_generate import generate
-from millrace.bench.demo_load import Ask, Heard, ask, ask_all, quantile
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.client.demo_client import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.screen import heading, note, pairs, print_json, size
 from millrace.cli.tables import Tables
 from millrace.compile.builder import build_engine

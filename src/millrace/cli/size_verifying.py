@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.bench_runner import driven
 from millrace.cli.models import engine_of
 from millrace.cli.options import made

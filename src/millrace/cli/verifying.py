@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace import __version__
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.screen import note, print_json
 from millrace.errors import ConfigError, plain
 from millrace.settings import read_given

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.infer.lines import earlier, labels
+from millrace.bench.infer.latency_curves import earlier, labels
 from millrace.bench.infer.results import report, write_results
-from millrace.bench.null_ledger import NullTiming
+from millrace.bench.null_server.ledger import NullTiming
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null
 from tests.bench.infer.test_infer import inferred

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from millrace.bench.answer import Answer, Failure
+from millrace.bench.client.request_record import Answer, Failure
 from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import InferTarget

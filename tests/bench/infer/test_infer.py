@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import uvloop
 
-from millrace.bench.answer import Answer, Failure
-from millrace.bench.effort import Effort
+from millrace.bench.client.client_load import Effort
+from millrace.bench.client.request_record import Answer, Failure
 from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
 from millrace.bench.infer.results import infer_page, perf_analyzer_csv, report, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC, HTTP
-from millrace.bench.null_ledger import FAULTS, NullTiming
-from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server.ledger import FAULTS, NullTiming
+from millrace.bench.null_server.process import NullProcess
 from millrace.errors import ConfigError, MachineError
 from millrace.model_repository.request.tensors import DTYPES, Tensor, objects
 from tests.bench.conftest import Null

@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from millrace.bench import null_kserve as kserve
+from millrace.bench.infer.grpc_transport import OverGrpc
+from millrace.bench.infer.http_transport import OverHttp
 from millrace.bench.infer.inputs import batches, drawn, parse_shapes, read_items, synthetic
 from millrace.bench.infer.model import Model, Spec, told_model
-from millrace.bench.infer.over_grpc import OverGrpc
-from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import numbers
 from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC
+from millrace.bench.null_server import kserve as kserve
 from millrace.errors import ConfigError, MachineError
 from millrace.model_repository.request.tensors import DTYPES, Array, Tensor, from_raw, objects
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message

@@ -6,22 +6,22 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.answer import Answer, Failure, Question
-from millrace.bench.arrivals import Arrivals
-from millrace.bench.certify import Certificate, certificate_of, kept_up
-from millrace.bench.effort import Effort
+from millrace.bench.analysis.metrics import Metrics, measured
+from millrace.bench.client.certify import Certificate, certificate_of, kept_up
+from millrace.bench.client.client_load import Effort
+from millrace.bench.client.request_record import Answer, Failure, Question
+from millrace.bench.infer.http_transport import OverHttp
 from millrace.bench.infer.inputs import RANDOM, ZERO, batches, parse_shapes, read_items, synthetic
 from millrace.bench.infer.model import Model, whole
-from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import Level, LevelSettings, ModelSettings, levels
 from millrace.bench.infer.target import InferTarget, Transport
-from millrace.bench.inputs import Session, Turn
-from millrace.bench.metrics import Metrics, measured
+from millrace.bench.load.arrivals import Arrivals
+from millrace.bench.load.inputs import Session, Turn
 from millrace.bench.names import GRPC, HTTP
-from millrace.bench.null_ledger import NullTiming
-from millrace.bench.null_process import NullProcess
-from millrace.bench.plan import parsed_headers
-from millrace.bench.run import Load, Run
+from millrace.bench.null_server.ledger import NullTiming
+from millrace.bench.null_server.process import NullProcess
+from millrace.bench.run.plan import parsed_headers
+from millrace.bench.run.run import Load, Run
 from millrace.errors import ConfigError
 from millrace.model_repository.request.tensors import Tensor
 from millrace.serve.protocols.kserve.grpc.extra import check_grpc
@@ -83,7 +83,7 @@ def infer_plan(url: str, what: ModelSettings, load: LevelSettings) -> InferPlan:
     parse_shapes(what.shape)
     binary, headers = what.tensor_format == "binary", parsed_headers(what.header)
     if what.protocol == GRPC:
-        from millrace.bench.infer.over_grpc import check_headers  # an extra
+        from millrace.bench.infer.grpc_transport import check_headers  # an extra
 
         check_headers(headers)
     target = InferTarget(url, what.model, what.model_version, what.protocol, binary, headers, what.timeout_s)
@@ -116,7 +116,7 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
 
 def transport(target: InferTarget, at_a_time: int) -> Transport:
     if target.protocol == GRPC:
-        from millrace.bench.infer.over_grpc import OverGrpc  # an extra
+        from millrace.bench.infer.grpc_transport import OverGrpc  # an extra
 
         return OverGrpc(target, at_a_time)
     return OverHttp(target)

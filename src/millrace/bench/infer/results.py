@@ -10,10 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from millrace.bench.certify import Certificate, doubts, kept_up
-from millrace.bench.infer.lines import SCHEMA, Line, labels, lines_of
+from millrace.bench.client.certify import Certificate, doubts, kept_up
+from millrace.bench.infer.latency_curves import SCHEMA, Line, labels, lines_of
 from millrace.bench.infer.measure import Inferred, Point
-from millrace.bench.results import DEFINITIONS
+from millrace.bench.report.results import DEFINITIONS
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 from millrace.report.png import png

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from millrace.bench.answer import Answer
+from millrace.bench.client.request_record import Answer
 from millrace.bench.infer.model import Model
 from millrace.bench.names import HTTP
 from millrace.model_repository.request.tensors import Tensor

@@ -13,13 +13,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from millrace.bench.answer import Answer
-from millrace.bench.client import Client
-from millrace.bench.metrics import itl_ms, last_s, latency_ms, ttft_ms
-from millrace.bench.plan import Plan, driven_by, fitted_words, planned
-from millrace.bench.run import Record, Run
+from millrace.bench.analysis.metrics import itl_ms, last_s, latency_ms, ttft_ms
+from millrace.bench.client.client import Client
+from millrace.bench.client.request_record import Answer
+from millrace.bench.load.prompt_text import Words
+from millrace.bench.run.plan import Plan, driven_by, fitted_words, planned
+from millrace.bench.run.run import Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.words import Words
 from millrace.errors import ConfigError, MachineError
 from millrace.runtime.scheduling.step_cost_model import Schedule, StepProfile
 from millrace.size.fit.steps import MOST_BYTES, PATH, Ran, StepRow, errors, fit_steps, pace, read_steps, spread

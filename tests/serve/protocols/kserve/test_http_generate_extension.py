@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.bench.answer import Answer, Message, Question
-from millrace.bench.client import Client, Target
-from millrace.bench.endpoints import ENDPOINTS
+from millrace.bench.client.client import Client, Target
+from millrace.bench.client.endpoints import ENDPOINTS
+from millrace.bench.client.request_record import Answer, Message, Question
 from tests.support.kserve import ID
 from tests.support.python_models import HEAD, SAY, write
 from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from millrace.bench.server_process import ServerProcess
+from millrace.bench.run.server_process import ServerProcess
 from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.python_backend.stub import bytes_tensors
 from millrace.model_repository.request import concatenation

@@ -1,0 +1,129 @@
+"""The null server by KServe's gRPC: the same models, times and record as over HTTP."""
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import grpc
+
+from millrace.bench.null_server import kserve as kserve
+from millrace.bench.null_server.ledger import Ledger
+from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, message
+
+_CODES = {400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND}
+_UNBOUNDED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+async def started(ledger: Ledger, host: str) -> int:
+    """Its port."""
+    server = grpc.aio.server(options=_UNBOUNDED)
+    service = _Service(ledger)
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(
+            call, message(f"{name}Request").FromString, message(f"{name}Response").SerializeToString
+        )
+        for name, call in service.calls().items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.strip("/"), handlers),))
+    port: int = server.add_insecure_port(f"{host}:0")
+    await server.start()
+    service.server = server  # which ends with the last reference to it
+    return port
+
+
+class _Service:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self.server = ledger, None
+
+    def calls(self) -> dict[str, Callable[[Any, Any], Any]]:
+        return {
+            "ServerLive": self._live, "ServerReady": self._ready, "ServerMetadata": self._metadata,
+            "ModelReady": self._model_ready, "ModelMetadata": self._model_metadata, "ModelConfig": self._config,
+            "ModelStatistics": self._statistics, "ModelInfer": self._infer,
+        }  # fmt: skip
+
+    async def _live(self, asked: Any, context: Any) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def _ready(self, asked: Any, context: Any) -> Any:
+        return message("ServerReadyResponse")(ready=True)
+
+    async def _metadata(self, asked: Any, context: Any) -> Any:
+        return message("ServerMetadataResponse")(name="null", version=kserve.VERSION, extensions=kserve.EXTENSIONS)
+
+    async def _model(self, asked: Any, context: Any) -> kserve.Model:
+        try:
+            return kserve.model_of(asked.name, asked.version)
+        except kserve.RefusedError as error:
+            return await context.abort(_CODES[error.status], str(error))  # type: ignore[no-any-return]  # it raises
+
+    async def _model_ready(self, asked: Any, context: Any) -> Any:
+        return message("ModelReadyResponse")(ready=kserve.has_model(asked.name, asked.version))
+
+    async def _model_metadata(self, asked: Any, context: Any) -> Any:
+        told = (await self._model(asked, context)).metadata()
+        return message("ModelMetadataResponse")(**told)
+
+    async def _config(self, asked: Any, context: Any) -> Any:
+        told = (await self._model(asked, context)).config(self._ledger.timing.instances)
+        return message("ModelConfigResponse")(config=told)
+
+    async def _statistics(self, asked: Any, context: Any) -> Any:
+        model = await self._model(asked, context)
+        return message("ModelStatisticsResponse")(model_stats=[kserve.statistics(model.name, self._ledger.truth)])
+
+    async def _infer(self, asked: Any, context: Any) -> Any:
+        name = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        try:
+            model = kserve.model_of(asked.model_name, asked.model_version)
+            outputs, n = model.echoed(_inputs(asked))
+        except kserve.RefusedError as error:
+            await context.abort(_CODES[error.status], str(error))
+        sent, fault = self._ledger.inferred(name, model.name, n), self._ledger.fault_of(len(self._ledger.truth) - 1)
+        reply = message("ModelInferResponse")(
+            model_name=model.name, model_version=kserve.VERSION, id=asked.id,
+            outputs=[{"name": t.name, "datatype": t.datatype, "shape": t.shape} for t in outputs],
+            raw_output_contents=[t.data for t in outputs],
+        )  # fmt: skip
+        await asyncio.sleep(sent.arrived_s + sent.due_s[0] - time.perf_counter())
+        match fault:
+            case "stall":
+                await asyncio.Event().wait()
+            case "malformed":
+                return message("ModelInferResponse")(model_name=model.name)
+            case str():
+                await context.abort(grpc.StatusCode.INTERNAL, "as it was told to")
+        sent.sent_s.append(time.perf_counter())
+        sent.n_tokens.append(n)
+        return reply
+
+
+def _inputs(asked: Any) -> list[kserve.Tensor]:
+    """raises RefusedError, as Triton words it"""
+    found, raw = [], list(asked.raw_input_contents)
+    if raw and len(raw) != len(asked.inputs):
+        raise kserve.RefusedError(f"expected {len(asked.inputs)} raw inputs, got {len(raw)}")
+    for i, one in enumerate(asked.inputs):
+        if raw and one.HasField("contents"):
+            raise kserve.RefusedError(
+                f"contents field must not be specified when using raw_input_contents for '{one.name}'"
+            )
+        data = raw[i] if raw else _packed(one)
+        try:
+            kserve.check(one.name, one.datatype, one.shape, data)
+        except (struct.error, ValueError, KeyError) as error:
+            raise kserve.RefusedError(f"input '{one.name}': {error}") from None
+        found.append(kserve.Tensor(one.name, one.datatype, tuple(one.shape), data))
+    return found
+
+
+def _packed(one: Any) -> bytes:
+    if one.datatype not in CONTENTS:
+        raise kserve.RefusedError(f"{one.datatype} data has to be raw")
+    values = getattr(one.contents, CONTENTS[one.datatype])
+    if one.datatype == "BYTES":
+        return kserve.join_bytes(values)
+    return struct.pack(f"<{prod(one.shape)}{kserve.FORMATS[one.datatype]}", *values)

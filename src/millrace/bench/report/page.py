@@ -1,0 +1,202 @@
+"""A run as one offline page: the plots that the field looks at, each with its verdict in figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from millrace.bench.analysis.intervals import Interval
+from millrace.bench.analysis.latency_breakdown import TO_END, TO_FIRST, Waterfall, gone
+from millrace.bench.analysis.metrics import good, last_s, latency_ms, ttft_ms
+from millrace.bench.client.request_record import Answer
+from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
+from millrace.bench.report.results import Finished, report
+from millrace.bench.run.plan import patterns
+from millrace.bench.run.run import Record
+from millrace.report.page import render
+from millrace.report.plots import Axis, Plot, some
+from millrace.report.png import png
+
+_BINS, _POSITIONS, _LANES = 24, 60, 300
+_BOX = (5, 25, 50, 75, 95)
+
+
+def bench_page(done: Finished) -> str:
+    """The whole page."""
+    return render(Path(__file__).with_name("bench_page.html"), told=report(done), plots=plots_of(done))
+
+
+def plots_of(done: Finished) -> list[dict[str, Any]]:
+    """Each with `title`, `svg` and `verdict`, in their order."""
+    records, answers = done.run.records, good(done.run.records)
+    plots = [
+        lengths(answers), ttft(answers), positions(answers), *boxes(records), waterfall(done.waterfall), timeline(done)
+    ]  # fmt: skip
+    return [p for p in plots if p is not None]
+
+
+def pictures(done: Finished) -> dict[str, bytes]:
+    """The same as PNG, by their files' names."""
+    return {f"{p['title'].lower().replace(' ', '-')}.png": png(p["svg"]) for p in plots_of(done)}
+
+
+def _drawn(title: str, svg: Markup, verdict: str) -> dict[str, Any]:
+    return {"title": title, "svg": svg, "verdict": verdict}
+
+
+def lengths(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Input against output length, each square as dark as it is full."""
+    x = np.array([a.n_prompt for a in answers if a.n_prompt is not None], dtype=np.float64)
+    y = np.array([a.n_output for a in answers if a.n_prompt is not None], dtype=np.float64)
+    if not x.size:
+        return None
+    across, up = Axis.over("input tokens", x.tolist()), Axis.over("output tokens", y.tolist())
+    counts, x_edges, y_edges = np.histogram2d(x, y, _BINS, [(across.low, across.high), (up.low, up.high)])
+    plot = Plot(across, up)
+    for i, j in np.argwhere(counts > 0):
+        n = counts[i, j]
+        says = (
+            f"{n:.0f} requests of {x_edges[i]:.0f} to {x_edges[i + 1]:.0f} and {y_edges[j]:.0f} to {y_edges[j + 1]:.0f}"
+        )
+        plot.box((x_edges[i], y_edges[j]), (x_edges[i + 1], y_edges[j + 1]), 0, 0.15 + 0.85 * n / counts.max(), says)
+    verdict = f"{x.size} answers: {_middle(x)} input tokens, {_middle(y)} output tokens."
+    return _drawn("Input and output lengths", plot.svg("histogram of input and output lengths"), verdict)
+
+
+def _middle(values: "np.ndarray[Any, np.dtype[np.float64]]") -> str:
+    low, middle, high = np.percentile(values, (5, 50, 95))
+    return f"{middle:,.0f} (5 % to 95 %: {low:,.0f} to {high:,.0f})"
+
+
+def ttft(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    points = [(float(a.n_prompt), t) for a in answers if a.n_prompt is not None and (t := ttft_ms(a)) is not None]
+    if not points:
+        return None
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    plot = Plot(Axis.over("input tokens", xs), Axis.over("ms to the first token", ys))
+    plot.dots(xs, ys)
+    fit = ttft_by_length(answers)
+    if fit is None:
+        verdict = "Prompts are all of one length: no slope."
+    else:
+        ends = np.clip([fit.start + fit.slope * x for x in (min(xs), max(xs))], plot.y.low, plot.y.high)
+        plot.line([min(xs), max(xs)], ends.tolist(), 1)
+        verdict = f"{1e3 * fit.slope:+.1f} ms per 1,000 input tokens{_interval(fit.interval, 1e3)}."
+    return _drawn("Time to first token against input length", plot.svg("time to first token by input length"), verdict)
+
+
+def positions(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    at, gaps = gaps_by_position(answers)
+    if at.size < 2:
+        return None
+    edges = np.linspace(at.min(), at.max() + 1, min(_POSITIONS, int(at.max() - at.min()) + 1) + 1)
+    which = np.digitize(at, edges) - 1
+    found = [(edges[i] + edges[i + 1]) / 2 for i in np.unique(which)]
+    middle = [float(np.median(gaps[which == i])) for i in np.unique(which)]
+    high = [float(np.percentile(gaps[which == i], 90)) for i in np.unique(which)]
+    plot = Plot(
+        Axis.over("output token", found), Axis.over("ms a token: median, and 90th percentile above", high + middle)
+    )
+    plot.line(found, high, 1)
+    plot.line(found, middle, 0)
+    drift = itl_drift(answers)
+    verdict = "Answers are too short for a drift." if drift is None else (
+        f"A token of an answer's second half takes {drift.percent:+.1f} % longer than one of its first half"
+        f"{_interval(drift.interval)}."
+    )  # fmt: skip
+    return _drawn("Inter-token latency along the answer", plot.svg("time between tokens by position"), verdict)
+
+
+def boxes(records: Sequence[Record]) -> list[dict[str, Any] | None]:
+    """Of completion and of TTFT; one box for each pattern of a mix."""
+    parts = patterns(records) or {"all": list(records)}
+    return [
+        _boxes("Time to completion", {k: [latency_ms(a) for a in good(v)] for k, v in parts.items()}),
+        _boxes(
+            "Time to first token", {k: [t for t in map(ttft_ms, good(v)) if t is not None] for k, v in parts.items()}
+        ),
+    ]
+
+
+def _boxes(title: str, values: dict[str, list[float]]) -> dict[str, Any] | None:
+    values = {name: found for name, found in values.items() if found}
+    if not values:
+        return None
+    flat = [v for found in values.values() for v in found]
+    plot = Plot(Axis.over("ms", flat), Axis("", -0.6, len(values) - 0.4, list(values)), height=90 + 50 * len(values))
+    for i, found in enumerate(values.values()):
+        p5, p25, p50, p75, p95 = np.percentile(found, _BOX).tolist()
+        plot.line([p5, p95], [i, i], 4)
+        plot.box((p25, i - 0.28), (p75, i + 0.28), 0, 0.8, f"25 % to 75 %: {p25:,.1f} to {p75:,.1f} ms")
+        plot.line([p50, p50], [i - 0.28, i + 0.28], 1)
+        plot.dots([max(found)], [float(i)], 1)
+    said = (
+        f"{spread_percent(found) or 0:.0f} % of the median" + f" ({n})" * (len(values) > 1)
+        for n, found in values.items()
+    )
+    verdict = f"From the 10th to the 90th percentile: {', '.join(said)}. Whiskers 5 % and 95 %, the dot is the slowest."
+    return _drawn(title, plot.svg(f"box plot: {title}"), verdict)
+
+
+def waterfall(found: Waterfall | None) -> dict[str, Any] | None:
+    """To the first token, stage by stage: requests in the middle, and the slowest."""
+    slow = None if found is None else gone(found.to_first, TO_FIRST)
+    if found is None or slow is None:
+        return None
+    lanes = {"the slowest": slow.slow, "usual": slow.usual}
+    plot = Plot(
+        Axis.over("ms to the first token", [sum(means.values()) for means in lanes.values()]),
+        Axis("", -0.6, len(lanes) - 0.4, list(lanes)), height=190,
+    )  # fmt: skip
+    for lane, means in enumerate(lanes.values()):
+        begin = 0.0
+        for kind, (stage, ms) in enumerate(means.items()):
+            plot.box((begin, lane - 0.3), (begin + ms, lane + 0.3), kind, says=f"{stage}: {ms:,.1f} ms")
+            begin += ms
+    last = gone(found.to_end, TO_END)
+    stages = ", ".join(f"{stage} {slow.slow[stage]:,.1f} ms (usually {slow.usual[stage]:,.1f})" for stage in TO_FIRST)
+    verdict = f"To the first token {slow.says}: {stages}." + ("" if last is None else f" To its end {last.says}.")
+    return _drawn("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
+
+
+def timeline(done: Finished) -> dict[str, Any] | None:
+    """Each request a line: waiting here, waiting for its first token, reading; a failure ends in a dot."""
+    records = some_records(sorted(done.run.records, key=lambda r: r.answer.sent_s))
+    if not records:
+        return None
+    start_s = done.run.started_s
+    ends = [max(last_s(r.answer), r.answer.end_s) - start_s for r in records]
+    plot = Plot(Axis.over("seconds", ends), Axis("request", -1, len(records)), height=min(900, 90 + 3 * len(records)))
+    for lane, record in enumerate(records):
+        a, end_s = record.answer, max(last_s(record.answer), record.answer.end_s)
+        first_s = a.chunk_s[0] if a.chunk_s else end_s
+        for kind, begin, end in ((4, a.intended_s, a.sent_s), (1, a.sent_s, first_s), (0, first_s, end_s)):
+            if end > begin:
+                plot.box((max(begin - start_s, 0), lane - 0.4), (end - start_s, lane + 0.4), kind)
+        if a.failure is not None:
+            plot.dots([end_s - start_s], [float(lane)], 1)
+    shown = "" if len(records) == len(done.run.records) else f" {len(records)} of {len(done.run.records)} are drawn."
+    verdict = (
+        f"{_later_is_slower(done)} Orange waits for its first token, blue is being answered, grey waited here.{shown}"
+    )
+    return _drawn("Timeline", plot.svg("timeline of requests"), verdict)
+
+
+def _later_is_slower(done: Finished) -> str:
+    answers = good(done.run.records)
+    x = np.array([a.sent_s - done.run.started_s for a in answers], dtype=np.float64)
+    fit = fitted(x, np.array([latency_ms(a) for a in answers]))
+    if fit is None:
+        return ""
+    return f"Latency grows by {fit.slope:+.2f} ms with each second of the run{_interval(fit.interval)}."
+
+
+def some_records(records: Sequence[Record]) -> list[Record]:
+    chosen = some([float(i) for i in range(len(records))], _LANES)
+    return [records[int(i)] for i in chosen]
+
+
+def _interval(interval: Interval | None, times: float = 1.0) -> str:
+    return "" if interval is None else f" (95 %: {times * interval[0]:+.1f} to {times * interval[1]:+.1f})"

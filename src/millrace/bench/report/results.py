@@ -1,0 +1,197 @@
+"""A finished run as data: the report that is shown and printed as JSON, and one line for each request.
+
+Nothing of a text is kept; from the lines every metric can be computed again.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from millrace.bench.analysis.goodput import Limits, goodput
+from millrace.bench.analysis.intervals import Summary
+from millrace.bench.analysis.latency_breakdown import Waterfall, told_of
+from millrace.bench.analysis.metrics import (
+    CHUNK_GAP,
+    CHUNK_GAP_SAYS,
+    NOT_COUNTED,
+    OTHERS,
+    OURS,
+    Metrics,
+    Rate,
+    measured,
+)
+from millrace.bench.client.certify import Certificate, doubts, kept_up
+from millrace.bench.client.client_load import Effort
+from millrace.bench.run.plan import Plan, patterns
+from millrace.bench.run.run import Record, Run
+
+SCHEMA = 1
+OSL_OFF = 0.1  # of the tokens asked for: what more than half of the answers miss by more is said
+DEFINITIONS = {m.name: (m.unit, m.definition) for m in (*OURS, *OTHERS)} | {CHUNK_GAP: ("ms", CHUNK_GAP_SAYS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run, what was measured of it, and when it was, in seconds since 1970 at the clock's zero."""
+
+    plan: Plan
+    run: Run
+    metrics: Metrics
+    limits: Sequence[Limits]
+    epoch_s: float
+    effort: Effort  # of this client
+    certificate: Certificate | None = None
+    waterfall: Waterfall | None = None  # where the server tells of each request
+    contradicted: bool = False  # it told what cannot be
+
+    @classmethod
+    def of(
+        cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None,
+        waterfall: Waterfall | None = None,
+    ) -> "Finished":  # fmt: skip
+        """A waterfall that contradicts what the client saw is left out, and that is said."""
+        epoch_s, contradicted = time.time() - time.perf_counter(), waterfall is not None and waterfall.contradicts
+        return cls(
+            plan,
+            run,
+            measured(run.records),
+            limits,
+            epoch_s,
+            Effort.of(run),
+            certificate,
+            None if contradicted else waterfall,
+            contradicted,
+        )
+
+    @property
+    def valid(self) -> bool | None:
+        """Whether the client kept up: what a saturated one stamps is its own lateness. None: as far as is known"""
+        return kept_up(self.certificate, [self.effort])
+
+
+def report(done: Finished) -> dict[str, Any]:
+    """JSON-able. Times in ms, each metric with its definition."""
+    return {
+        "schema": SCHEMA,
+        **_whom(done.plan),
+        "load": _load(done.plan),
+        "started": _iso(done.epoch_s + done.run.started_s),
+        "ended_early": done.run.ended or None,
+        "valid": done.valid,
+        "client": {
+            "cpu_share": done.run.share.mean,
+            **asdict(done.effort),
+            "certificate": None
+            if done.certificate is None
+            else {**asdict(done.certificate), "holds": done.certificate.holds},
+        },
+        **_figures(done.run.records, done.metrics, done.limits),
+        "patterns": {
+            label: _figures(records, measured(records), done.limits)
+            for label, records in patterns(done.run.records).items()
+        },
+        "waterfall": None if done.waterfall is None else told_of(done.waterfall),
+        "notes": notes(done),
+    }
+
+
+def _whom(plan: Plan) -> dict[str, str | None]:
+    """An engine in this process has no URL, no endpoint, and no other name."""
+    target = plan.target
+    names = {"url": target.url, "endpoint": target.endpoint.name, "model": target.model, "engine": None}
+    return {**dict.fromkeys(names), "engine": plan.engine} if plan.engine else names
+
+
+def _figures(records: Sequence[Record], metrics: Metrics, limits: Sequence[Limits]) -> dict[str, Any]:
+    return {
+        "requests": {"whole": metrics.n, "failed": metrics.n_failed, "by_failure": metrics.failures},
+        "duration_s": metrics.duration_s,
+        "mean_concurrency": metrics.mean_concurrency,
+        "token_source": metrics.token_source,
+        "output_tokens_per_s": _rate(metrics.output_tokens_per_s),
+        "requests_per_s": _rate(metrics.requests_per_s),
+        "goodput": [
+            {"limits": g.limits.says, "requests_per_s": g.requests_per_s, "share": g.share, "interval": g.interval}
+            for g in (goodput(records, one, metrics.duration_s) for one in limits)
+        ],
+        "metrics": {name: _metric(name, found) for name, found in metrics.of_requests.items()},
+    }
+
+
+def _metric(name: str, found: Summary) -> dict[str, Any]:
+    unit, definition = DEFINITIONS[name]
+    return {
+        "unit": unit, "definition": definition, "n": found.n, "mean": found.mean, "std": found.std, "min": found.min,
+        "max": found.max, **{f"p{p}": value for p, value in found.percentiles.items()}, "intervals": found.intervals,
+    }  # fmt: skip
+
+
+def _rate(rate: Rate) -> dict[str, Any]:
+    return {"value": rate.value, "interval": rate.interval}
+
+
+def _load(plan: Plan) -> dict[str, Any]:
+    load, arrivals = plan.load, plan.load.arrivals
+    return {
+        "concurrency": load.concurrency, "request_rate": arrivals.rate_per_s if arrivals else None,
+        "arrival_pattern": arrivals.pattern if arrivals else None, "requests": load.n_sessions,
+        "duration_s": load.duration_s, "warm_up": plan.warm_up, "seed": load.seed,
+    }  # fmt: skip
+
+
+def notes(done: Finished) -> list[str]:
+    """What a reader of the figures has to know."""
+    answers = [r for r in done.run.records if r.answer.failure is None]
+    said = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
+    said += doubts(done.certificate, [done.effort], "in the run")
+    kinds: dict[str, str] = {}
+    for r in done.run.records:
+        if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:
+            kinds.setdefault(str(r.answer.failure), r.answer.detail)
+    said += [f"{done.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()]
+    has_output = done.plan.target.endpoint.streams  # embeddings have none
+    wanted = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens and has_output]
+    off = sum(abs(got - asked) > OSL_OFF * asked for asked, got in wanted)
+    if off > len(wanted) / 2:
+        said.append(
+            f"{off} of {len(wanted)} answers were not of the length asked for; --ignore-eos asks for exactly it."
+        )
+    if done.contradicted:
+        said.append("Where the time went is left out: the server tells of requests that took longer than we waited.")
+    if answers and all(r.answer.n_prompt is None for r in answers):
+        said.append("The server tells no input lengths: prompts have as many words as tokens were asked for.")
+    n_chunks = sum(len(r.answer.chunk_s) for r in answers)
+    n_reads = sum(len(set(r.answer.chunk_s)) for r in answers)
+    if n_chunks > 1.1 * n_reads:
+        said.append(
+            f"{n_chunks / n_reads:.1f} chunks came in one read: times between chunks tell little, ITL is by tokens."
+        )
+    if done.metrics.n and done.metrics.token_source != "the server's usage" and has_output:
+        said.append(f"Output tokens are from {done.metrics.token_source}.")
+    return said
+
+
+def line_of(record: Record, epoch_s: float) -> str:
+    """One request as JSON. Times in ms after its sending; n_intended: what was asked for"""
+    a = record.answer
+    return json.dumps(
+        {
+            "id": a.id, "session": record.session, "turn": record.number, "pattern": record.label,
+            "sent": round(epoch_s + a.sent_s, 6), "intended_ms": _ms(a.intended_s - a.sent_s),
+            "chunk_ms": [_ms(at_s - a.sent_s) for at_s in a.chunk_s], "chunk_tokens": a.chunk_tokens,
+            "end_ms": _ms(a.end_s - a.sent_s), "n_prompt": a.n_prompt, "n_prompt_asked": record.turn.n_input,
+            "n_output": a.n_output, "n_output_told": a.n_told, "n_output_asked": record.turn.max_tokens,
+            "finish_reason": a.finish_reason, "status": a.status,
+            "failure": None if a.failure is None else str(a.failure), "detail": a.detail,
+        }
+    )  # fmt: skip
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 4)
+
+
+def _iso(epoch_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(epoch_s))
