@@ -25,7 +25,7 @@ from benchmarks import shapes
 from benchmarks.record import count, judged, provenance, write_result
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.source import Source
-from millrace.compress.collect import collect, samples
+from millrace.compress.calibration.calibration_pass import collect, samples
 from millrace.compress.presets import SAMPLES
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.windows import Windows

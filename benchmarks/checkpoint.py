@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.config import ModelConfig
-from millrace.compile.random_source import source_of
+from millrace.compile.random_weights import source_of
 from millrace.kernels.convert.ref import to_bf16
 
 CONTEXT = 2048

@@ -33,21 +33,21 @@ from benchmarks.record import commit, count, judged_surely, provenance, write_re
 from millrace.bench.analysis.intervals import student_t
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
-from millrace.compile.find import BUNDLED
 from millrace.compile.precision import PrecisionMap
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.compress.budget import candidates
-from millrace.compress.calibrated import by_statistics
-from millrace.compress.candidates import Shelf, recipe_of, survey
-from millrace.compress.collect import collect, samples
+from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.calibration.calibration_pass import collect, samples
+from millrace.compress.calibration.statistics import Statistics
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.cost import nbytes
-from millrace.compress.measure import Reference
-from millrace.compress.mix import mixed
-from millrace.compress.plan import plan
+from millrace.compress.compression_plan import plan
+from millrace.compress.measure.accuracy import Reference
+from millrace.compress.measure.cost import nbytes
 from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import PRESETS, Recipe
-from millrace.compress.statistics import Statistics
+from millrace.compress.search.candidates import Shelf, recipe_of, survey
+from millrace.compress.search.loss_bound import candidates
+from millrace.compress.search.mixed_precision import mixed
 from millrace.evaluate.divergence import Score
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.windows import Windows, windows_of

@@ -41,8 +41,8 @@ from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compile.tune.tuner import Tuning
 from millrace.engine.engine import Engine

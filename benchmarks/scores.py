@@ -23,15 +23,15 @@ from typing import Any
 from benchmarks.compression import WINDOWS, Texts, of_a_text, of_the_world
 from benchmarks.record import count, provenance, write_result
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.compress.calibrated import by_statistics
-from millrace.compress.collect import collect
+from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.calibration.calibration_pass import collect
+from millrace.compress.calibration.statistics import Statistics
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.plan import plan
+from millrace.compress.compression_plan import plan
 from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import PRESETS
-from millrace.compress.statistics import Statistics
 
 BASE = "bf16"
 RECIPES = ("int8-wo", "int8-sq", "fp8", "fp8-gptq", "int4-wo", "int4-gptq", "int4-gptq-clip", "int4-awq")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from millrace.checkpoint.config import ModelConfig, RopeConfig
-from millrace.compile.random_source import source_of
+from millrace.compile.random_weights import source_of
 from millrace.compile.source import Source
 
 _BASE = ModelConfig(

@@ -13,7 +13,7 @@ from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.runtime.loop import EngineLoop

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import LLAMA_8B, TINY, RandomExecutor, random_executor
 from millrace.checkpoint.config import ModelConfig
-from millrace.compile.cache.timings import TimingCache
+from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.tune.gpu_tiles import DeviceTuner, check_choice, machine_key
 from millrace.engine.cuda.found import CPU, find_gpu
 from millrace.engine.cuda.rates import DeviceRates, wait_for

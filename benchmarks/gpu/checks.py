@@ -19,7 +19,7 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
-from millrace.compile.random_source import source_of
+from millrace.compile.random_weights import source_of
 from millrace.compile.source import Source
 from millrace.engine.cuda import plain, triton_kernels
 from millrace.engine.cuda.executor import CudaExecutor

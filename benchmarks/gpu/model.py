@@ -13,7 +13,7 @@ from millrace.compile.lower_gpu.memory import needs_of
 from millrace.compile.lower_gpu.placement import placement_of
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
-from millrace.compile.random_source import source_of
+from millrace.compile.random_weights import source_of
 from millrace.engine.cuda.buckets import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import CPU, Gpu, find_gpu

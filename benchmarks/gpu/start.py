@@ -15,8 +15,8 @@ from millrace.bench.run.server_process import ServerProcess
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.compile.builder import Builder
-from millrace.compile.lower_gpu.built import built_engine
-from millrace.compile.lower_gpu.device import device_engine
+from millrace.compile.lower_gpu.from_checkpoint import device_engine
+from millrace.compile.lower_gpu.from_engine import built_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import CPU
 from millrace.engine.engine import Engine

@@ -26,7 +26,7 @@ from benchmarks.record import count, judged, provenance, write_result
 from benchmarks.tensors.load import cpu_s, h2load_version
 from benchmarks.tensors.request import GRPC_SERVICE
 from millrace.bench.run.server_process import ServerProcess
-from millrace.compile.find import find_engine
+from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.env import read_env

@@ -26,9 +26,9 @@ from benchmarks.compression import (
 )
 from benchmarks.record import RESULTS
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compress.calibrated import statistics_of
-from millrace.compress.candidates import Shelf
-from millrace.compress.plan import plan
+from millrace.compress.calibration.calibrated_methods import statistics_of
+from millrace.compress.compression_plan import plan
+from millrace.compress.search.candidates import Shelf
 from millrace.evaluate.divergence import Score, Tokens
 from millrace.evaluate.windows import Windows, windows_of
 from tests.compress.conftest import first_layers

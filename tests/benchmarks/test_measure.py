@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import __main__ as alone
 from benchmarks.measure import counted, read_per_step, share_of_bandwidth
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from tests.support.engines import build
 
 

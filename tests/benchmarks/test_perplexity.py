@@ -24,7 +24,7 @@ from benchmarks.perplexity import (
     tiny_text,
 )
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
 from millrace.errors import RequestError

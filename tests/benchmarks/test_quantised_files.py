@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.perplexity import Text, Variant, ours, tiny_text
 from benchmarks.recipes import llama_cpps
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.evaluate.divergence import LogProbs, Reader
 from tests.support.gguf_files import write_gguf
 

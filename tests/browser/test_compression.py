@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.compress.page import PAGE, write_page
-from millrace.compress.record import RECORD
+from millrace.compress.checkpoint.compression_record import RECORD
+from millrace.compress.report.page import PAGE, write_page
 from tests.browser.conftest import DESKTOP, PHONE, Open
 from tests.browser.looks import CONTRAST, contrasts, nameless, overflow
 from tests.compress.test_page import WHOLE, WORST

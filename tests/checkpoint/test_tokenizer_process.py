@@ -13,7 +13,7 @@ import pytest
 
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import CheckpointError
 
 TINY = BUNDLED / "tiny"

@@ -12,7 +12,7 @@ from millrace.bench.null_server.process import NullProcess
 from millrace.cli import examining, showing
 from millrace.cli.main import run
 from millrace.compile.builder import build_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.probe import roofline_here
 from millrace.kernels.library import usable_isas

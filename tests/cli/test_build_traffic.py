@@ -9,7 +9,7 @@ import pytest
 from millrace.cli.build_flags import TrafficSettings
 from millrace.cli.build_told import Figures
 from millrace.cli.build_traffic import chosen
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.engine.tactics import read_tactics

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace import LLM, SamplingParams
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from tests.cli.conftest import Millrace
 

@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_saved_to(talk: Talk) -> None:
 
 
 def test_a_model_without_a_template(millrace: Millrace, tmp_path: Path) -> None:
-    from millrace.compile.find import BUNDLED
+    from millrace.compile.resolve_model import BUNDLED
 
     folder = tmp_path / "plain"
     folder.mkdir()

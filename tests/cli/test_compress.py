@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import compression
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import MachineError
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint

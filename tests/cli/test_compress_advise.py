@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import compress_advise
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compress.presets import BATCH
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.compile.find import BUNDLED
-from millrace.compress import search as search_room
+from millrace.compile.resolve_model import BUNDLED
+from millrace.compress.search import search as search_room
 from millrace.engine import probe
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from millrace.compile.builder import build_engine
-from millrace.compile.cache.engines import EngineCache
-from millrace.compile.find import BUNDLED
+from millrace.compile.cache.engine_cache import EngineCache
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import FORMAT, Manifest, file_checksum, sealed
 from tests.cli.conftest import Millrace

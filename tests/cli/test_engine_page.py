@@ -13,9 +13,9 @@ from millrace.cli.engine_page import KINDS, WIDTH, alive, engine_page
 from millrace.cli.tables import Tables
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.builder import build_engine
-from millrace.compile.find import BUNDLED
-from millrace.compile.lower_cpu.report import program_table
+from millrace.compile.lower_cpu.program_report import program_table
 from millrace.compile.precision import precision_map
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED, find_engine
+from millrace.compile.resolve_model import BUNDLED, find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
 from millrace.evaluate import agreement

@@ -9,8 +9,8 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.builder import Builder
-from millrace.compile.find import BUNDLED
-from millrace.compile.lower_gpu.check import check_gpu_has
+from millrace.compile.lower_gpu.precision_check import check_gpu_has
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda import found, rates
 from millrace.engine.cuda.found import Gpu

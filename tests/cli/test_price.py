@@ -10,7 +10,7 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile import builder
 from millrace.compile.builder import Builder, build_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import read_manifest
 from millrace.evaluate import calibration

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from millrace.cli.serving import _served
 from millrace.compile.builder import build_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.runtime.open_engine import open_engine
 from millrace.runtime.settings import RunSettings

@@ -8,9 +8,9 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import SCORED_ROWS, BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.errors import ConfigError
 from millrace.model.layers import Linear

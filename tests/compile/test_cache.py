@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.compile.cache.engines import EngineCache, age
+from millrace.compile.cache.engine_cache import EngineCache, age
 from millrace.engine.hold import hold
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError, MachineError

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.builder import Builder, build_engine
-from millrace.compile.find import BUNDLED
-from millrace.compile.lower_gpu.built import built_engine
-from millrace.compile.lower_gpu.device import device_engine
+from millrace.compile.lower_gpu.from_checkpoint import device_engine
+from millrace.compile.lower_gpu.from_engine import built_engine
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.loaded import Loaded, load

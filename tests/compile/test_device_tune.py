@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.compile.cache.timings import TimingCache
+from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.checkpoint import files
 from millrace.checkpoint.files import FileState, file_digest
-from millrace.compile.cache import digests
-from millrace.compile.cache.digests import FileDigests
+from millrace.compile.cache import file_digests
+from millrace.compile.cache.file_digests import FileDigests
 from millrace.errors import CheckpointError
 
 BLOCK = 16 << 20
@@ -39,7 +39,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(path)
         return file_digest(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(digests, "file_digest", counted)
+    monkeypatch.setattr(file_digests, "file_digest", counted)
     return found
 
 
@@ -131,7 +131,7 @@ def test_a_table_that_cannot_be_written_costs_time_only(tmp_path: Path, weights:
 
 
 def test_the_table_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[Path]) -> None:
-    monkeypatch.setattr(digests, "_MOST", 3)
+    monkeypatch.setattr(file_digests, "_MOST", 3)
     paths = [tmp_path / str(i) for i in range(5)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]))

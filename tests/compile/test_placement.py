@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.compile.lower_cpu.placement import Placement
 from millrace.compile.lower_cpu.program import Bounds
+from millrace.compile.lower_cpu.program_builder import Placement
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.catalogue import operators

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from millrace.compile.cache.timings import TimingCache, machine_key
-from millrace.compile.find import BUNDLED
-from millrace.compile.tune import regions as regions_module
+from millrace.compile.cache.timing_cache import TimingCache, machine_key
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.tune import tuner as tune_module
-from millrace.compile.tune.cases import TunedRows, cases_of, pages_of
-from millrace.compile.tune.regions import regions, regions_of
+from millrace.compile.tune import tuning_regions as regions_module
 from millrace.compile.tune.tuner import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, tune, tune_folder
+from millrace.compile.tune.tuning_cases import TunedRows, cases_of, pages_of
+from millrace.compile.tune.tuning_regions import regions, regions_of
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.engine.native import NativeExecutor
@@ -298,7 +298,7 @@ def test_two_processes_merge_into_one_cache(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from millrace.compile.cache.timings import TimingCache
+from millrace.compile.cache.timing_cache import TimingCache
 from millrace.engine.tactics import Choice
 for i in range(40):
     TimingCache(Path(sys.argv[1])).merge("m", {f"matmul {sys.argv[2]} {i}": [Choice(1, {}, [])]})

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.hold import building, hold, in_use, remove
 from millrace.engine.manifest import MANIFEST, WEIGHTS, Manifest

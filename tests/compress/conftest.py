@@ -12,12 +12,12 @@ import pytest
 import safetensors.numpy
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.compress.calibrated import statistics_of
-from millrace.compress.collect import samples
-from millrace.compress.measure import Reference
-from millrace.compress.statistics import Statistics
+from millrace.compress.calibration.calibrated_methods import statistics_of
+from millrace.compress.calibration.calibration_pass import samples
+from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.measure.accuracy import Reference
 
 TEXT = (BUNDLED / "calibration.txt").read_text()
 CUT = 2 * len(TEXT) // 3

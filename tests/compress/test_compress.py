@@ -16,19 +16,19 @@ from gguf import GGMLQuantizationType as GgufKind
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import INDEX, Tensors
 from millrace.compile.build import BuildOptions, plan_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.compress import folder as folders
+from millrace.compress.calibration.layerwise_rounding import Layer, Rounding
+from millrace.compress.checkpoint import checkpoint_writer as folders
+from millrace.compress.checkpoint.checkpoint_writer import Folder
+from millrace.compress.checkpoint.compression_record import RECORD
+from millrace.compress.checkpoint.tensor_layout import Spec
 from millrace.compress.compress import Piece, by_layers, by_rounding, compress
-from millrace.compress.e4m3 import rounded_e4m3
-from millrace.compress.folder import Folder
-from millrace.compress.forms import Spec
-from millrace.compress.grid import Convention, Grid, rounded
-from millrace.compress.layers import Layer, Rounding
-from millrace.compress.measure import measure, windows_for
-from millrace.compress.plan import Job, plan
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import measure, windows_for
+from millrace.compress.methods.e4m3 import rounded_e4m3
+from millrace.compress.methods.quantization_grid import Convention, Grid, rounded
 from millrace.compress.recipe import PRESETS, parsed
-from millrace.compress.record import RECORD
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
 from millrace.evaluate.calibration import Calibration
@@ -208,7 +208,7 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
 
 @pytest.mark.parametrize("method", ["fp8", "fp8-tensor"])
 def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path, method: str) -> None:
-    """As near to the folder's own floats as bfloat16 is, whose weights are the same numbers (compress/e4m3.py)."""
+    """As close to the folder's floats as bfloat16, whose weights are the same numbers (`methods/e4m3.py`)."""
     compress(job(source, method=method), folder := tmp_path / "out")
     ids = [np.random.default_rng(seed).integers(0, 320, 33).tolist() for seed in range(7)]
     logits, kept = {}, {}
@@ -374,7 +374,8 @@ def test_presets_are_what_they_say(source: Path) -> None:
 def test_what_a_killed_run_left_is_swept_away(tmp_path: Path, what: str) -> None:
     """Of the same name alone, and not where somebody is still at work."""
     out = tmp_path / "out"
-    script = "import sys, os, signal; from pathlib import Path; from millrace.compress.folder import beside\n"
+    script = "import sys, os, signal; from pathlib import Path\n"
+    script += "from millrace.compress.checkpoint.checkpoint_writer import beside\n"
     script += "with beside(Path(sys.argv[1]), sys.argv[2]) as path:\n    (path / 'part').write_bytes(b'x')\n"
     script += "    os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", script, str(out), what], check=False)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from millrace.compress.e4m3 import rounded_e4m3
+from millrace.compress.methods.e4m3 import rounded_e4m3
 from millrace.errors import CheckpointError
 
 CODES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)

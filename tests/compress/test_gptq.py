@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.compress.e4m3 import E4M3, rounded_e4m3, scales_for
-from millrace.compress.gptq import Gptq, gptq, gptq_e4m3
-from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
+from millrace.compress.methods.e4m3 import E4M3, rounded_e4m3, scales_for
+from millrace.compress.methods.gptq import Gptq, gptq, gptq_e4m3
+from millrace.compress.methods.quantization_grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
 from millrace.errors import ConfigError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.compress.figures import Figures, heavy, peak, reasons, usual
-from millrace.compress.grid import Grid, fitted, nearest
-from millrace.compress.page import PAGE, page_of, write_page
-from millrace.compress.record import RECORD, Record, add_to_record, read_record, write_record
-from millrace.compress.statistics import InputStatistics
+from millrace.compress.calibration.statistics import InputStatistics
+from millrace.compress.checkpoint.compression_record import RECORD, Record, add_to_record, read_record, write_record
+from millrace.compress.measure.layer_diagnostics import Figures, heavy, peak, reasons, usual
+from millrace.compress.methods.quantization_grid import Grid, fitted, nearest
+from millrace.compress.report.page import PAGE, page_of, write_page
 from millrace.errors import ConfigError, MachineError
 
 

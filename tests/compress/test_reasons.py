@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compress.calibrated import by_statistics, statistics_of
-from millrace.compress.candidates import Shelf, recipe_of, survey
-from millrace.compress.collect import samples
+from millrace.compress.calibration.calibrated_methods import by_statistics, statistics_of
+from millrace.compress.calibration.calibration_pass import samples
+from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.checkpoint.compression_record import read_record
 from millrace.compress.compress import Way, by_rounding, compress
-from millrace.compress.page import PAGE
-from millrace.compress.plan import Job, plan
+from millrace.compress.compression_plan import Job, plan
 from millrace.compress.recipe import PRESETS, Recipe, parsed
-from millrace.compress.record import read_record
-from millrace.compress.statistics import Statistics
+from millrace.compress.report.page import PAGE
+from millrace.compress.search.candidates import Shelf, recipe_of, survey
 from tests.compress.conftest import TEXT
 from tests.compress.test_page import Read
 from tests.fuzz.originals import write_checkpoint

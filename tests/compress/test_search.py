@@ -12,22 +12,22 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.compress import cost
-from millrace.compress.budget import KL, MOST_MIXES, PERPLEXITY, MaxLoss, searched
-from millrace.compress.calibrated import by_statistics, statistics_of
-from millrace.compress.candidates import FLOAT, TREATMENTS, Shelf, activation_errors, offered, recipe_of, survey
-from millrace.compress.collect import samples
+from millrace.compress.calibration.calibrated_methods import by_statistics, statistics_of
+from millrace.compress.calibration.calibration_pass import samples
+from millrace.compress.calibration.statistics import InputStatistics, Statistics
 from millrace.compress.compress import compress
-from millrace.compress.cost import product_of
-from millrace.compress.measure import Loss, measure
-from millrace.compress.mix import Candidate, Mix
-from millrace.compress.plan import Job, plan
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure import cost
+from millrace.compress.measure.accuracy import Loss, measure
+from millrace.compress.measure.cost import product_of
 from millrace.compress.presets import Target
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.search import RECIPE, Found, Goal, Texts, search
-from millrace.compress.statistics import InputStatistics, Statistics
+from millrace.compress.search.candidates import FLOAT, TREATMENTS, Shelf, activation_errors, offered, recipe_of, survey
+from millrace.compress.search.loss_bound import KL, MOST_MIXES, PERPLEXITY, MaxLoss, searched
+from millrace.compress.search.mixed_precision import Candidate, Mix
+from millrace.compress.search.search import RECIPE, Found, Goal, Texts, search
 from millrace.engine.probe import Product
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration

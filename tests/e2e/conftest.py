@@ -9,8 +9,8 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from tests.e2e.live import Live, live
 from tests.support.cache import own_cache

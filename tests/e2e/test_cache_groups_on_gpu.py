@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
-from millrace.compile import find
+from millrace.compile import resolve_model
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.runtime.open_engine import Opened
@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 132, "num_atten
 
 def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was planned is what is used; the prompt is many windows long."""
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
     folder = random_checkpoint(tmp_path / "gemma2", "gemma2", seed=5, **SIZES)
     with LLM(str(folder), **SMALL) as llm:
         assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
@@ -36,7 +36,7 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is asked again goes on from a known state."""
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
     folder = random_checkpoint(tmp_path / "lfm2", "lfm2", seed=5, **SIZES)
     with LLM(str(folder), **SMALL) as llm:
         assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)

@@ -11,8 +11,8 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from millrace import LLM
-from millrace.compile import find
-from millrace.compile.find import find_engine
+from millrace.compile import resolve_model
+from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.found import Place
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
 
 
 def engine_of(folder: Path, **build: Any) -> GpuEngine:
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
     gpu: dict[str, Any], build: dict[str, Any], run: dict[str, Any], kind: type[MillraceError], words: list[str],
     folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(find, "find_gpu", lambda device: replace(HERE, **gpu))
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: replace(HERE, **gpu))
     monkeypatch.setattr(CudaNetwork, "__init__", never)
     with pytest.raises(kind) as refused:
         open_encoder("e", engine_of(folder, **build), RunSettings(device="cuda", **run))

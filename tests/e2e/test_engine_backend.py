@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from millrace.api.llm import LLM
-from millrace.compile.cache.engines import EngineCache
-from millrace.compile.find import BUNDLED
+from millrace.compile.cache.engine_cache import EngineCache
+from millrace.compile.resolve_model import BUNDLED
 from millrace.env import read_env
 from millrace.model_repository.backends.millrace import sampling
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository

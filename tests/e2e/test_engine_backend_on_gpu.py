@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from millrace import LLM, SamplingParams
-from millrace.compile import find
+from millrace.compile import resolve_model
 from millrace.engine.cuda import executor, network
 from tests.e2e.test_on_gpu import HERE, PROMPTS, STORIES, Breaking
 from tests.serve.support import until
@@ -27,7 +27,7 @@ SMALL = {"max_batch": "4", "max_context": "128"}
 @pytest.fixture(autouse=True, scope="module")
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find, "find_gpu", lambda device: HERE)
+        patch.setattr(resolve_model, "find_gpu", lambda device: HERE)
         yield
 
 

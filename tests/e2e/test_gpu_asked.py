@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM
-from millrace.compile import find
+from millrace.compile import resolve_model
 from millrace.errors import CheckpointError, ConfigError
 from millrace.runtime.settings import RunSettings
 from tests.e2e.test_on_gpu import HERE
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {"device": "cuda", "max_batch": 2, "max_context": 64}
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
 
 
 @pytest.mark.parametrize(("precision", "words"), [

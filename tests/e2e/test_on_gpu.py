@@ -21,8 +21,8 @@ from millrace.cli.main import run
 from millrace.cli.serve_flags import QueueFlags, ServeFlags
 from millrace.cli.serving import _introduce, _to_serve
 from millrace.cli.terminal import Terminal
-from millrace.compile import find
-from millrace.compile.find import find_engine
+from millrace.compile import resolve_model
+from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda import executor, loaded
 from millrace.engine.cuda.engine import GpuEngine
@@ -47,7 +47,7 @@ PARAMS = [SamplingParams(max_tokens=30, temperature=t, seed=i, logprobs=2) for i
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
 
 
 def on_gpu(model: str = STORIES, **build: Any) -> Opened:
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     free = gpu[0] if gpu else 80 << 30
-    monkeypatch.setattr(find, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A100", (8, 0), free, 108))
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A100", (8, 0), free, 108))
     monkeypatch.setattr(loaded, "load", never)
     with pytest.raises(kind) as refused:
         LLM("tiny", device="cuda", **asked)
@@ -165,13 +165,13 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 
 def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the error names is asked for again, and then runs."""
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
     _, engine = find_engine("tiny", BuildSettings(), read_env(), place=Place("cuda"))
     assert isinstance(engine, GpuEngine)
     needs = engine.needs
     engine.close()
     short = replace(HERE, free_bytes=int(needs.total_bytes(needs.least_pages // 2) / SHARE) + 1)
-    monkeypatch.setattr(find, "find_gpu", lambda device: short)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: short)
     with pytest.raises(MachineError) as refused:
         LLM("tiny", device="cuda")
     asked: dict[str, Any] = {

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from millrace.api.llm import LLM
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.model_repository.backends.identity import _Identity
 from millrace.runtime.request.sampling_params import SamplingParams

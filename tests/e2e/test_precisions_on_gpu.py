@@ -8,8 +8,8 @@ import torch
 
 from millrace import LLM, SamplingParams
 from millrace.cli.main import run
-from millrace.compile import find
-from millrace.compile.find import find_engine
+from millrace.compile import resolve_model
+from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
@@ -25,7 +25,7 @@ LIKELIEST = SamplingParams(max_tokens=12, temperature=0)
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.runtime.request.prompt_embeds import Rows
 from tests.e2e.live import Live
 

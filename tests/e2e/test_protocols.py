@@ -14,7 +14,7 @@ import openai
 import pytest
 from safetensors import safe_open
 
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import MODEL, Live, live
 

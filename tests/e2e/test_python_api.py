@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace import LLM, MillraceError, RequestOutput, SamplingParams
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import RequestError
 from millrace.runtime.open_engine import Opened
 

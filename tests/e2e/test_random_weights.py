@@ -10,7 +10,7 @@ import torch
 
 from millrace import LLM, SamplingParams
 from millrace.cli.main import run
-from millrace.compile import find
+from millrace.compile import resolve_model
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.errors import CheckpointError, ConfigError
 from millrace.runtime.open_engine import Opened
@@ -22,7 +22,7 @@ SMALL = ["--max-batch", "4", "--max-context", "128", "--isl", "8", "--osl", "4",
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "find_gpu", lambda device: HERE)
+    monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
 
 
 def without_weights(folder: Path) -> Path:

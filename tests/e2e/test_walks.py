@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from tests.e2e.live import live
@@ -84,7 +84,7 @@ def test_the_way_of_a_weight(tmp_path: Path) -> None:
         write_engine(source, plan, tmp_path / "engine", name="tiny")
         engine = Engine.open(tmp_path / "engine")
         engine.executor(n_pages=16, threads=1).close()
-    before = {"model/module.py", "compile/lower_cpu/placement.py"}
+    before = {"model/module.py", "compile/lower_cpu/program_builder.py"}
     after = {"compile/build.py", "engine/engine.py", "engine/native.py"}
     assert before <= deciding and after <= handing
     assert packing == set(listed) - before - after and len(listed) == len(set(listed)) <= MOST["weight"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.bound import DecodeWork
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from tests.support.engines import build

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.compile.cache import engines as cache
-from millrace.compile.cache import timings
-from millrace.compile.cache.engines import EngineCache
-from millrace.compile.cache.timings import TimingCache
+from millrace.compile.cache import engine_cache as cache
+from millrace.compile.cache import timing_cache
+from millrace.compile.cache.engine_cache import EngineCache
+from millrace.compile.cache.timing_cache import TimingCache
 from millrace.engine import hold as hold_module
 from millrace.engine.hold import building, hold, lock, sweep
 from millrace.engine.manifest import MANIFEST
@@ -54,7 +54,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_module, "REMOVING_S", 0.3)
     monkeypatch.setattr(hold_module, "_SAID_S", 0.1)
     monkeypatch.setattr(cache, "BUILDING_S", 0.3)
-    monkeypatch.setattr(timings, "WRITING_S", 0.3)
+    monkeypatch.setattr(timing_cache, "WRITING_S", 0.3)
 
 
 @pytest.mark.usefixtures("impatient")

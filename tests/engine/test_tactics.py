@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine import tactics
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine

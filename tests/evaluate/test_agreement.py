@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native import NativeExecutor
 from millrace.errors import ConfigError
 from millrace.evaluate.agreement import Told, agreement, check_window, compare

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import TOKENS, VARIED, Calibration
 from millrace.evaluate.sizes import LENGTH, SHORTEST

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native import NativeExecutor
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import Score, compared, log_probabilities, log_softmax

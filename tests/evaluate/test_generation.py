@@ -12,7 +12,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate import generation
 from millrace.evaluate.generation import Ask, Said, answer, asks, judges

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native import NativeExecutor
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, log_probabilities

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.choice import Posed
 from millrace.evaluate.mmlu import LM_EVAL, ORIGINAL, Mmlu, Subject, read_subjects

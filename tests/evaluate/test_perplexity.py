@@ -15,7 +15,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native import NativeExecutor
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate import perplexity

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, plan_pieces, write_engine
-from millrace.compile.find import BUNDLED
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import precision_map
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat

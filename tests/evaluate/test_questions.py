@@ -10,7 +10,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate.choice import Posed, answer
 from millrace.evaluate.kept import PER_BYTE, RIGHT, About, Chosen, Kept, read

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 
 ROOT = Path(__file__).parents[2]
 

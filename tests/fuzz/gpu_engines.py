@@ -8,7 +8,7 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower_gpu.built import built_engine
+from millrace.compile.lower_gpu.from_engine import built_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from millrace.compile.builder import build_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType as Kind
 
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from tests.support.gguf_files import write_gguf
 
 CHECKPOINTS = ("tinyllama-1.1b",)

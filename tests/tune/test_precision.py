@@ -12,10 +12,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.quantised import FP8
+from millrace.compile.accuracy_pricing import Question
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.find import BUNDLED
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions, precision_map
-from millrace.compile.pricing import Question
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.evaluation import Evaluation, Price, rounded

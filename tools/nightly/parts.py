@@ -81,7 +81,7 @@ FUZZED: Mapping[str, tuple[str, ...]] = {
     "sentences": ("src/millrace/checkpoint",),
     "tokenizer": ("src/millrace/checkpoint",),
     "program": ("src/millrace/compile/lower_cpu/program.py", "src/millrace/engine", "native"),
-    "gpu_engines": ("src/millrace/engine", "src/millrace/compile/lower_gpu/built.py"),
+    "gpu_engines": ("src/millrace/engine", "src/millrace/compile/lower_gpu/from_engine.py"),
     "requests": ("src/millrace/serve", "src/millrace/runtime"),
     "pbtxt": ("src/millrace/model_repository",),
     "tensors": ("src/millrace/serve/protocols/kserve", "src/millrace/model_repository"),

@@ -19,7 +19,7 @@ from millrace.api.offline_generate import Progress, Prompt, RequestOutput, astre
 from millrace.checkpoint.chat import normalised
 from millrace.checkpoint.chat_prompt import PromptRenderer
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.compile.find import find_engine
+from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.env import is_plain_terminal, read_env

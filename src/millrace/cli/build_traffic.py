@@ -10,7 +10,7 @@ from millrace.cli.build_flags import TrafficSettings
 from millrace.compile.build import DEFAULT_BATCH, STEP_TOKENS
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import contexts
-from millrace.compile.tune.cases import USUAL_ROWS
+from millrace.compile.tune.tuning_cases import USUAL_ROWS
 from millrace.errors import ConfigError
 from millrace.tune.hours import Part, apart, day_and_night
 from millrace.tune.recording import Recording, read_recording

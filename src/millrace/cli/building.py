@@ -18,9 +18,9 @@ from millrace.cli.screen import heading, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
 from millrace.compile.builder import Builder
-from millrace.compile.find import model_folder
-from millrace.compile.lower_gpu.check import check_gpu_has
-from millrace.compile.room import check_new
+from millrace.compile.disk_space_check import check_new
+from millrace.compile.lower_gpu.precision_check import check_gpu_has
+from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import CPU
 from millrace.engine.engine import Engine

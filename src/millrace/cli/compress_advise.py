@@ -18,10 +18,20 @@ from millrace.cli.eval_asked import precision_of
 from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
 from millrace.compile.builder import asked_precision, build_engine
-from millrace.compile.find import model_folder
+from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.compress.advice import (
+from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.calibration.calibration_pass import digest_of
+from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.checkpoint.checkpoint_writer import beside
+from millrace.compress.compress import by_rounding, compress
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import Loss, Reference, loss_of, windows_for
+from millrace.compress.measure.speed import ROUNDS, Speeds, paces
+from millrace.compress.presets import BATCH
+from millrace.compress.recipe import PRESETS
+from millrace.compress.report.method_comparison import (
     HEADER,
     PAGE,
     About,
@@ -34,16 +44,6 @@ from millrace.compress.advice import (
     write_page,
     write_row,
 )
-from millrace.compress.calibrated import by_statistics
-from millrace.compress.collect import digest_of
-from millrace.compress.compress import by_rounding, compress
-from millrace.compress.folder import beside
-from millrace.compress.measure import Loss, Reference, loss_of, windows_for
-from millrace.compress.plan import Job, plan
-from millrace.compress.presets import BATCH
-from millrace.compress.recipe import PRESETS
-from millrace.compress.speed import ROUNDS, Speeds, paces
-from millrace.compress.statistics import Statistics
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.evaluate.calibration import Calibration

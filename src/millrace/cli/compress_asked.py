@@ -11,14 +11,21 @@ from click.core import ParameterSource
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.screen import Progress, note
-from millrace.compile.find import model_folder
-from millrace.compress.calibrated import is_of, needs, read_sampled, same_file, sampled, statistics_of
-from millrace.compress.collect import digest_of
-from millrace.compress.folder import beside
-from millrace.compress.measure import why_not
-from millrace.compress.plan import Job
+from millrace.compile.resolve_model import model_folder
+from millrace.compress.calibration.calibrated_methods import (
+    is_of,
+    needs,
+    read_sampled,
+    same_file,
+    sampled,
+    statistics_of,
+)
+from millrace.compress.calibration.calibration_pass import digest_of
+from millrace.compress.calibration.statistics import ABOUT, Statistics, read_about
+from millrace.compress.checkpoint.checkpoint_writer import beside
+from millrace.compress.compression_plan import Job
+from millrace.compress.measure.accuracy import why_not
 from millrace.compress.presets import SAMPLES
-from millrace.compress.statistics import ABOUT, Statistics, read_about
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError

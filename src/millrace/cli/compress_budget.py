@@ -14,15 +14,15 @@ from millrace.cli.compress_engine import built
 from millrace.cli.compress_told import show_search
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
-from millrace.compress.budget import MaxLoss
-from millrace.compress.candidates import Shelf
-from millrace.compress.folder import check_place
-from millrace.compress.measure import Loss, held_out_for, windows_for
-from millrace.compress.page import write_page
-from millrace.compress.plan import Job, plan
+from millrace.compress.checkpoint.checkpoint_writer import check_place
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import Loss, held_out_for, windows_for
 from millrace.compress.presets import ROWS, Target
 from millrace.compress.recipe import PRESETS
-from millrace.compress.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
+from millrace.compress.report.page import write_page
+from millrace.compress.search.candidates import Shelf
+from millrace.compress.search.loss_bound import MaxLoss
+from millrace.compress.search.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas

@@ -11,7 +11,7 @@ from millrace.cli.screen import progress
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables
 from millrace.compile.builder import build_engine
-from millrace.compile.room import check_new
+from millrace.compile.disk_space_check import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.tune.pricing import pricing

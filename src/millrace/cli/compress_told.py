@@ -7,14 +7,14 @@ from typing import Any
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress_asked import Sampling
 from millrace.cli.screen import heading, note, pairs, print_json, size, table
-from millrace.compress.advice import precisions_of
-from millrace.compress.calibrated import Needs, needs
-from millrace.compress.candidates import rounding_seconds, stored_formats
+from millrace.compress.calibration.calibrated_methods import Needs, needs
 from millrace.compress.compress import Result
-from millrace.compress.measure import memory_bytes
-from millrace.compress.plan import Job, plan
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import memory_bytes
 from millrace.compress.recipe import PRESETS
-from millrace.compress.search import Goal, most_bytes
+from millrace.compress.report.method_comparison import precisions_of
+from millrace.compress.search.candidates import rounding_seconds, stored_formats
+from millrace.compress.search.search import Goal, most_bytes
 from millrace.errors import CheckpointError
 from millrace.evaluate.sizes import LENGTH
 from millrace.report.numbers import count

@@ -17,13 +17,13 @@ from millrace.cli.compress_told import WORST, about, notes, show_plan, sizes, wo
 from millrace.cli.compression import Proof, measure_again, rows_of, said_if_ended
 from millrace.cli.screen import heading, pairs, print_json, progress
 from millrace.cli.signals import ended_in_order
-from millrace.compress.calibrated import by_statistics
+from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.checkpoint.checkpoint_writer import check_place
 from millrace.compress.compress import Way, by_rounding, compress
-from millrace.compress.folder import check_place
-from millrace.compress.measure import why_not
-from millrace.compress.page import write_page
-from millrace.compress.plan import Job, plan
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import why_not
 from millrace.compress.recipe import read_recipe
+from millrace.compress.report.page import write_page
 from millrace.env import Env
 from millrace.errors import ConfigError
 

@@ -20,11 +20,11 @@ from millrace.cli.models import opened
 from millrace.cli.screen import Progress, note, progress
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.compress.calibrated import is_of
-from millrace.compress.measure import Loss, Simulated, measure, why_not, windows_for
-from millrace.compress.page import write_page
-from millrace.compress.record import Flips, read_record
-from millrace.compress.speed import TOKENS, Speeds, paces
+from millrace.compress.calibration.calibrated_methods import is_of
+from millrace.compress.checkpoint.compression_record import Flips, read_record
+from millrace.compress.measure.accuracy import Loss, Simulated, measure, why_not, windows_for
+from millrace.compress.measure.speed import TOKENS, Speeds, paces
+from millrace.compress.report.page import write_page
 from millrace.env import Env
 from millrace.errors import ConfigError, MillraceError
 from millrace.evaluate.calibration import Calibration

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.compile.find import model_folder
+from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env

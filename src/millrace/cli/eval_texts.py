@@ -9,7 +9,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.eval_asked import Asked, about, as_json, precision_of, told, with_error
 from millrace.cli.models import opened
 from millrace.cli.screen import heading, pairs, print_json, progress
-from millrace.compile.find import model_folder
+from millrace.compile.resolve_model import model_folder
 from millrace.compile.source import Source
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError

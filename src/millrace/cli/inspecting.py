@@ -12,7 +12,7 @@ from millrace.cli.page_file import write_page
 from millrace.cli.screen import heading, note, pairs, print_json, progress, size, table
 from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
 from millrace.compile.cache.rooflines import kept_roofline
-from millrace.compile.find import find_built
+from millrace.compile.resolve_model import find_built
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.env import Env

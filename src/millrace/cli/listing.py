@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.cli.screen import note, print_json, size, table
-from millrace.compile.cache.engines import DEFAULT_LIMIT, CacheEntry, EngineCache, age
+from millrace.compile.cache.engine_cache import DEFAULT_LIMIT, CacheEntry, EngineCache, age
 from millrace.engine.manifest import read_manifest
 from millrace.engine.tables import read_program_table
 from millrace.env import Env

@@ -5,8 +5,8 @@ from contextlib import closing, contextmanager
 
 from millrace.cli.screen import note, progress
 from millrace.cli.signals import ended_in_order
-from millrace.compile.cache.engines import EngineCache
-from millrace.compile.find import find_engine
+from millrace.compile.cache.engine_cache import EngineCache
+from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda.found import ON_CPU, Place
 from millrace.engine.engine import Engine

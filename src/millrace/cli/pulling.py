@@ -1,7 +1,7 @@
 """What `millrace pull` does; its options are in pull.py, which imports little."""
 
 from millrace.cli.screen import note, print_json, progress, size
-from millrace.compile.find import model_folder
+from millrace.compile.resolve_model import model_folder
 from millrace.env import Env
 
 

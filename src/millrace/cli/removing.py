@@ -2,7 +2,7 @@
 
 from millrace.cli.listing import described, told_apart
 from millrace.cli.screen import note, print_json, size
-from millrace.compile.cache.engines import EngineCache
+from millrace.compile.cache.engine_cache import EngineCache
 from millrace.env import Env
 
 

@@ -15,7 +15,7 @@ from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.screen import heading, note, pairs, print_json, size
 from millrace.cli.tables import Tables
 from millrace.compile.builder import build_engine
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.bound import DecodeWork
 from millrace.engine.engine import Engine

@@ -6,8 +6,8 @@ from msgspec import to_builtins
 
 from millrace.cli.screen import heading, pairs, print_json, progress
 from millrace.cli.tables import Tables, tuned
-from millrace.compile.cache.timings import TimingCache
-from millrace.compile.find import find_built
+from millrace.compile.cache.timing_cache import TimingCache
+from millrace.compile.resolve_model import find_built
 from millrace.compile.tune.tuner import Tuning, tune_folder
 from millrace.engine.engine import Engine
 from millrace.env import Env

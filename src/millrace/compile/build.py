@@ -11,14 +11,14 @@ import numpy as np
 
 import millrace
 from millrace.compile.bounds import check_openable, check_sequences, unbounded
+from millrace.compile.disk_space_check import cannot_write, check_new
 from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds, Program
-from millrace.compile.lower_cpu.report import program_table
+from millrace.compile.lower_cpu.program_report import program_table
 from millrace.compile.lower_cpu.sizes import check_dims
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise
 from millrace.compile.passes.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
-from millrace.compile.room import cannot_write, check_new
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune.tuner import Tuning, tune_folder

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
+from millrace.compile.accuracy_pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
 from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
-from millrace.compile.cache.digests import checkpoint_identity
-from millrace.compile.cache.timings import TimingCache
+from millrace.compile.cache.file_digests import checkpoint_identity
+from millrace.compile.cache.timing_cache import TimingCache
+from millrace.compile.disk_space_check import check_new, check_room
 from millrace.compile.lower_gpu.precision import GpuPrecision, gpu_precision
 from millrace.compile.precision import PrecisionMap, precision_map
-from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
-from millrace.compile.room import check_new, check_room
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
-from millrace.compile.tune.cases import USUAL_ROWS, TunedRows
 from millrace.compile.tune.tuner import Tuning
+from millrace.compile.tune.tuning_cases import USUAL_ROWS, TunedRows
 from millrace.engine.engine import Engine
 from millrace.engine.evaluation import Evaluation
 from millrace.engine.kv import KV_CACHE_DTYPES

@@ -18,19 +18,19 @@ from millrace.checkpoint.config_writer import written as config_of
 from millrace.checkpoint.tokenizer import read_json_object
 from millrace.checkpoint.weights import Tensors
 from millrace.compile.settings import Progress
-from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
-from millrace.compress.figures import Figures, figures, lost
-from millrace.compress.folder import Folder, check_place, unfinished
-from millrace.compress.forms import NAMES, Form, Matrix, described
-from millrace.compress.grid import Array, rounded
-from millrace.compress.layers import Layer
-from millrace.compress.page import write_page
-from millrace.compress.plan import WEIGHT, Job
-from millrace.compress.prune import config_of as pruned_config
+from millrace.compress.calibration.layerwise_rounding import Layer
+from millrace.compress.calibration.statistics import InputStatistics
+from millrace.compress.checkpoint.checkpoint_writer import Folder, check_place, unfinished
+from millrace.compress.checkpoint.compression_record import Applied, write_record
+from millrace.compress.checkpoint.tensor_layout import NAMES, Form, Matrix, described
+from millrace.compress.compression_plan import WEIGHT, Job
+from millrace.compress.measure.layer_diagnostics import Figures, figures, lost
+from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
+from millrace.compress.methods.quantization_grid import Array, rounded
+from millrace.compress.methods.structured_pruning import config_of as pruned_config
 from millrace.compress.recipe import SEARCHES, Treatment
 from millrace.compress.recipe import written as recipe_of
-from millrace.compress.record import Applied, write_record
-from millrace.compress.statistics import InputStatistics
+from millrace.compress.report.page import write_page
 from millrace.errors import CheckpointError, MachineError
 
 _DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name in NAMES.items()}

@@ -35,10 +35,18 @@ from typing import Any
 
 from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import INT4, INT8
-from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
+from millrace.compress.methods.quantization_grid import (
+    GPTQMODEL_MSE,
+    GROUPS,
+    IMATRIX_MSE,
+    LLM_COMPRESSOR_MSE,
+    Convention,
+    Grid,
+    Search,
+)
+from millrace.compress.methods.sparsity_2_4 import METHODS as SPARSE
+from millrace.compress.methods.structured_pruning import Prune
 from millrace.compress.presets import ABOUT
-from millrace.compress.prune import Prune
-from millrace.compress.sparse import METHODS as SPARSE
 from millrace.errors import ConfigError, nearest
 from millrace.settings import once
 

@@ -51,7 +51,7 @@ class Buffer(Struct, frozen=True):
 
 
 class ProgramTable(Struct, frozen=True):
-    """program.json, as `compile/lower_cpu/report.py` writes it."""
+    """program.json, as `compile/lower_cpu/program_report.py` writes it."""
 
     passes: list[str]
     calls: list[Call]

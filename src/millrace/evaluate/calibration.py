@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.sizes import LENGTH, SHORTEST
 from millrace.evaluate.texts import read_text

@@ -1,7 +1,7 @@
 """An operator with all that it takes to run: its shape rule, its reference, its lowering. One op.py for each kernel.
 
 What the two rules may ask of whoever applies them is said here, since the rooms that answer come later: `Values` is the
-interpreter (engine/interpreter.py), `Writer` the program while it is written (compile/lower_cpu/placement.py).
+interpreter (engine/interpreter.py), `Writer` the program while it is written (compile/lower_cpu/program_builder.py).
 """
 
 from collections.abc import Callable, Mapping

@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from millrace.compile.accuracy_pricing import Question
 from millrace.compile.build import BuildOptions, plan_pieces, settled
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
-from millrace.compile.pricing import Question
 from millrace.engine.evaluation import Evaluation, Price, rounded
 from millrace.engine.kv import KEPT, KvFormat
 from millrace.engine.slots import slot
@@ -37,7 +37,7 @@ _REFERENCE = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFo
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPricer:
-    """compile/pricing.py says what it does."""
+    """compile/accuracy_pricing.py says what it does."""
 
     calibration: Calibration
 

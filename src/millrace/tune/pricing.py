@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from millrace.compile.settings import BuildSettings
 
 if TYPE_CHECKING:
-    from millrace.compile.pricing import Pricer
+    from millrace.compile.accuracy_pricing import Pricer
 
 
 def pricing(build: BuildSettings) -> "Pricer":

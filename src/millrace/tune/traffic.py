@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.compile.tune.cases import USUAL_ROWS, TunedRows
+from millrace.compile.tune.tuning_cases import USUAL_ROWS, TunedRows
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import ConfigError
 from millrace.tune.occupancy import computed, held, pages, sequences

@@ -17,7 +17,7 @@ from millrace.checkpoint.gguf.metadata import Keys
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import make_tokenizer, open_tokenizer
-from millrace.compile.find import BUNDLED
+from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import Edit, add_tokenizer, write_gguf

@@ -50,7 +50,7 @@ class Record:
 
 
 class Asker(Protocol):
-    """The target of a run: a server over HTTP (`client/client.py`), or an engine in this process (`client/in_process.py`)."""
+    """The target of a run: a server over HTTP (`client.py`), or an engine in this process (`in_process.py`)."""
 
     async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
         """Fills `answer`; failures are in it. Only a cancel raises."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.compile.cache.timings import machine_key
+from millrace.compile.cache.timing_cache import machine_key
 from millrace.engine.manifest import UNREADABLE
 from millrace.engine.tactics import write_whole
 from millrace.machine.roofline import Roofline

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from millrace.compile.lower_cpu.placement import Placement
 from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.lower_cpu.program_builder import Placement
 from millrace.engine.kv import KvFormat
 from millrace.graph.types import Graph, Symbol
 from millrace.kernels.operators import runnable

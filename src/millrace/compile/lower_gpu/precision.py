@@ -7,8 +7,8 @@ In `fp8` weights have a scale for each output and activations one for each token
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.precision import MEANT, PrecisionMap, StoredMatrix, plain_format
-from millrace.compile.pricing import AUTO
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.engine.manifest import GpuSection

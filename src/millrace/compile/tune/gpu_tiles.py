@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from millrace.compile.cache.timings import TimingCache
+from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.tune.tuner import PLENTY, SAMPLES, choose, summary
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.found import Gpu

@@ -14,10 +14,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from millrace.compile.cache.timings import TimingCache, machine_key
+from millrace.compile.cache.timing_cache import TimingCache, machine_key
 from millrace.compile.settings import Progress
-from millrace.compile.tune.cases import USUAL_ROWS, Case, TunedRows, cases_of, filling, input_bytes, pages_of
-from millrace.compile.tune.regions import Work, regions_of
+from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, cases_of, filling, input_bytes, pages_of
+from millrace.compile.tune.tuning_regions import Work, regions_of
 from millrace.engine.engine import Engine
 from millrace.engine.executor import ExecutionError
 from millrace.engine.native import NativeExecutor, NativeNetwork

@@ -16,7 +16,7 @@ import numpy as np
 
 from millrace.api.offline_generate import prompt_tokens
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.compile.find import find_engine, model_folder
+from millrace.compile.resolve_model import find_engine, model_folder
 from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
 from millrace.errors import MillraceError, nearest

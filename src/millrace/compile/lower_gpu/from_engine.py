@@ -1,0 +1,188 @@
+"""From an engine folder to a GPU: its graph as it was traced, lowered once more, over the weights that are built.
+
+It computes what the engine computes in its precision and its groups. What a GPU plans at its start (how many sequences,
+of how many tokens, how keys and values are kept) may be asked for again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from millrace.compile.build import Settled
+from millrace.compile.lower_gpu.from_checkpoint import (
+    ENCODER_BATCH,
+    ENCODER_STEP_TOKENS,
+    GPU_BATCH,
+    GPU_STEP_TOKENS,
+    About,
+    Traced,
+    manifest_of,
+    planned,
+    smaller_steps,
+    tuner,
+)
+from millrace.compile.lower_gpu.precision import GpuPrecision
+from millrace.compile.precision import PrecisionMap, plain_format, precision_map
+from millrace.compile.settings import BuildSettings, Say
+from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.cuda.found import Gpu
+from millrace.engine.engine import Engine
+from millrace.engine.kv import KEPT, KV_CACHE_DTYPES, KvFormat
+from millrace.engine.manifest import GRAPH, Manifest, damaged
+from millrace.engine.tables import read_graph_table
+from millrace.engine.weights import EngineWeights
+from millrace.errors import ConfigError, EngineError
+from millrace.graph.rewrite import LOGITS, head_of
+from millrace.graph.table import read_graph
+from millrace.graph.types import DType, Graph, Port, Shape, find
+from millrace.kernels.catalogue import operators
+from millrace.kernels.operators import size
+from millrace.kernels.precision import Precision
+from millrace.model.families import HEAD
+from millrace.model.module import DECODER, ENCODER, ENCODER_OF_FIRST
+
+AT_A_START = ("max_batch", "max_context", "kv_cache_dtype", "tune")  # what may still be asked for
+
+
+def built_engine(
+    engine: Engine, build: BuildSettings, gpu: Gpu, cache: Path | None, say: Say | None = None
+) -> GpuEngine:  # fmt: skip
+    """build: of it what AT_A_START names
+
+    raises ConfigError for what is not asked of a GPU or what this one lacks, EngineError, also for a damaged engine
+    """
+    manifest, folder = engine.manifest, engine.folder
+    if not (manifest.is_language_model or manifest.is_encoder):
+        raise EngineError(
+            f"{folder} on a GPU: it gives {', '.join(manifest.gives)}", "a language model, or an encoder of texts",
+            "run it on the CPU",
+        )  # fmt: skip
+    alone = GpuPrecision(manifest.gpu.precision)
+    weights = EngineWeights.of(engine)
+    with _as_written(folder):
+        alone.check_built(manifest.precision)
+        graph = weights.as_packed(read_graph(msgspec.to_builtins(read_graph_table(folder)), operators()))
+        traced = Traced(
+            about=_about(manifest), graph=graph, alone=alone, fp8_rows=lambda _: manifest.gpu.fp8_rows,
+            bound=weights.bound,
+        )  # fmt: skip
+        head = head_of(graph)
+        chosen = _settled(engine, build, _precision(manifest, alone, head.origin[0] if head else None), alone)
+        _check_graph(folder, graph, chosen, manifest)
+        model, needs = planned(traced, chosen, gpu)
+    notes = (*manifest.notes, *_priced(manifest))
+    for note in _priced(manifest) if say else ():
+        say(note)  # type: ignore[misc]  # there is one
+    return GpuEngine(
+        folder=folder, manifest=manifest_of(manifest.model_name, traced, chosen, model, needs, notes), held=engine.held,
+        model=model, gpu=gpu, needs=needs, smaller=lambda: smaller_steps(traced, chosen, gpu),
+        tuner=tuner(traced, gpu, build, cache),
+    )  # fmt: skip
+
+
+def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alone: GpuPrecision) -> Settled:
+    manifest, (batch, tokens) = engine.manifest, (GPU_BATCH, GPU_STEP_TOKENS)
+    if manifest.is_encoder:
+        batch, tokens = ENCODER_BATCH, ENCODER_STEP_TOKENS
+    if build.max_context is not None and build.max_context > manifest.max_context:
+        raise ConfigError(
+            f"--max-context {build.max_context} of {engine.folder}", f"at most {manifest.max_context}, as it is built",
+            "lower it, or build the checkpoint again with it",
+        )  # fmt: skip
+    table, kept = plain_format(precision.default), build.kv_cache_dtype or _kept(manifest)
+    alone.check_kept(kept)
+    return Settled(
+        precision=precision, table=table, tiles=False,
+        kv_format=KV_CACHE_DTYPES[kept] if kept else KvFormat[table.upper()],
+        max_context=build.max_context or manifest.max_context,
+        max_batch=build.max_batch or max(batch, manifest.max_sequences), max_step_tokens=tokens, fuse=True, profile={},
+        keep=(),
+    )  # fmt: skip
+
+
+def _kept(manifest: Manifest) -> str | None:
+    """How keys and values are kept, as --kv-cache-dtype has it; None: as the floats of a CPU, or there are none."""
+    as_floats = plain_format(Precision(manifest.precision["default"].partition(":")[0]))
+    found = {KvFormat[cache.format.upper()] for cache in manifest.cpu.caches if cache.place is None}
+    return next((KEPT[format].name for format in found - {KvFormat[as_floats.upper()]}), None)
+
+
+def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> PrecisionMap:
+    """As its layers have it; of its head nothing follows from the default that is not said.
+
+    head: its name. Manifests call it HEAD in a model of one's own, too
+    """
+    layers = {pattern: alone.lowered(precision) for pattern, precision in manifest.precision.items()}
+    found = precision_map(layers, manifest.group, stored_groups=True)
+    if head is None or found.names(head):
+        return found
+    own, patterns = found.default, []
+    for pattern, precision in found.patterns:
+        if pattern == HEAD:
+            own = precision
+        else:
+            patterns.append((pattern, precision))
+    return replace(found, head=own, patterns=tuple(patterns))
+
+
+def _about(manifest: Manifest) -> About:
+    return About(
+        architecture=manifest.architecture, n_parameters=manifest.n_parameters, vocab_size=manifest.vocab_size,
+        eos_token_ids=tuple(manifest.eos_token_ids), bos_token_id=manifest.bos_token_id,
+        identity=lambda: manifest.source or manifest.identity,
+    )  # fmt: skip
+
+
+def _priced(manifest: Manifest) -> tuple[str, ...]:
+    """What it was found to cost on a CPU, where it was."""
+    if manifest.evaluation.price is None:
+        return ()
+    besides = "; rows of E4M3 are not in it" if manifest.gpu.fp8_rows else ""
+    return (f"on a CPU {manifest.evaluation.said}{besides}",)
+
+
+# Of attributes, where no operator's shapes go by them; a tree that is a number alone has no shape.
+_KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool, "tree": int | tuple}
+_UNSAID = {"bias": False, "tree": 0}
+
+
+def _check_graph(folder: Path, graph: Graph, chosen: Settled, manifest: Manifest) -> None:
+    """raises EngineError for what is no language model's graph, nor an encoder's, and for tables that are too short:
+    a token or a position behind a table's end would be read from somebody else's memory"""
+    signatures = (DECODER,) if manifest.is_language_model else (ENCODER, ENCODER_OF_FIRST)
+    taken = _described(graph.inputs)
+    given = {p.name for p in graph.outputs if not p.value.constant and len(p.value.shape) == 2}
+    if not any(taken == _described(s.ports()) and given >= set(s.outputs) for s in signatures):
+        raise damaged(folder, f"{GRAPH} does not take and give what its model does")
+    logits = find(graph.outputs, LOGITS)
+    vocab = max(manifest.vocab_size, logits.width if logits else 0)  # ids of prompts, and of what is drawn
+    most, names = {"tokens": vocab, "positions": chosen.max_context}, {port.value: port.name for port in graph.inputs}
+    for node in graph.nodes:
+        for name in node.operator.attrs & _KINDS.keys():
+            if not isinstance(value := node.attrs.get(name, _UNSAID.get(name)), _KINDS[name]):
+                raise damaged(folder, f"{GRAPH} has {name} {value!r:.40} of {node.op}")
+        first, folds = node.inputs[0], node.op == "elementwise" and all(v.constant for v in node.inputs)
+        if (first.constant and not folds) or (first.dtype == DType.I32 and node.op != "embedding"):
+            raise damaged(folder, f"{GRAPH} has {node.op} of {first}")
+        if node.op in ("embedding", "rope"):
+            *_, by, table = node.inputs
+            if size(table, 0) < most.get(names.get(by, ""), 0):
+                raise damaged(folder, f"{GRAPH} has a table of {size(table, 0)} rows for {names[by]}")
+
+
+def _described(ports: tuple[Port, ...]) -> list[tuple[str, Shape, str]]:
+    return [(p.name, p.value.shape, p.value.dtype.value) for p in ports]
+
+
+@contextmanager
+def _as_written(folder: Path) -> Iterator[None]:
+    """Of tables of the right types, and a content that nobody wrote: numbers of no value, attributes of other kinds."""
+    try:
+        yield
+    except (AssertionError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise damaged(
+            folder, f"{GRAPH} is no graph that can be run: {str(error) or type(error).__name__:.200}"
+        ) from error

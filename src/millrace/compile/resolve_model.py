@@ -1,0 +1,174 @@
+"""MODEL, as every command and `LLM` take it: a folder (engine or checkpoint), a GGUF file, a hub id, a cached name."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
+from millrace.checkpoint.gguf.reader import is_gguf
+from millrace.checkpoint.tokenizer_files import no_tokenizer
+from millrace.compile.cache.engine_cache import CacheEntry, EngineCache
+from millrace.compile.cache.file_digests import checkpoint_identity
+from millrace.compile.settings import BuildSettings, Progress, Say
+from millrace.engine.cuda.found import CPU, ON_CPU, Gpu, Place, find_gpu
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST, read_manifest
+from millrace.env import Env
+from millrace.errors import CheckpointError, ConfigError, EngineError, nearest
+from millrace.settings import flag_of
+
+if TYPE_CHECKING:
+    from millrace.compile.accuracy_pricing import Pricing
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+
+
+def model_folder(model: str, env: Env, progress: Progress | None = None) -> tuple[str, Path]:
+    """A short name and the local folder or GGUF file of MODEL, downloaded if it is a hub id.
+
+    raises CheckpointError, HubError
+    """
+    if not model:
+        raise ConfigError("MODEL is empty", "a folder, a GGUF file, a hub id or `tiny`", "name one")
+    bundled = BUNDLED / model
+    if model.isidentifier() and bundled.is_dir():
+        return model, bundled
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name, path
+    if is_gguf(path):
+        return path.stem, path
+    if "/" not in model and not path.exists():  # neither a path that anybody wrote out, nor a hub id
+        return _cached(model, env)
+    from millrace.checkpoint.hub import resolve
+
+    def downloading(done: int, total: int) -> None:
+        if progress:
+            progress(f"downloading {model}", done, total)
+
+    folder = resolve(model, hf_home=env.hf_home, token=env.hf_token, offline=env.hf_offline, progress=downloading)
+    return model.split("@")[0].split("/")[-1], folder
+
+
+def _cached(model: str, env: Env) -> tuple[str, Path]:
+    """By a name that `millrace list` shows. raises CheckpointError, and ConfigError where that is several engines'"""
+    cache = EngineCache(env.cache)
+    if entry := cache.only(model):
+        return entry.model, entry.folder
+    models = {folder.name for folder in BUNDLED.iterdir() if folder.is_dir()} | {e.model for e in cache.entries()}
+    near = nearest(model, cache.names() | models, models)
+    raise CheckpointError(
+        f'there is no model "{model}"', f"a folder, a GGUF file, a hub id org/name, or {near}",
+        "check the spelling",
+    )  # fmt: skip
+
+
+def find_engine(
+    model: str | tuple[str, Path], build: BuildSettings, env: Env, *, progress: Progress | None = None,
+    say: Say | None = None, precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None,
+    place: Place = ON_CPU,
+) -> tuple[str, Engine]:  # fmt: skip
+    """MODEL's engine: the folder itself if it is one, else from the cache, else built now. For a GPU made anew.
+
+    model: or its name and its folder, where what the folder is called says nothing
+    precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
+    """
+    gpu = None if place.device == CPU else find_gpu(place.device)
+    name, folder = model_folder(model, env, progress) if isinstance(model, str) else model
+    if gpu is not None:
+        if (folder / MANIFEST).is_file():
+            return _built_on_gpu(folder, build, gpu, env, say, place)
+        from millrace.compile.lower_gpu.from_checkpoint import device_engine
+
+        checkpoint = Checkpoint.without_weights(folder) if place.random_weights else Checkpoint.open(folder)
+        return name, device_engine(name, checkpoint, build, gpu, env.cache, precisions, progress, say)
+    if (folder / MANIFEST).is_file():
+        engine = Engine.open(folder)
+        _refuse_build_settings(build, folder)
+        _say_price(engine, say)
+        return engine.manifest.model_name, engine
+    checkpoint = Checkpoint.open(folder)
+    if not checkpoint.has_tokenizer:
+        raise no_tokenizer(folder)
+    from millrace.compile.builder import Builder  # with all of the compiler, which a built engine does not need
+
+    builder = Builder.of(name, checkpoint, build, env.cache, precisions, progress, pricing)
+    with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (found, fresh):
+        engine = Engine.open(found)
+    if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
+        for note in engine.manifest.notes:
+            say(note)
+    _say_price(engine, say)
+    if say and not fresh and build.tune not in (0, BuildSettings.tune):
+        say(f"this engine is there already, and is not timed again: millrace tune {engine.folder}")
+    return name, engine
+
+
+def _built_on_gpu(
+    folder: Path, build: BuildSettings, gpu: Gpu, env: Env, say: Say | None, place: Place
+) -> tuple[str, Engine]:  # fmt: skip
+    from millrace.compile.lower_gpu.from_engine import AT_A_START, built_engine
+
+    _refuse_build_settings(build, folder, AT_A_START)
+    if place.random_weights:
+        raise ConfigError(
+            f"--random-weights is given, but {folder} is already built", "a checkpoint", "leave it out: it has weights"
+        )
+    engine = built_engine(Engine.open(folder), build, gpu, env.cache, say)
+    return engine.manifest.model_name, engine
+
+
+def _say_price(engine: Engine, say: Say | None) -> None:
+    """Every time: who runs an engine need not be the one who built it."""
+    if say and engine.manifest.evaluation.price is not None:
+        say(engine.manifest.evaluation.said)
+
+
+def _refuse_build_settings(build: BuildSettings, folder: Path, open_: Collection[str] = ()) -> None:
+    """A built engine cannot be changed by flags; saying nothing would be worse. open_: what may still be asked for"""
+    if asked := [name for name in build.asked if name not in open_]:
+        name = asked[0]
+        flag = flag_of(f"no_{name}" if getattr(build, name) is False else name)
+        raise ConfigError(
+            f"{flag} is given, but {folder} is already built", "a checkpoint, where this is still open",
+            "leave it out, or build the checkpoint again with it",
+        )  # fmt: skip
+
+
+def find_built(name: str, env: Env, progress: Progress | None = None) -> Path:
+    """The folder, or the most recently used engine in the cache that has this name or was built from this model.
+
+    A checkpoint's engines are those of equal content, whatever they are called. raises EngineError
+    """
+    path, entries = Path(name).expanduser(), EngineCache(env.cache).entries()
+    if (path / MANIFEST).is_file():
+        return path
+    is_checkpoint = (path / CONFIG).is_file() or is_gguf(path)
+    if is_checkpoint:
+        content = checkpoint_identity(Checkpoint.open(path), env.cache, progress)
+        found = [e.folder for e in entries if _source(e) == content]
+    else:
+        found = [e.folder for e in entries if name in (e.name, e.model)]
+    if found:
+        return found[0]
+    if is_checkpoint:
+        raise EngineError(
+            f"the cache has no engine of {path}", "a model that was built",
+            f"build it: millrace build {name} -o ENGINE, or: millrace serve {name}",
+        )  # fmt: skip
+    if path.is_dir():
+        raise EngineError(f"{path} has no {MANIFEST}", "an engine folder", f"build it: millrace build {name} -o ENGINE")
+    known = {known for e in entries for known in (e.name, e.model)}
+    raise EngineError(
+        f'there is no engine folder and no cached engine "{name}"',
+        nearest(name, known) if known else "an engine folder; the cache is empty",
+        "check the spelling, or build it: millrace build MODEL -o ENGINE",
+    )
+
+
+def _source(entry: CacheEntry) -> str | None:
+    """What it was built from; None where that cannot be read."""
+    try:
+        return read_manifest(entry.folder).source
+    except (EngineError, OSError):
+        return None

@@ -1,0 +1,151 @@
+"""Regions: calls that do the same work on other weights or pages; and which settings of their knobs are tried."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, deepest
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
+from millrace.engine.tables import Call, read_program_table
+from millrace.engine.tactics import Choice
+from millrace.errors import plain
+from millrace.kernels.catalogue import kernels
+from millrace.kernels.declare import Scaling, WeightFormat
+from millrace.kernels.layout import PANEL, panel_bytes, up
+from millrace.kernels.precision import SCALING_WORDS
+
+SAMPLED = ("", "sampled rows", "sampled rows")  # of T, S and R
+
+
+@dataclass(slots=True)
+class Work:
+    """A region while it is tuned."""
+
+    name: str
+    kernel: str
+    params: Mapping[str, int | float]
+    calls: list[int] = field(default_factory=list)
+    known: dict[int, Choice] = field(default_factory=dict)  # by rows
+
+    @property
+    def knobs(self) -> frozenset[str]:
+        return _knobs()[self.kernel]
+
+    def takes_part(self, case: Case) -> bool:
+        return case.symbols is None or self.params.get("rows", 0) in case.symbols
+
+    def choice(self, rows: int) -> Choice:
+        """The kernel's rule where nothing is known."""
+        return self.known.get(rows, Choice(rows, {}, []))
+
+    def settings(self, knob: str, rows: int, threads: int) -> list[int]:
+        """What is tried; the rule first."""
+        return [0, *_SETTINGS[knob](self, rows, threads)]
+
+
+def _heights(_: Work, rows: int, threads: int) -> Iterator[int]:
+    """Heights that cut the rows into different numbers of tiles."""
+    seen = {1}
+    for height in (12, 10, 8, 6, 4):
+        tiles = -(-rows // height)
+        if tiles not in seen and len(seen) < 5:
+            seen.add(tiles)
+            yield height
+
+
+def _task_panels(work: Work, rows: int, threads: int) -> Iterator[int]:
+    """Sizes that leave every worker something to do."""
+    panels = up(int(work.params["n"]), PANEL) // PANEL
+    size = panel_bytes(*(int(work.params[name]) for name in ("weights", "k", "group", "scaling")))
+    return (p for p in (1, 4, 16) if p * threads <= panels and p * size <= 2 << 20)
+
+
+def _distances(_: Work, rows: int, threads: int) -> Iterator[int]:
+    yield from (2048, 4096, 16384)
+
+
+def _worker_tasks(_: Work, rows: int, threads: int) -> Iterator[int]:
+    """One worker shares nothing."""
+    yield from (1, 2, 8) if threads > 1 else ()
+
+
+def _task_rows(work: Work, rows: int, threads: int) -> Iterator[int]:
+    """Of tokens and of the query heads that share their keys."""
+    together = rows * int(work.params["heads"]) // int(work.params["kv_heads"])
+    return (r for r in (6, 8, 12) if r < together)
+
+
+def _first_level(_: Work, rows: int, threads: int) -> Iterator[int]:
+    yield 1
+
+
+_SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
+    "tile_rows": _heights, "ahead": _distances, "task_panels": _task_panels,
+    "worker_tasks": _worker_tasks, "task_rows": _task_rows, "first_level": _first_level,
+}  # fmt: skip
+
+
+def _knobs() -> dict[str, frozenset[str]]:
+    """Of each kernel that has any."""
+    return {k.name: frozenset(knob.name for knob in k.knobs) for k in kernels() if k.knobs}
+
+
+def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, Work]:
+    """raises EngineError where the program's table does not fit its program"""
+    return regions(_calls(engine), _symbols(engine.manifest), deepest(engine, rows))
+
+
+def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, Work]:
+    """By name: kernel, numerics class and shape, whatever the layer; of attention how long contexts are when timed."""
+    found: dict[str, Work] = {}
+    for i, call in enumerate(calls):
+        if call.kernel in _knobs():
+            name = _attention(call, context) if call.kernel == "attention" else _product(call, symbols)
+            found.setdefault(name, Work(name, call.kernel, call.params)).calls.append(i)
+    return found
+
+
+def _product(call: Call, symbols: Sequence[str]) -> str:
+    p = call.params
+    flags = [f"groups of {p['group']}"] if p["group"] else []
+    flags += [f"of {p['x_group']} in rows"] if p.get("x_group", p["group"]) != p["group"] else []
+    flags += [SCALING_WORDS[int(p["scaling"])]] if p.get("scaling") else []
+    flags += [flag for flag in ("bias", "residual") if flag in call.operands]
+    flags += ["gated"] if p.get("gated") else []
+    flags += [symbols[int(p["rows"])]] if p.get("rows") else []
+    return ", ".join([f"{call.kernel} {call.note} {p['n']} x {p['k']}", *flags])
+
+
+def _attention(call: Call, context: int) -> str:
+    p = call.params
+    flags = [f"{p['kv_heads']} of keys"] if p["kv_heads"] != p["heads"] else []
+    flags += [f"up to {context} tokens"] if context else []
+    return ", ".join([f"{call.kernel} {call.note} {p['heads']} heads of {p['head_dim']}", *flags])
+
+
+def _calls(engine: Engine) -> list[Call]:
+    """The program's calls; what is read of them is there, and may be."""
+    calls = read_program_table(engine.folder).calls
+    symbols = range(len(engine.manifest.symbols))
+    tunable = [call for call in calls if call.kernel in _knobs()]
+    if len(calls) != engine.manifest.cpu.n_calls or not all(_is_whole(call, symbols) for call in tunable):
+        raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
+    return calls
+
+
+def _is_whole(call: Call, symbols: range) -> bool:
+    names = ("heads", "kv_heads", "head_dim") if call.kernel == "attention" else ("n", "k")
+    sizes = [call.params.get(name, 0) for name in names]
+    whole = all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
+    whole = whole and call.params.get("rows", 0) in symbols
+    if call.kernel == "attention":
+        return whole
+    group, scaling = call.params.get("group", ""), call.params.get("scaling", -1)
+    whole = whole and call.params.get("weights") in [int(f) for f in WeightFormat]
+    whole = whole and isinstance(group, int) and scaling in [int(s) for s in Scaling]
+    return whole and (scaling < Scaling.LEVELS or group in (16, 32))
+
+
+def _symbols(m: Manifest) -> Sequence[str]:
+    """What a region is called whose rows are counted by each of the symbols."""
+    return SAMPLED if m.is_language_model or m.is_encoder else [f"{plain(s.name)} rows" for s in m.symbols]

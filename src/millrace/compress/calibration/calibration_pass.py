@@ -1,0 +1,197 @@
+"""The one pass over calibration text: what goes into each matrix product, as methods need it, a piece at a time.
+
+The model is cut at its residual stream (graph/cuts.py), and a piece's executor gives what its matrix products read.
+Memory holds one piece's weights, its Gram matrices, and some windows of rows; what goes on to the next piece is in a
+file. W windows of n tokens.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.build import BuildOptions, plan_pieces
+from millrace.compile.lower_cpu.program import Bounds, Program
+from millrace.compile.precision import PrecisionMap
+from millrace.compile.settings import Progress
+from millrace.compile.source import Source
+from millrace.compress.calibration.statistics import (
+    About,
+    InputStatistics,
+    Statistics,
+    Writing,
+    input_bytes,
+    whole_file,
+    writing,
+)
+from millrace.compress.presets import SAMPLES
+from millrace.errors import ConfigError, MachineError
+from millrace.evaluate.divergence import not_finite, step_of
+from millrace.evaluate.pieces import Piece, loaded
+from millrace.evaluate.sizes import LENGTH
+from millrace.evaluate.windows import Windows, windows_of
+from millrace.graph.cuts import CARRIED
+from millrace.graph.rewrite import head_of
+from millrace.graph.types import Graph, Port, Value
+from millrace.kernels.precision import Precision
+
+_BATCH = 8192  # rows multiplied at once: behind each product BLAS threads spin for a while, in the way of the next step
+Readers = dict[str, tuple[str, ...]]  # by the first layer that reads an input, all that do
+
+
+def samples(tokenizer: Tokenizer, text: str, n: int = SAMPLES, length: int = LENGTH) -> Windows:
+    """n windows, spread evenly over the text. raises ConfigError where it has fewer"""
+    ids = tokenizer.encode(text)
+    if n < 1 or len(ids) < n * length:
+        fitting = len(ids) // length
+        fewer = f", or ask for fewer samples: --samples {fitting}" if 0 < fitting < n else ""
+        raise ConfigError(
+            f"the text for statistics has {len(ids):,} tokens, for {n} samples of {length}",
+            f"at least {max(n, 1) * length:,}", f"give a longer text: --samples-from{fewer}",
+        )  # fmt: skip
+    return replace(windows_of(tokenizer, ids, length).spread(n), first=0)
+
+
+def digest_of(text: Windows) -> str:
+    """Of its token ids."""
+    return hashlib.blake2b(text.ids.tobytes(), digest_size=16).hexdigest()
+
+
+def collect(
+    source: Source, text: Windows, folder: Path, *, precision: Precision = Precision.FP32,
+    progress: Progress = lambda *_: None,
+) -> Statistics:  # fmt: skip
+    """Statistics of all linear layers but the head, into a folder, which a later run goes on with.
+
+    precision: FP32 or BF16, in which the model reads the text
+    raises ConfigError for a folder of other statistics, MachineError where there is no room or logits are not finite
+    """
+    length = int(text.ids.shape[1])
+    options = BuildOptions(
+        precision=PrecisionMap(precision), max_batch=1, max_step_tokens=length, profile={"T": Bounds(1, length, length)}
+    )
+    readers: Readers = {}
+    programs = list(plan_pieces(source, options, lambda piece: _wanted(piece, readers)))
+    about = About(
+        model=source.identity(), text=digest_of(text),
+        tokens=text.ids.size, precision=str(precision), pieces=len(programs),
+    )  # fmt: skip
+    with writing(folder, about) as kept:
+        first = kept.next
+        _check_room(folder, programs[first:], text)
+        for number in range(first, len(programs)):
+            progress("collecting statistics", number, len(programs))
+            onward = _through(programs[number], number, text, kept, source.vocab_size)
+            kept.add(number, [sums.found(readers[name]) for name, sums in onward.items()])
+            kept.carried(number).unlink(missing_ok=True)
+        progress("collecting statistics", len(programs), len(programs))
+    return Statistics.open(folder)
+
+
+def linear_inputs(graph: Graph) -> dict[Value, list[str]]:
+    """What the graph's linear layers read, with the names of those that read it. Not the head's."""
+    head, found = head_of(graph), dict[Value, list[str]]()
+    for node in graph.nodes:
+        if node.op == "linear" and node is not head:
+            found.setdefault(node.inputs[0], []).append(node.origin[0])
+    return found
+
+
+def _wanted(piece: Graph, readers: Readers) -> tuple[Port, ...]:
+    """What is carried on, and inputs under the name of their first reader, which `readers` is told of."""
+    inputs = linear_inputs(piece)
+    readers |= {names[0]: tuple(names) for names in inputs.values()}
+    carried = (port for port in piece.outputs if port.name == CARRIED)
+    return (*carried, *(Port(names[0], value) for value, names in inputs.items()))
+
+
+def _through(program: Program, number: int, text: Windows, kept: Writing, vocab_size: int) -> dict[str, "_Sums"]:
+    """All windows, once; what the next piece takes in is in its file then."""
+    names = [slot.name for slot in program.outputs if slot.name != CARRIED]
+    carries, sums = len(names) < len(program.outputs), dict[str, _Sums]()
+    with closing(loaded(program, text, vocab_size)) as executor, whole_file(kept.carried(number + 1)) as onward:
+        for window, carried in zip(text.ids, _carried(kept.carried(number), number, text), strict=True):
+            piece = Piece(program, executor, carried)
+            piece.run(step_of(window, 0, len(window), ()))
+            for name in names:
+                x = piece.output(name)
+                sums.setdefault(name, _Sums(int(x.shape[1]))).add(x)
+            if carries:
+                onward.write(np.ascontiguousarray(piece.output(CARRIED), np.float32))
+    if not carries:
+        kept.carried(number + 1).unlink()
+    return sums
+
+
+def _carried(path: Path, number: int, text: Windows) -> Iterator[NDArray[np.float32] | None]:
+    """Of each window, what goes into the piece: (n, ...). The first takes nothing in but tokens."""
+    W, n = text.ids.shape
+    if number == 0:
+        yield from [None] * W
+        return
+    size = path.stat().st_size // (4 * W * n)
+    with path.open("rb") as file:
+        for _ in range(W):
+            rows = np.fromfile(file, np.float32, n * size).reshape(n, -1)
+            yield rows
+
+
+class _Sums:
+    """Of the rows of one input (T, K): a batch of them is multiplied at once, in float32."""
+
+    def __init__(self, K: int) -> None:
+        self._gram, self._product = np.zeros((K, K), np.float32), np.empty((K, K), np.float32)
+        self._amax, self._sum = np.zeros(K, np.float32), np.zeros(K)
+        self._batch, self._held, self._n = np.empty((_BATCH, K), np.float32), 0, 0
+
+    def add(self, x: NDArray[np.generic]) -> None:
+        at = 0
+        while at < len(x):
+            taken = min(len(x) - at, _BATCH - self._held)
+            self._batch[self._held : self._held + taken] = x[at : at + taken]
+            at, self._held = at + taken, self._held + taken
+            if self._held == _BATCH:
+                self._flush()
+
+    def found(self, linears: tuple[str, ...]) -> InputStatistics:
+        """raises MachineError for values that are not finite"""
+        self._flush()
+        if not np.isfinite(self._amax).all() or not np.isfinite(self._gram.diagonal()).all():
+            raise not_finite()
+        self._gram /= np.float32(self._n)
+        return InputStatistics(linears, self._gram, self._amax, (self._sum / self._n).astype(np.float32))
+
+    def _flush(self) -> None:
+        x = self._batch[: self._held]
+        self._gram += np.matmul(x.T, x, out=self._product)
+        np.abs(x, out=x)
+        self._amax = np.maximum(self._amax, x.max(axis=0, initial=0))
+        self._sum += x.sum(axis=0, dtype=np.float64)
+        self._n, self._held = self._n + self._held, 0
+
+
+def _check_room(folder: Path, programs: Sequence[Program], text: Windows) -> None:
+    """raises MachineError where the disk has too little, said before anything takes long"""
+    widths = [(slot.name, _width(slot.shape)) for program in programs for slot in program.outputs]
+    carried = max((width for name, width in widths if name == CARRIED), default=0)
+    needed = sum(input_bytes(width) for name, width in widths if name != CARRIED) + 8 * carried * text.ids.size
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise MachineError(
+            f"the statistics need {needed:,} bytes in {folder}, where {free:,} are free", "room for them",
+            "make room, or name another folder",
+        )  # fmt: skip
+
+
+def _width(shape: Sequence[object]) -> int:
+    found = 1
+    for d in shape[1:]:
+        assert isinstance(d, int), shape
+        found *= d
+    return found

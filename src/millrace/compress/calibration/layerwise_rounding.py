@@ -1,0 +1,192 @@
+"""A model's layers, one after the other, each rounded by a method: what the statistics are for.
+
+Methods are put together from the same parts: scales that move (AWQ, SmoothQuant), ranges that are searched or clipped,
+and rounding to nearest or by GPTQ.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.calibration.statistics import InputStatistics, Statistics
+from millrace.compress.measure.layer_diagnostics import Figures, figures
+from millrace.compress.measure.reconstruction_error import clipped, relative_error
+from millrace.compress.methods.awq_smoothquant import (
+    WEIGHT,
+    Awq,
+    Fold,
+    Site,
+    SmoothQuant,
+    awq_factors,
+    fold,
+    sites,
+    smaller,
+    smooth_factors,
+)
+from millrace.compress.methods.gptq import Gptq, gptq
+from millrace.compress.methods.quantization_grid import Array, Floats, Grid, Search, fitted, nearest, with_scales
+from millrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """search and clip are two ways to a range, of which one at most is asked for. Neither: the whole range."""
+
+    grid: Grid
+    smooth: Awq | SmoothQuant | None = None
+    search: Search | None = None
+    clip: bool = False
+    gptq: Gptq | None = None
+
+    def __post_init__(self) -> None:
+        if self.search and self.clip:
+            raise ConfigError("ranges both searched and clipped", "one way to choose them", "leave one out")
+
+
+Methods = Callable[[str], Method | None]  # by linear layer
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """error: of the output's energy; damping: GPTQ's"""
+
+    matrix: QuantisedMatrix
+    error: float
+    damping: float | None = None
+
+
+@dataclass(slots=True)
+class Layer:
+    """What became of a decoder layer. matrices, figures: by linear layer; floats: other changed tensors, by name"""
+
+    name: str
+    matrices: dict[str, Rounding] = field(default_factory=dict)
+    floats: dict[str, Floats] = field(default_factory=dict)
+    folds: list[Fold] = field(default_factory=list)
+    figures: dict[str, Figures] = field(default_factory=dict)
+
+
+def rounded_layers(
+    load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]], statistics: Statistics, methods: Methods,
+    head_dim: int, offset: float = 0.0,
+) -> Iterator[Layer]:  # fmt: skip
+    """Every layer of the statistics in turn; memory holds one. load: a tensor by its name
+
+    methods: by linear layer; None leaves one as it is, and its scales where they are
+    head_dim: of attention; offset: that the model adds to its norms' weights. raises CheckpointError, ConfigError
+    """
+    by_layer: dict[str, list[str]] = {}
+    for linear in statistics:
+        by_layer.setdefault(linear.rsplit(".", 2)[0], []).append(linear)
+    for name, linears in by_layer.items():
+        yield _rounded_layer(name, linears, load, shapes, statistics, methods, (head_dim, offset))
+
+
+def _rounded_layer(
+    name: str, linears: list[str], load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]],
+    statistics: Statistics, methods: Methods, model: tuple[int, float],
+) -> Layer:  # fmt: skip
+    head_dim, offset = model
+    chosen = {linear: method for linear in linears if (method := methods(linear))}
+    if not chosen:
+        return Layer(name)
+    given = {n: np.asarray(load(n), np.float32) for n in shapes if n.startswith(f"{name}.")}
+    arrays, found = dict(given), Layer(name)
+    inputs: dict[str, InputStatistics] = {}
+    for linear in chosen:
+        shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
+        inputs[linear] = shared or statistics[linear]
+        found.figures[linear] = before(given[linear + WEIGHT], inputs[linear], chosen[linear])
+    made: dict[str, Rounding] = {}  # what a site's choice has rounded already
+    for site in sites(shapes, name, head_dim):
+        if not _moves(site, chosen):
+            continue
+        first = site.linears[0]
+        factors = _factors([arrays[n + WEIGHT] for n in site.linears], site, inputs[first], chosen[first])
+        if factors is None:
+            continue
+        folded = dict(arrays)
+        moved = fold(folded, site, factors, offset if site.is_norm else 0.0)
+        scaled = dict.fromkeys(site.linears, smaller(inputs[first], moved.factors))
+        if isinstance(chosen[first].smooth, Awq) and chosen[first].clip:
+            better, moves = _better(site, chosen, (folded, scaled), (arrays, inputs))
+            made |= better
+            if not moves:
+                continue
+        arrays, inputs = folded, inputs | scaled
+        made.pop(site.source, None)  # of which rows have changed
+        found.folds.append(moved)
+    for linear, method in chosen.items():
+        w = arrays.pop(linear + WEIGHT)
+        one = found.matrices[linear] = made.get(linear) or rounding(w, inputs[linear], method)
+        found.figures[linear] = replace(found.figures[linear], error=one.error, moved=_moved(found.folds, linear))
+    found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
+    return found
+
+
+def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
+    """One matrix (N, K) whose input is x."""
+    grid = method.grid
+    if method.clip:
+        scales = clipped(w, x.gram, grid, whole=not method.gptq)  # GPTQ makes up for other groups itself
+    elif method.gptq and not method.gptq.order and not method.search:
+        scales = None
+    else:
+        scales = fitted(w, grid, method.search, x.gram.diagonal())
+    if method.gptq:
+        made = gptq(w, x.gram, grid, method.gptq, method.search, scales)
+        return Rounding(made.matrix, relative_error(w, made.matrix.dequantise(), x.gram), made.damping)
+    assert scales is not None
+    nearest = with_scales(w, scales, grid)
+    return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
+
+
+def before(w: Array, x: InputStatistics, method: Method) -> Figures:
+    """Of a matrix as it was given; its error is that of rounding to nearest, until it is known."""
+    error = relative_error(w, nearest(w, fitted(w, method.grid), method.grid), x.gram)
+    plain = method == Method(grid=method.grid)
+    return figures(w, method.grid.group, error, x, nearest=None if plain else error)
+
+
+def _moved(folds: Sequence[Fold], linear: str) -> float | None:
+    factors = next((one.factors for one in folds if linear in one.site.linears), None)
+    return None if factors is None else float(factors.max() / factors.min())
+
+
+def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
+    """Scales move where all that take part are rounded, and those that read them want the same."""
+    if not all(name in chosen for name in (*site.linears, *(() if site.is_norm else (site.source,)))):
+        return False
+    wanted = {chosen[name].smooth for name in site.linears}
+    return len(wanted) == 1 and wanted != {None}
+
+
+def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:
+    match method.smooth:
+        case Awq() as awq:
+            return awq_factors(weights, site, x, method.grid, awq)
+        case SmoothQuant() as smooth if site.is_norm or smooth.linears:
+            return smooth_factors(weights, site, x, smooth)
+    return None
+
+
+_State = tuple[Mapping[str, Array], Mapping[str, InputStatistics]]  # tensors; inputs of linear layers
+
+
+def _better(
+    site: Site, chosen: Mapping[str, Method], moved: _State, as_given: _State
+) -> tuple[dict[str, Rounding], bool]:
+    """Whether moving scales loses less of the site's outputs, in shares of their energy, to nearest within clipped
+    ranges: AWQ finds scales with whole ones, and within these the weights may do better as they are. And the roundings
+    of what is better, as far as they are what the layers' methods make."""
+    both = [
+        {n: rounding(arrays[n + WEIGHT], inputs[n], Method(grid=chosen[n].grid, clip=True)) for n in site.linears}
+        for arrays, inputs in (moved, as_given)
+    ]
+    lost = [sum(one.error for one in each.values()) for each in both]
+    moves = lost[0] < lost[1]
+    better = both[0] if moves else both[1]
+    return {n: one for n, one in better.items() if chosen[n].clip and not chosen[n].gptq}, moves

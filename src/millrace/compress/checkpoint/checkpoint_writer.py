@@ -1,0 +1,153 @@
+"""A checkpoint folder that is written tensor by tensor: whole at the end, or not there at all.
+
+Memory holds one tensor. All sizes are known before the first, so that room is reserved and headers are written first;
+the order in which tensors come does not matter.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from millrace.checkpoint.weights import INDEX, SINGLE
+from millrace.compress.checkpoint.compression_record import RECORD
+from millrace.compress.checkpoint.tensor_layout import NAMES, WIDTHS, Spec
+from millrace.compress.methods.quantization_grid import Array
+from millrace.errors import ConfigError, MachineError
+from millrace.machine.disk import reserve, write_at
+
+SHARD_BYTES = 4 << 30
+_LOCK = ".lock"  # of a folder that is written
+_WHAT = ("unfinished", "statistics", "search")  # lies beside a folder that is being made
+_SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at most 40 MB
+
+
+class Folder:
+    """Tensors that are to come, and where each will lie."""
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> None:
+        """raises OSError where there is no room"""
+        self.path = path
+        shards = _shards(specs, shard_bytes)
+        names = [SINGLE] if len(shards) == 1 else [
+            f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
+        ]  # fmt: skip
+        self._specs, self._places, self._left = dict(specs), dict[str, tuple[Path, int]](), set(specs)
+        for name, shard in zip(names, shards, strict=True):
+            self._begin(path / name, shard)
+        if len(shards) > 1:
+            found = {tensor: file.name for tensor, (file, _) in sorted(self._places.items())}
+            size = sum(spec.nbytes for spec in specs.values())
+            (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": found}, indent=1))
+
+    def put(self, name: str, array: Array) -> None:
+        """Once for each tensor that was promised."""
+        spec, (file, offset) = self._specs[name], self._places[name]
+        found = Spec(NAMES[array.dtype.name], array.shape)
+        assert found == spec, (name, found, spec)
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        with file.open("r+b") as opened:
+            write_at(opened.fileno(), data, offset)
+        self._left.remove(name)
+
+    def finish(self) -> None:
+        assert not self._left, f"never written: {sorted(self._left)[:3]}"
+        for file in {file for file, _ in self._places.values()}:
+            with file.open("r+b") as opened:
+                os.fsync(opened.fileno())  # a network's file system may say only now that it is full
+
+    def _begin(self, file: Path, shard: Mapping[str, Spec]) -> None:
+        """Widest elements first: then each tensor begins at a multiple of its own."""
+        at, entries, offsets = 0, dict[str, object](), dict[str, int]()
+        for name, spec in sorted(shard.items(), key=lambda item: -WIDTHS[item[1].dtype]):
+            end = at + spec.nbytes
+            entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
+            offsets[name], at = at, end
+        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        header += b" " * (-len(header) % 8)
+        start = 8 + len(header)
+        with file.open("xb") as opened:
+            opened.write(len(header).to_bytes(8, "little") + header)
+            opened.flush()
+            reserve(opened.fileno(), start + at)
+        self._places |= {name: (file, start + offset) for name, offset in offsets.items()}
+
+
+def _shards(specs: Mapping[str, Spec], most: int) -> list[dict[str, Spec]]:
+    found: list[dict[str, Spec]] = [{}]
+    size = 0
+    for name, spec in specs.items():
+        if size and size + spec.nbytes > most:
+            found.append({})
+            size = 0
+        found[-1][name] = spec
+        size += spec.nbytes
+    return found
+
+
+def check_place(out: Path, nbytes: int) -> None:
+    """raises ConfigError for a folder that is there, MachineError where so many bytes have no room"""
+    if out.exists() or out.is_symlink():
+        measured = ", or measure what it costs: --measure" if (out / RECORD).is_file() else ""
+        raise ConfigError(
+            f"{out} is already there", "a folder that does not exist yet", f"remove it, or name another{measured}"
+        )  # fmt: skip
+    there = next(parent for parent in out.absolute().parents if parent.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{out} would be in {there}, which is a file", "a folder to write in", "name another with -o")
+    free = shutil.disk_usage(there).free
+    if free < nbytes + _SMALL_BYTES:
+        raise MachineError(
+            f"{out} has no room: {free:,} bytes are free there",
+            f"{nbytes + _SMALL_BYTES:,}: {nbytes:,} of weights, and {_SMALL_BYTES:,} for what lies beside them",
+            "make room, or name a folder on another disk with -o",
+        )  # fmt: skip
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails."""
+    with beside(out) as path:
+        yield path
+        (path / _LOCK).unlink()
+        put_in_place(path, out)
+
+
+@contextmanager
+def beside(out: Path, what: str = "unfinished") -> Iterator[Path]:
+    """An empty folder next to `out`, locked while the block runs, and gone after it. what: one of _WHAT
+
+    Removes first what was left of `out` by who was killed: folders whose lock nobody holds any more.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(out.absolute())
+    path = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}.{what}")
+    path.mkdir()
+    try:
+        with (path / _LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield path
+    finally:  # also after Ctrl-C: nothing half-written stays behind
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def put_in_place(path: Path, out: Path) -> None:
+    """raises ConfigError where somebody else has made `out` meanwhile"""
+    if out.exists():
+        raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
+    path.rename(out)
+
+
+def _sweep(out: Path) -> None:
+    left = re.compile(re.escape(f".{out.name}.") + rf"[0-9a-f]{{12}}\.({'|'.join(_WHAT)})")
+    for path in [p for p in out.parent.iterdir() if left.fullmatch(p.name)]:
+        with suppress(OSError), (path / _LOCK).open("rb") as lock:  # somebody is at work there, or has just begun
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)

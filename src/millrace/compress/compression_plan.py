@@ -1,0 +1,317 @@
+"""What a recipe will do to a checkpoint, from its headers: layers, forms, sizes, and what cannot be."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
+from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
+from millrace.compress.checkpoint.tensor_layout import NAMES, Form, Spec
+from millrace.compress.methods.quantization_grid import GROUPS
+from millrace.compress.methods.sparsity_2_4 import OF, SPARSEGPT
+from millrace.compress.methods.structured_pruning import Prune, Sizes, shapes, sizes
+from millrace.compress.recipe import CLIP, FP8, FP8_GPTQ, FP8_TENSOR, Recipe, Treatment
+from millrace.errors import CheckpointError, ConfigError
+from millrace.model.families import HEAD
+
+WEIGHT = ".weight"
+TABLE = "model.embed_tokens"
+_SMALLER = sorted((g for g in GROUPS if g), reverse=True)
+SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
+# Seconds a million weights take, and bytes an element: on two idle cores of an AVX-512 server, for estimates alone.
+_ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _AWQ_S = 0.033, 0.2, 0.04, 0.25, 0.17, 0.5
+_CLIP_S, _WHOLE_CLIP_S = 0.11, 0.21
+_BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
+_FLOAT_BYTES, _GRAM_BYTES, _GPTQ_BYTES = 4, 4, 24
+_LARGER = 1.005  # times the source's bytes, from which on it is said
+_BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # of a Gram matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """layers: what is done to each linear layer that is rounded; specs: the tensors that will be written
+    sparse: layers whose weights stay floats, and of which some become zero; pruned: sizes that are left, where any is
+    less than it was, and the tensors that get smaller
+    """
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    layers: Mapping[str, tuple[Treatment, Form]]
+    ignored: tuple[str, ...]
+    specs: Mapping[str, Spec]
+    notes: tuple[str, ...]
+    sparse: Mapping[str, Treatment] = field(default_factory=dict)
+    pruned: tuple[Sizes, Mapping[str, tuple[int, ...]]] | None = None
+
+    @property
+    def treated(self) -> tuple[str, ...]:
+        """All layers that are changed."""
+        smaller = self.pruned[1] if self.pruned else {}
+        return (*self.layers, *self.sparse, *(n.removesuffix(WEIGHT) for n in smaller if n.endswith(WEIGHT)))
+
+    @property
+    def n_weights(self) -> int:
+        """In the layers that are changed; of those that get smaller what is left."""
+        smaller = self.pruned[1] if self.pruned else {}
+        shapes = (smaller.get(n + WEIGHT, self.checkpoint.tensors[n + WEIGHT].shape) for n in self.treated)
+        return sum(map(math.prod, shapes))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any layer needs statistics."""
+        return bool(self.sparse or self.pruned) or any(treatment.calibrated for treatment, _ in self.layers.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the layers that are changed, scales included; zeros count like other floats."""
+        held = sum(spec.nbytes for name, spec in self.specs.items() if self._layer(name) and spec.dtype != "I64")
+        return 8 * held / self.n_weights
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the source's tensors, as they are stored."""
+        return self.checkpoint.tensors.nbytes
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it takes at most: for the largest matrix, or the largest tensor that is only copied, and for what
+        methods with statistics hold meanwhile."""
+        sizes = {name: math.prod(info.shape) for name, info in self.checkpoint.tensors.items()}
+        each = (_MATRIX_BYTES if n.removesuffix(WEIGHT) in self.treated else _KEPT_BYTES for n in sizes)
+        largest = max(rate * size for rate, size in zip(each, sizes.values(), strict=True))
+        return _BASE_BYTES + largest + (self._held_bytes if self.calibrated else 0)
+
+    @property
+    def _held_bytes(self) -> int:
+        """By statistics: a decoder layer in float32 with the Gram matrices of its inputs, twice where scales move; or
+        of one matrix alone; and what GPTQ makes of the widest of these."""
+        how = [*(treatment for treatment, _ in self.layers.values()), *self.sparse.values()]
+        weights, grams, widest = dict[str, int](), dict[str, int](), 0
+        for name in self.treated:
+            (N, K), layer = self.checkpoint.tensors[name + WEIGHT].shape, name.rsplit(".", 2)[0]
+            widest, weights[layer] = max(widest, K), weights.get(layer, 0) + N * K
+            grams[layer] = grams.get(layer, 0) + (0 if name.endswith(SAME_INPUT) else K * K)
+        factors = _GPTQ_BYTES * widest**2 if any(one.method in _BY_FACTORS for one in how) else 0
+        if not any(one.calibrated and one.method in ("rtn", "gptq") for one in how):
+            return factors + _GRAM_BYTES * widest**2
+        copies = 2 if any(one.smooth != "none" for one in how) else 1
+        return factors + max(_FLOAT_BYTES * weights[one] + copies * _GRAM_BYTES * grams[one] for one in weights)
+
+    @property
+    def seconds(self) -> float:
+        """About, for rounding alone: statistics, where they are needed, are there."""
+        sizes = (math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
+        thinned = sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.sparse)
+        rounded = sum(seconds_a_million(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True))
+        return (rounded + _GPTQ_S * thinned) / 1e6
+
+    def _layer(self, tensor: str) -> bool:
+        return tensor.rpartition(".")[0] in self.treated
+
+
+def seconds_a_million(treatment: Treatment) -> float:
+    """Of weights, about, that it takes to round them."""
+    if treatment.fp8:
+        return _FP8_S + (_FP8_SEARCH_S + _GPTQ_S) * treatment.calibrated
+    gptq, awq = treatment.method == "gptq", treatment.smooth == "awq"
+    search = _SEARCH_S if treatment.search != "none" else _ROUND_S
+    if treatment.search == CLIP:  # by groups alone in front of GPTQ; for AWQ's choice as it is and as it is scaled
+        search = _CLIP_S if gptq and not awq else _WHOLE_CLIP_S * (1 + awq)
+    return search + _GPTQ_S * gptq + _AWQ_S * awq
+
+
+def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
+    """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
+    _check_source(checkpoint)
+    if recipe.prune:
+        return _pruning(checkpoint, recipe, recipe.prune)
+    tensors = checkpoint.tensors
+    # A tied head has no tensor, and yet is a linear layer to who reads config.json.
+    ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
+    linears = _linears(tensors)
+    layers: dict[str, tuple[Treatment, Form]] = {}
+    sparse: dict[str, Treatment] = {}
+    smaller: Counter[tuple[int, int, int]] = Counter()
+    for name, (_, K) in linears.items():
+        if name in ignored:
+            continue
+        if not _in_a_layer(name) and not _is_named(recipe, name):
+            ignored.append(name)  # the head, as all tools leave it
+            continue
+        treatment = recipe.of(name)
+        if treatment.method == "none":
+            ignored.append(name)
+            continue
+        if treatment.calibrated and not _in_a_layer(name):
+            raise ConfigError(
+                f"the recipe {recipe.name} treats {name} by statistics", "those are of the decoder's layers alone",
+                f'give {name} method = "rtn", smooth = "none" and search = "none"',
+            )  # fmt: skip
+        if treatment.sparse:
+            sparse[name] = _thinned(name, K, treatment)
+            ignored.append(name)
+            continue
+        group = _fitting(name, K, treatment.group)
+        if group != treatment.group:
+            smaller[K, treatment.group, group] += 1
+        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8, treatment.method == FP8_TENSOR
+        form = Form(treatment.bits, group, treatment.minimums, *floats)
+        layers[name] = (treatment, form)
+    _check_patterns(recipe, linears)
+    if not layers and not sparse:
+        raise ConfigError(f"the recipe {recipe.name} leaves all layers as they are", "some to compress", "correct it")
+    if recipe.kv and not layers:
+        raise ConfigError(
+            f"the recipe {recipe.name} says how keys and values are kept, and rounds no weights",
+            "some that are rounded: the file of a float model has no place to say it",
+            f"serve it with --kv-cache-dtype {recipe.kv}, or round some",
+        )  # fmt: skip
+    notes = tuple(
+        f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
+        "format has a shorter last group" for (K, asked, own), n in smaller.items()
+    )  # fmt: skip
+    about, specs = _source_notes(checkpoint) if layers else (), _specs(checkpoint, layers)
+    return Job(
+        checkpoint, recipe, layers, tuple(ignored), specs,
+        (*about, *_size_notes(checkpoint, specs), *notes, *_reader_notes(layers), *_sparse_notes(sparse)), sparse,
+    )  # fmt: skip
+
+
+def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Job:
+    """raises as `plan`"""
+    config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
+    left = sizes(config, prune)
+    smaller = shapes(every, config, left)
+    specs = {name: Spec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()}
+    note = (
+        f"{left.channels:,} of {config.intermediate_size:,} MLP channels and {left.heads * config.n_kv_heads} of "
+        f"{config.n_heads} query heads are left, with the weights that they had: a pruned model has to be trained "
+        "again before it is of use, and that is not done here"
+    )
+    return Job(checkpoint, recipe, {}, (), specs, (note,), pruned=(left, smaller))
+
+
+def _thinned(name: str, K: int, treatment: Treatment) -> Treatment:
+    """raises CheckpointError where inputs do not come in fours"""
+    if K % OF:
+        raise CheckpointError(
+            f"{name} has {K:,} inputs", f"a multiple of {OF}, of which two are kept",
+            f'leave it as it is: method = "none", match = "*{name[name.rfind("."):]}"',
+        )  # fmt: skip
+    return treatment
+
+
+def _reader_notes(layers: Mapping[str, tuple[Treatment, Form]]) -> tuple[str, ...]:
+    """What transformers (5.23, compressed-tensors 0.20) makes of zero points; docs/compress.md has more of it."""
+    if not any(form.minimums for _, form in layers.values()):
+        return ()
+    if len({form for _, form in layers.values()}) > 1:
+        return ("transformers reads a folder with zero points by one scheme for all layers, and this one has several: "
+                "it is for `millrace` alone",)  # fmt: skip
+    return ("transformers reads zero points only with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True)",)  # fmt: skip
+
+
+def _sparse_notes(sparse: Mapping[str, Treatment]) -> tuple[str, ...]:
+    if not sparse:
+        return ()
+    return (
+        f"{len(sparse)} matrices have two zeros among four weights, and as many bytes as before: nothing here, and of "
+        "what reads such folders next to nothing, is smaller or faster by them",
+    )
+
+
+def _check_source(checkpoint: Checkpoint) -> None:
+    if isinstance(checkpoint, CompressedCheckpoint):
+        raise CheckpointError(
+            f"{checkpoint.folder} is compressed already", "floats, or a GGUF",
+            "name the checkpoint that it was made of: rounding twice loses twice",
+        )  # fmt: skip
+    if isinstance(checkpoint.config, EncoderConfig):
+        raise CheckpointError(
+            f"{checkpoint.folder} is an encoder ({checkpoint.config.architecture})", "a model that gives tokens",
+            "build it with --precision w8a8 instead",
+        )  # fmt: skip
+
+
+def _source_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return ()
+    kinds = Counter(info.dtype for info in checkpoint.tensors.values() if info.dtype not in FLOAT_NAMES)
+    held = ", ".join(f"{n} as {kind.upper()}" for kind, n in kinds.most_common())
+    return (f"the source holds {held}: rounded once more, from their exact values",) if kinds else ()
+
+
+def _size_notes(checkpoint: Checkpoint, specs: Mapping[str, Spec]) -> tuple[str, ...]:
+    ratio = sum(spec.nbytes for spec in specs.values()) / checkpoint.tensors.nbytes
+    if ratio < _LARGER:
+        return ()
+    return (f"the folder has {ratio:.2f} times the source's bytes: it is larger, as the source has fewer bits already",)
+
+
+def _linears(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
+    """Shapes (N, K), by name; a head that is tied to the embedding is none."""
+    matrices = {n.removesuffix(WEIGHT): i.shape for n, i in tensors.items() if n.endswith(WEIGHT) and len(i.shape) == 2}
+    return {name: shape for name, shape in matrices.items() if name != TABLE}
+
+
+def _in_a_layer(name: str) -> bool:
+    return ".layers." in name
+
+
+def _is_named(recipe: Recipe, name: str) -> bool:
+    return any(pattern == name for pattern, _ in recipe.exceptions)
+
+
+def _fitting(name: str, K: int, group: int) -> int:
+    """The largest group up to what was asked for that divides K. raises CheckpointError where none does"""
+    if not group:
+        return 0
+    found = next((g for g in _SMALLER if g <= group and K % g == 0), None)
+    if found is None:
+        raise CheckpointError(
+            f"{name} has {K:,} inputs", f"a multiple of {_SMALLER[-1]}, the smallest group",
+            f'give it group = "row" in a recipe file, or method = "none": match = "*{name[name.rfind("."):]}"',
+        )  # fmt: skip
+    return found
+
+
+def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> None:
+    for pattern, _ in recipe.exceptions:
+        if not any(fnmatchcase(name, pattern) for name in linears):
+            if fnmatchcase(HEAD, pattern):
+                raise ConfigError(
+                    f'the recipe has layers for "{pattern}", and this model\'s head is its embedding: floats',
+                    "a head of its own, or a name such as " + next(iter(linears), "none"), "leave it out",
+                )  # fmt: skip
+            raise ConfigError(
+                f'the recipe has layers for "{pattern}", which no linear layer of this model matches',
+                "a name such as " + next(iter(linears), "none"), "correct the pattern, or leave it out",
+            )  # fmt: skip
+
+
+def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[Treatment, Form]]) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for tensor, info in checkpoint.tensors.items():
+        name = tensor.removesuffix(WEIGHT)
+        if name in layers:
+            N, K = info.shape
+            found |= {f"{name}.{part}": spec for part, spec in layers[name][1].specs(N, K).items()}
+        else:
+            found[tensor] = Spec(kept_dtype(checkpoint, tensor), info.shape)
+    return found
+
+
+def kept_dtype(checkpoint: Checkpoint, tensor: str) -> str:
+    """Of a tensor that is not compressed: its own; of integers bfloat16, the type of what is left beside them."""
+    info = checkpoint.tensors[tensor]
+    if isinstance(checkpoint, GgufCheckpoint) and len(info.shape) == 2:
+        return "BF16"
+    return NAMES[info.dtype]

@@ -1,0 +1,76 @@
+"""What a format of a layer costs: bytes of the folder, or seconds of its matrix product, timed on this machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from millrace.compile.settings import Progress
+from millrace.compress.compression_plan import WEIGHT, Job, kept_dtype
+from millrace.compress.search.candidates import FLOAT, TREATMENTS, bytes_of, offered
+from millrace.engine.probe import Product, seconds_of
+from millrace.kernels.layout import up
+from millrace.kernels.precision import Precision
+
+_MOST_BYTES = 256 << 20  # of the matrices that are timed in turn
+_MOST_CALLS = 4096
+
+
+def product_of(job: Job, layer: str, format: str, isa: str) -> Product:
+    """What an engine of the folder computes for this layer, but for what it fuses."""
+    N, K = job.checkpoint.tensors[layer + WEIGHT].shape
+    treatment, own = TREATMENTS[format], kept_dtype(job.checkpoint, layer + WEIGHT)
+    if format == FLOAT:
+        precision = Precision.BF16 if own == "BF16" else Precision.FP32
+    elif treatment.fp8:
+        precision = Precision.FP8A16
+    elif treatment.bits == 8:
+        precision = Precision.W8A8 if treatment.activations == 8 else Precision.W8A16
+    else:
+        precision = Precision.W4A8 if treatment.activations == 8 else Precision.W4A16
+    group = (treatment.group or up(K, 4)) if precision.quantised else 0
+    rows = precision.storage(group).format
+    return Product(N, K, rows, precision.weights, group, tiles=isa == "amx" and precision == Precision.BF16)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds of products of so many rows: each kind is timed once, on matrices in turn that are together as large as
+    those of a whole model in its format, so that they come from the memory or the cache that they would come from."""
+
+    isa: str
+    threads: int
+    rows: int
+    matrices: Callable[[Product], int]
+    found: dict[Product, float] = field(default_factory=dict)
+
+    def __call__(self, product: Product) -> float:
+        if product not in self.found:
+            n = max(1, min(self.matrices(product), _MOST_BYTES // product.nbytes, _MOST_CALLS))
+            rounds = seconds_of(product, self.isa, self.threads, self.rows, repeats=n, matrices=n)
+            self.found[product] = min(rounds)  # what else runs here only ever adds
+        return self.found[product]
+
+
+def seconds(
+    job: Job, rows: int, isa: str, threads: int, progress: Progress, clock: Callable[[Product], float] | None = None
+) -> dict[str, dict[str, float]]:
+    """Of each layer's product of so many rows, in each format. clock: instead of this machine's
+
+    A product is timed alone: that layers of one input share a call, and that rows become bytes, is left out.
+    """
+    shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
+    n_weights = sum(N * K for N, K in shapes)
+    clock = clock or Clock(isa, threads, rows, lambda p: -(-n_weights // (p.n * p.k)))
+    found: dict[str, dict[str, float]] = {}
+    for number, (layer, (_, K)) in enumerate(zip(job.layers, shapes, strict=True)):
+        progress("timing products", number, len(job.layers))
+        found[layer] = {format: clock(product_of(job, layer, format, isa)) for format in offered(K)}
+    return found
+
+
+def nbytes(job: Job) -> dict[str, dict[str, float]]:
+    """Of each layer in each format, in the folder."""
+    shapes = {layer: job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers}
+    return {
+        layer: {format: float(bytes_of(job, layer, format)) for format in offered(K)}
+        for layer, (_, K) in shapes.items()
+    }

@@ -1,0 +1,216 @@
+"""Scales that move between a layer and what gives its input: x / s goes in, W * s meets it, and nothing changes.
+
+AWQ (arXiv:2306.00978) chooses s so that rounding W * s loses least, SmoothQuant (arXiv:2211.10438) so that x / s is
+easy to round. What gives the input takes up 1 / s: a norm's weight, or rows of the layer before. K inputs.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from millrace.compress.calibration.statistics import InputStatistics
+from millrace.compress.measure.reconstruction_error import output_error
+from millrace.compress.methods.quantization_grid import Array, Floats, Grid, fitted, grouped, nearest, runs
+from millrace.errors import ConfigError
+
+# Of a layer: which linear layers read an input, and who gives it. The first name that the model has.
+_NORMS = (
+    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("input_layernorm",)),
+    (("mlp.gate_proj", "mlp.up_proj"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
+)
+_LINEARS = (("self_attn.o_proj", "self_attn.v_proj"), ("mlp.down_proj", "mlp.up_proj"))
+WEIGHT, BIAS = ".weight", ".bias"
+Arrays = MutableMapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """linears: that read the input; source: the norm or the layer that gives it; both without ".weight".
+
+    shared: how often a row of the source is read, as a value head is by several query heads; head: its rows in a run
+    """
+
+    linears: tuple[str, ...]
+    source: str
+    is_norm: bool
+    shared: int = 1
+    head: int = 1
+
+    def base(self, of_inputs: Array) -> Array:
+        """(K,) -> (K / shared,): the mean over the inputs that are one row of the source."""
+        K = len(of_inputs)
+        found: Array = of_inputs.reshape(K // (self.shared * self.head), self.shared, self.head).mean(axis=1)
+        return found.reshape(-1)
+
+    def spread(self, of_rows: Array) -> Array:
+        """Back from `base`, each row's to all inputs that it is."""
+        runs_ = of_rows.reshape(-1, 1, self.head)
+        return np.ascontiguousarray(np.broadcast_to(runs_, (len(runs_), self.shared, self.head))).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What was done, for the record. factors (K,): the linears' columns are multiplied by them"""
+
+    site: Site
+    factors: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """s = mean^r / weight^(1-r) of the ratio r in `ratios` with the least error of the layers' outputs; None: no scale
+    at all, which is tried too. weight: the mean over rows of |w| to its group's largest; duo False: s = mean^r"""
+
+    ratios: tuple[float, ...] = tuple(i / 20 for i in range(20))
+    duo: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.ratios or not all(0 <= r <= 1 for r in self.ratios):
+            raise ConfigError(f"AWQ's ratios are {self.ratios}"[:200], "some of 0 to 1", "correct them")
+
+
+@dataclass(frozen=True, slots=True)
+class SmoothQuant:
+    """s = size(x)^alpha / size(w)^(1 - alpha), within `bounds`; linears: also where a linear layer gives the input
+
+    rms: sizes are root mean squares, of w in shares of each layer's output; False: the largest, as the paper has them
+    """
+
+    alpha: float = 0.5
+    bounds: tuple[float, float] = (1e-5, 1e5)
+    linears: bool = False
+    rms: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"SmoothQuant with alpha {self.alpha}", "0 to 1", "choose another, such as 0.8")
+
+
+AUTOAWQ = Awq()
+
+
+def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> list[Site]:
+    """Where scales can move in the decoder layer of this name ("model.layers.0"), as AutoAWQ has them; under grouped
+    queries an output projection takes the same for all heads that share a value head. shapes: of all tensors"""
+    found = []
+    for linears, norms in _NORMS:
+        norm = next((n for n in norms if f"{layer}.{n}{WEIGHT}" in shapes), None)
+        if norm and all(f"{layer}.{name}{WEIGHT}" in shapes for name in linears):
+            found.append(Site(tuple(f"{layer}.{name}" for name in linears), f"{layer}.{norm}", is_norm=True))
+    for linear, source in _LINEARS:
+        reads, gives = (f"{layer}.{name}{WEIGHT}" for name in (linear, source))
+        if reads in shapes and gives in shapes:
+            shared, rest = divmod(shapes[reads][1], shapes[gives][0])
+            if not rest:
+                head = head_dim if shared > 1 else 1
+                found.append(Site((f"{layer}.{linear}",), f"{layer}.{source}", False, shared, head))
+    return found
+
+
+def awq_factors(
+    weights: Sequence[Array], site: Site, x: InputStatistics, grid: Grid, settings: Awq = AUTOAWQ
+) -> Floats | None:
+    """(K,), or None where no scale is better. weights: (N, K) each, of the site's linears
+
+    The loss is that of each layer's own output, as Model Optimizer's awq_lite has it, in shares of its energy: so that
+    of q, k and v none decides alone.
+    """
+    stacked = np.concatenate([w.astype(np.float32, copy=False) for w in weights])
+    mean = np.maximum(site.base(x.mean), 1e-12)
+    relative = site.base(_relative(stacked, grid)) if settings.duo else np.ones_like(mean)
+    ends = np.cumsum([len(w) for w in weights])[:-1]
+    energy = [max(output_error(w, x.gram), 1e-30) for w in np.split(stacked, ends)]
+
+    def loss(off: Floats) -> float:
+        return sum(output_error(part, x.gram) / own for part, own in zip(np.split(off, ends), energy, strict=True))
+
+    best, least = None, loss(nearest(stacked, fitted(stacked, grid), grid) - stacked)
+    for ratio in settings.ratios:
+        base = mean**ratio / np.maximum(relative, 1e-12) ** ((1 - ratio) if settings.duo else 0)
+        factors = site.spread(_normalised(base)).astype(np.float32)
+        scaled = stacked * factors
+        off = (nearest(scaled, fitted(scaled, grid), grid) - scaled) / factors
+        error = loss(off)
+        if error < least:
+            best, least = factors, error
+    return best
+
+
+def smooth_factors(weights: Sequence[Array], site: Site, x: InputStatistics, settings: SmoothQuant) -> Floats:
+    """(K,), by the weights of all the site's linears."""
+    of_inputs, of_weights = (_mean_sizes if settings.rms else _largest)(weights, site, x)
+    there = (of_inputs > 0) & (of_weights > 0)
+    base = np.ones_like(of_inputs)
+    if there.any():
+        found = of_inputs[there] ** settings.alpha / of_weights[there] ** (1 - settings.alpha)
+        base[there] = _normalised(found) if settings.rms else found  # shares of outputs have no size of their own
+    return site.spread(base.clip(*settings.bounds)).astype(np.float32)
+
+
+def _largest(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[Array, Array]:
+    """Of inputs and of weights, (K / shared,) each."""
+    largest = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
+    of_inputs, of_weights = (
+        v.reshape(-1, site.shared, site.head).max(axis=1).reshape(-1) for v in (x.amax.astype(np.float64), largest)
+    )
+    return of_inputs, of_weights
+
+
+def _mean_sizes(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[Array, Array]:
+    """The same in root mean squares, of weights in shares of their outputs' energy.
+
+    A token is rounded on a scale of its own, its largest x / s by 127: so layers lose about mean(max (x / s)^2) times
+    sum (s |w|)^2 over inputs. With a sum for the maximum, to which all add, this is least at s^2 = rms(x) / |w|, which
+    is alpha 0.5. The largest of all tokens say what the rarest has, and that one has its own scale
+    """
+    squares = sum(np.square(w, dtype=np.float64).sum(axis=0) / max(output_error(w, x.gram), 1e-30) for w in weights)
+    return np.sqrt(site.base(x.gram.diagonal().astype(np.float64))), np.sqrt(site.base(np.asarray(squares)))
+
+
+def fold(arrays: Arrays, site: Site, factors: Floats, offset: float = 0.0) -> Fold:
+    """Moves the factors: columns of the linears are multiplied, what the source gives is divided. arrays: by tensor
+
+    offset: that the model adds to a norm's weight (Gemma: 1). A norm's new weight is what bfloat16 holds, and the
+    factors become what that makes of them: a checkpoint in 16 bits loses nothing
+    """
+    base = site.base(factors)
+    if site.is_norm:
+        name = site.source + WEIGHT
+        old = arrays[name].astype(np.float32)
+        stored = ((old + offset) / base - offset).astype(ml_dtypes.bfloat16).astype(np.float32)
+        there = (stored + offset) != 0
+        base = np.divide(old + offset, stored + offset, out=np.ones_like(old), where=there)
+        arrays[name] = np.where(there, stored, old)
+    else:
+        arrays[site.source + WEIGHT] = arrays[site.source + WEIGHT] / base[:, None]
+        if site.source + BIAS in arrays:
+            arrays[site.source + BIAS] = arrays[site.source + BIAS] / base
+    factors = site.spread(base)
+    for linear in site.linears:
+        arrays[linear + WEIGHT] = arrays[linear + WEIGHT] * factors
+    return Fold(site, factors)
+
+
+def smaller(x: InputStatistics, factors: Floats) -> InputStatistics:
+    """The statistics of x / factors."""
+    inverse = (1 / factors).astype(np.float32)
+    return InputStatistics(x.linears, x.gram * np.outer(inverse, inverse), x.amax * inverse, x.mean * inverse)
+
+
+def _relative(w: Floats, grid: Grid) -> Floats:
+    """(K,): the mean over rows of |w| to the largest of its group."""
+    found = np.empty(w.shape[1], np.float32)
+    for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
+        x = np.abs(grouped(w[:, inputs], groups))
+        most = x.max(axis=2, keepdims=True)
+        found[inputs] = np.divide(x, most, out=np.zeros_like(x), where=most > 0).mean(axis=0).reshape(-1)
+    return found
+
+
+def _normalised(base: Array) -> Array:
+    """Around 1: the largest and the smallest are as far from it."""
+    base = np.maximum(base, 1e-4)
+    found: Array = base / np.sqrt(base.max() * base.min())
+    return found

@@ -1,0 +1,216 @@
+"""GPTQ (arXiv:2210.17323): columns are rounded one after the other, and what each loses is made up for by later ones.
+
+The paper has the upper Cholesky factor U of the inverse, H^-1 = U^T U, and spreads the error of column i by row i of U
+over U_ii. Here H = R R^T with R upper, of which U is the inverse: then column i takes up all errors before it by the
+column R_:i / R_ii (LDLQ, arXiv:2307.13304, which proves them equal). Nothing is inverted, and whole blocks of columns
+take up earlier errors in one product.
+
+N outputs, K inputs. Weights lie transposed meanwhile, so that a column is contiguous.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.methods.e4m3 import BF16, E4M3, Fp8Matrix, rounded_to, scales_for
+from millrace.compress.methods.quantization_grid import (
+    WHOLE_ROW,
+    Array,
+    Floats,
+    Grid,
+    Scales,
+    Search,
+    codes_of,
+    fitted,
+    matrix,
+)
+from millrace.errors import ConfigError
+
+_BLOCK = 128  # columns that share one product with the errors before them
+_MOST_DAMPING = 1e6  # of the mean of the diagonal, which is then all there is: rounding to nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """damping: a share of the Gram matrix's mean diagonal that is added to its diagonal, doubled until it has a factor
+    order: inputs of most energy first, scales fixed before (act-order "static"); else as they come, each group's scales
+    from what its weights are by then
+    """
+
+    damping: float = 0.01
+    order: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= 1:
+            raise ConfigError(f"damping of {self.damping}", "above 0, at most 1", "choose another, such as 0.01")
+
+
+LLM_COMPRESSOR = Gptq(0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """damping: that was needed"""
+
+    matrix: QuantisedMatrix
+    damping: float
+
+
+Rounding = Callable[[int, Floats], tuple[Array, Floats]]  # of a column, by its turn: its codes, and what they stand for
+
+
+def gptq(
+    w: Array, gram: Array, grid: Grid, settings: Gptq = LLM_COMPRESSOR, search: Search | None = None,
+    scales: Scales | None = None,
+) -> Rounded:  # fmt: skip
+    """w (N, K), gram (K, K): the mean of x x^T of its inputs x.
+
+    search: of ranges; scales: fixed ones, instead of any of its own choice
+    raises as grid.fitted
+    """
+    task = Task.of(w, gram, settings)
+    if scales is None and (settings.order or grid.group == WHOLE_ROW):
+        scales = fitted(task.weights, grid, search, task.energy)
+    if scales is None:
+        codes, scales = _by_groups(task.columns, task.feedback, grid, search, task.energy)
+    else:
+        codes = np.empty(task.columns.shape, np.int8)
+        _by_blocks(task.columns, task.feedback, codes, _on(grid, scales, task.order // grid.group_of(w.shape[1])))
+    return Rounded(matrix(task.in_place(codes), scales, grid), task.damping)
+
+
+def gptq_e4m3(w: Array, gram: Array, settings: Gptq = LLM_COMPRESSOR) -> tuple[Fp8Matrix, float]:
+    """The same for FP8, columns of most energy first, on the scales of `e4m3.scales_for`; and the damping."""
+    task = Task.of(w, gram, settings)
+    scales = scales_for(task.weights, task.energy)
+    codes, row = np.empty(task.columns.shape, E4M3), scales[:, 0]
+    _by_blocks(task.columns, task.feedback, codes, lambda _, column: rounded_to(column, row))
+    return Fp8Matrix(task.in_place(codes), scales.astype(BF16)), task.damping
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A matrix before its columns are taken in their order.
+
+    weights (N, K), zero where an input is; energy (K,): mean squares of inputs; order (K,): of the columns
+    columns (K, N): weights in that order; feedback, diagonal, damping: as `_feedback_of` has them
+    """
+
+    weights: Floats
+    energy: NDArray[np.float64]
+    order: NDArray[np.intp]
+    columns: Floats
+    feedback: Floats
+    diagonal: NDArray[np.float64]
+    damping: float
+
+    @classmethod
+    def of(cls, w: Array, gram: Array, settings: Gptq) -> "Task":
+        energy = gram.diagonal().astype(np.float64)
+        dead = energy <= 0
+        weights = np.where(dead, np.float32(0), w.astype(np.float32, copy=False))
+        order = np.argsort(-energy, kind="stable") if settings.order else np.arange(len(energy))
+        columns = np.ascontiguousarray(weights.T[order])
+        return cls(weights, energy, order, columns, *_feedback_of(gram, dead, order, settings.damping))
+
+    def wanted(self, block: slice) -> Floats:
+        """What a block's columns should be, for all that was lost before it."""
+        return _wanted(self.columns, self.feedback, block)
+
+    def in_place(self, found: Array) -> Array:
+        """What was found for each column in its turn, (K, N), as the matrix (N, K)."""
+        back = np.empty_like(found)
+        back[self.order] = found
+        return np.ascontiguousarray(back.T)
+
+
+def _feedback_of(
+    gram: Array, dead: NDArray[np.bool_], order: NDArray[np.intp], damping: float
+) -> tuple[Floats, NDArray[np.float64], float]:
+    """(K, K), strictly upper: column i says how it takes up the errors of the columns before it; R's diagonal (K,); and
+    the damping that was needed."""
+    H = gram[np.ix_(order, order)].astype(np.float64)
+    at = np.arange(len(H))
+    H[at, at] += dead[order]
+    mean, diagonal = float(H[at, at].mean()), H[at, at].copy()
+    while True:
+        H[at, at] = diagonal + damping * mean
+        try:
+            flipped = np.linalg.cholesky(H[::-1, ::-1])  # lower; turned around again it is upper
+            break
+        except np.linalg.LinAlgError:
+            if damping >= _MOST_DAMPING:  # a finite one, with means of squares, has a factor long before
+                raise ConfigError(
+                    "a Gram matrix has no factor, whatever is added to its diagonal", "means of products of inputs",
+                    "the statistics are damaged: collect them again, into another folder",
+                ) from None  # fmt: skip
+            damping *= 2
+    R = flipped[::-1, ::-1]
+    feedback = (R / R.diagonal()).astype(np.float32)
+    feedback[at, at] = 0
+    return feedback, np.asarray(R.diagonal(), np.float64), damping
+
+
+def _on(grid: Grid, scales: Scales, groups: NDArray[np.intp]) -> Rounding:
+    """groups (K,): of each column in its turn, in scales"""
+    steps, zeros = (np.ascontiguousarray(values.T) for values in scales.wide())
+
+    def rounded(turn: int, column: Floats) -> tuple[Array, Floats]:
+        step, zero = steps[groups[turn]], zeros[groups[turn]]
+        code = codes_of(column, step, zero, grid)
+        return code, (code - zero) * step
+
+    return rounded
+
+
+def _by_blocks(columns: Floats, feedback: Floats, codes: Array, rounded: Rounding) -> None:
+    """columns (K, N), which become their errors; codes (K, N), which are filled."""
+    for begin in range(0, len(columns), _BLOCK):
+        block = slice(begin, min(begin + _BLOCK, len(columns)))
+        _block(_wanted(columns, feedback, block), columns, feedback, codes, (block, rounded))
+
+
+def _by_groups(
+    columns: Floats, feedback: Floats, grid: Grid, search: Search | None, energy: Array
+) -> tuple[NDArray[np.int8], Scales]:
+    """The same, with the scales of each group found when its turn comes."""
+    codes, found = np.empty(columns.shape, np.int8), list[Scales]()
+    for begin in range(0, len(columns), grid.group):
+        block = slice(begin, min(begin + grid.group, len(columns)))
+        wanted = _wanted(columns, feedback, block)
+        by_then = updated(wanted, columns[block], feedback[block, block])
+        found.append(fitted(by_then.T, replace(grid, group=WHOLE_ROW), search, energy[block]))
+        rounded = _on(grid, found[-1], np.zeros(len(columns), np.intp))
+        _block(wanted, columns, feedback, codes, (block, rounded))
+    minimums = [part.minimums for part in found if part.minimums is not None]
+    scales = np.concatenate([part.scales for part in found], axis=1)
+    return codes, Scales(scales, np.concatenate(minimums, axis=1) if minimums else None)
+
+
+def _wanted(columns: Floats, feedback: Floats, block: slice) -> Floats:
+    """What the block's columns should be, for all that was lost before it."""
+    wanted: Floats = columns[block] + feedback[: block.start, block].T @ columns[: block.start]
+    return wanted
+
+
+def updated(wanted: Floats, columns: Floats, feedback: Floats) -> Floats:
+    """A block's columns as they would make up for all before it, if nothing were lost in it: what the paper has there.
+
+    Column k is w_k + p_k + e A_:k, for what comes from before the block and from errors e of its own; without loss
+    e = w - (w + p + e A), so e (1 + A) = -p
+    """
+    own = np.linalg.solve((np.eye(len(feedback), dtype=np.float32) + feedback).T, columns - wanted)
+    updated: Floats = columns - own
+    return updated
+
+
+def _block(wanted: Floats, columns: Floats, feedback: Floats, codes: Array, at: tuple[slice, Rounding]) -> None:
+    """wanted (n, N): a block's columns, for what was lost before it; at: where it lies, and how one is rounded"""
+    block, rounded = at
+    errors, own, found = columns[block], feedback[block, block], codes[block]
+    for i in range(len(wanted)):
+        found[i], value = rounded(block.start + i, wanted[i] + own[:i, i] @ errors[:i])
+        errors[i] -= value

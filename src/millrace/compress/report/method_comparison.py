@@ -1,0 +1,303 @@
+"""Methods side by side, as they were measured on one machine for one model: a table, and which to take for what.
+
+about.json   what the figures are of; a folder of another model, text or machine is refused
+NAME.json    a method's row, there when all of it is measured: a run that was ended goes on behind the last;
+             NAME.w4a8.json is of the same folder in another precision than its own
+method_comparison.html  the table and the words, for people
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from millrace.compress.measure.accuracy import Loss
+from millrace.compress.measure.speed import Pace, Rate, Speeds
+from millrace.compress.recipe import Recipe
+from millrace.engine.tactics import write_whole
+from millrace.errors import ConfigError
+from millrace.kernels.precision import Precision
+from millrace.report.page import render
+from millrace.settings import read_given
+
+VERSION = 1
+ABOUT, PAGE = "about.json", "method_comparison.html"
+NEAR = 0.01  # KL in nats a token up to which answers are hardly to be told apart: the bound of --precision auto
+SLOWED = 0.5  # of the source's speed: a method that slows another workload to less is never advised without saying so
+_AS_SMALL = 1.01
+_MOST_BYTES = 16 << 20
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """model: its identity; text: a digest of the tokens that are measured on; batch: sequences of the large batch
+    machine, threads, isa: where times were taken"""
+
+    model: str
+    source: str
+    text: str
+    batch: int
+    machine: str
+    threads: int
+    isa: str
+    bytes_before: int
+    version: int = VERSION
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A method. refused: why this model cannot take it, and then there is nothing else
+
+    precision: what the engine is built with; "" for the folder's own
+    statistics: digest of the text that they are of, "" where it needs none
+    seconds: of rounding and writing; statistics_s: of collecting statistics in the same run, for the first that needed
+    them; speed: decode of 1 and of the large batch, and prefill, both beside the source in turns
+    """
+
+    name: str
+    precision: str = ""
+    refused: str = ""
+    statistics: str = ""
+    bits_per_weight: float = 0.0
+    bytes: int = 0
+    seconds: float = 0.0
+    statistics_s: float | None = None
+    loss: Loss | None = None
+    speed: Speeds | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} as {self.precision}" if self.precision else self.name
+
+    def pace(self, work: str) -> Pace:
+        assert self.speed is not None
+        return next(pace for pace in self.speed.paces if pace.work.startswith(work))
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to take for a target, in words. rows: the methods that the words offer, the first one first; none where the
+    source stays as it is"""
+
+    target: str
+    words: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What somebody may want. works: how the paces that tell it begin; "" for bytes, of which fewer are better"""
+
+    name: str
+    work: str
+
+
+def targets(batch: int) -> list[Target]:
+    return [
+        Target("one answer at a time", "decode, alone"), Target(f"{batch} answers at a time", f"decode, {batch} "),
+        Target("long prompts", "prefill"), Target("memory", ""),
+    ]  # fmt: skip
+
+
+def precisions_of(recipe: Recipe) -> tuple[str, ...]:
+    """In which a preset's folder is measured: "", its own, and W4A8 where its 4-bit weights meet 16-bit activations."""
+    usual = recipe.usual
+    sixteen = usual.method in ("rtn", "gptq") and usual.bits == 4 and usual.activations != 8
+    return ("", Precision.W4A8.value) if sixteen else ("",)
+
+
+def open_folder(folder: Path, about: About) -> None:
+    """Begins one, or goes on with the same. raises ConfigError for another's, and for what cannot be written"""
+    path = folder / ABOUT
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if any(folder.iterdir()):
+                raise ConfigError(f"{folder} has other files", "a folder that is new, or one of --advise", "name one")
+            write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror}", "a folder for results", "name another") from error
+    found = _read(path, About)
+    for name in About.__struct_fields__:
+        if getattr(found, name) != getattr(about, name):
+            raise ConfigError(
+                f"{folder} has figures of {name} {getattr(found, name)!s:.80}", f"{getattr(about, name)!s:.80}",
+                "name another folder with -o",
+            )  # fmt: skip
+
+
+def read_row(folder: Path, name: str, statistics: str, precision: str = "") -> Row | None:
+    """None where it is still to be measured. raises ConfigError for one that is damaged, or of other statistics"""
+    path = _path(folder, name, precision)
+    if not path.exists():
+        return None
+    found = _read(path, Row)
+    if found.statistics and found.statistics != statistics:
+        raise ConfigError(
+            f"{path} has figures of another calibration text", "the same for all methods", "name another folder with -o"
+        )
+    return found
+
+
+def write_row(folder: Path, row: Row) -> None:
+    write_whole(_path(folder, row.name, row.precision), msgspec.json.format(msgspec.json.encode(row)) + b"\n")
+
+
+def _path(folder: Path, name: str, precision: str) -> Path:
+    return folder / (f"{name}.{precision}.json" if precision else f"{name}.json")
+
+
+def _read(path: Path, kind: type[S]) -> S:
+    try:
+        return msgspec.json.decode(read_given(path, _MOST_BYTES), type=kind)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "what was measured", "check the file") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {error}", "what was measured", "remove it: it is measured again"
+        ) from error
+
+
+def advice(rows: Sequence[Row], about: About) -> list[Advice]:
+    """For each target which method, in words: of those that lose little the best, and what more loss would buy."""
+    measured = [row for row in rows if row.loss is not None]
+    return [_advised(measured, target, about) for target in targets(about.batch)] if measured else []
+
+
+def _advised(rows: Sequence[Row], target: Target, about: About) -> Advice:
+    near = [row for row in rows if _kl(row) <= NEAR]
+    any_loss = _best(rows, target)
+    if not near:
+        least = min(rows, key=_kl)
+        said = f"none keeps within KL {NEAR:g}: {least.title} loses least (KL {_kl(least):.3g}), "
+        return _with_offers(target, said + _gain(least, target, about), (least,), rows, about)
+    best, named = _best(near, target), []
+    if _gains(best, target, about):
+        said = f"{best.title}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
+        named.append(best)
+    else:
+        said = f"leave it as it is: {best.title}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
+    if _kl(any_loss) > NEAR and _ahead(any_loss, best, target) and _gains(any_loss, target, about):
+        loss = any_loss.loss
+        assert loss is not None
+        said += (
+            f". {any_loss.title} has {_gain(any_loss, target, about)}, for KL {loss.kl:.3g}: of its likeliest tokens "
+            f"{1 - loss.agreement:.0%} are others"
+        )
+        named.append(any_loss)
+    return _with_offers(target, said, tuple(named), rows, about)
+
+
+def _with_offers(target: Target, said: str, named: tuple[Row, ...], rows: Sequence[Row], about: About) -> Advice:
+    """Add the other precision of each folder that is named, where one is worth its loss."""
+    offers = []
+    for row in named:
+        other = _other_precision(row, rows)
+        ahead = [t for t in targets(about.batch) if other and t.work and _ahead(other, row, t)]
+        if other is None or other in named or not ahead:
+            continue
+        offers.append(other)
+        gains = [f"{t.name} at {_times(other, t)} rather than {_times(row, t)} times" for t in ahead]
+        said += f". {other.title} has {' and '.join(gains)}, KL {_kl(other):.3g} rather than {_kl(row):.3g}"
+    return Advice(target.name, said, (*named, *offers))
+
+
+def _other_precision(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The same folder as W4A8 if that is within the bound or, where the folder's own precision is not, costs at most as
+    much besides."""
+    others = (other for other in rows if other.name == row.name and other.precision and not row.precision)
+    other = next(others, None)
+    if other is None or _kl(other) <= NEAR:
+        return other
+    return other if _kl(row) > NEAR and _kl(other) - _kl(row) <= NEAR else None
+
+
+def _times(row: Row, target: Target) -> str:
+    return f"{_relative(row, target).median:.2f}"
+
+
+def _kl(row: Row) -> float:
+    assert row.loss is not None
+    return row.loss.kl
+
+
+def _best(rows: Sequence[Row], target: Target) -> Row:
+    """The smallest, or the fastest; of those within a hundredth of the bytes, or whose rounds overlap with the
+    fastest's, the one that loses least."""
+    if not target.work:
+        least = min(row.bytes for row in rows)
+        return min((row for row in rows if row.bytes <= _AS_SMALL * least), key=_kl)
+    fastest = max(rows, key=lambda row: _relative(row, target).median)
+    low = _relative(fastest, target).low
+    return min((row for row in rows if _relative(row, target).high >= low), key=_kl)
+
+
+def _ahead(one: Row, other: Row, target: Target) -> bool:
+    if not target.work:
+        return _AS_SMALL * one.bytes < other.bytes
+    return _relative(one, target).low > _relative(other, target).high
+
+
+def _relative(row: Row, target: Target) -> Rate:
+    """To the source as it ran in the same turns: the machine may have been another at another time.
+
+    low, high: of any two rounds, since a neighbour that takes memory's bandwidth slows what reads more, and that alone
+    """
+    made, source = row.pace(target.work).made, row.pace(target.work).source
+    return Rate(made.median / source.median, made.low / source.high, made.high / source.low)
+
+
+def _gains(row: Row, target: Target, about: About) -> bool:
+    return row.bytes < about.bytes_before if not target.work else _relative(row, target).median > 1
+
+
+def _gain(row: Row, target: Target, about: About) -> str:
+    """What it brings, and each workload that it slows."""
+    if not target.work:
+        speed, gain = 1.0, f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
+    else:
+        speed = _relative(row, target).median
+        gain = f"{speed:.2f} times the source's speed ({row.pace(target.work).made.median:,.0f} tokens/s)"
+    slowed = [t for t in targets(about.batch) if t.work and t != target and _relative(row, t).median < SLOWED < speed]
+    losses = [f"{t.name} at {_times(row, t)} times" for t in slowed]
+    return f"{gain}, but {' and '.join(losses)}" if losses else gain
+
+
+HEADER = ("method", "KL", "perplexity", "same token", "bits", "bytes", "decode 1", "decode N", "prefill", "seconds")
+
+
+def cells(rows: Sequence[Row], about: About, size: Callable[[float], str]) -> list[list[str]]:
+    """A line of the table for each method, the source's first; speeds in tokens a second, and in brackets as a share of
+    the source's in the same rounds."""
+    found = []
+    first = next((row for row in rows if row.speed is not None), None)
+    if first is not None:
+        speeds = [f"{first.pace(t.work).source.median:,.0f}" for t in targets(about.batch) if t.work]
+        found.append(["as it is", "", "", "", "", size(about.bytes_before), *speeds, ""])
+    for row in rows:
+        if row.loss is None or row.speed is None:
+            found.append([row.title, f"not for this model: {row.refused}", *[""] * 8])
+            continue
+        works = [t for t in targets(about.batch) if t.work]
+        speeds = [f"{row.pace(t.work).made.median:,.0f} ({_relative(row, t).median:.2f})" for t in works]
+        growth = row.loss.perplexity / row.loss.source_perplexity - 1
+        found.append([
+            row.title, f"{row.loss.kl:.3g}", f"{growth:+.1%}", f"{row.loss.agreement:.1%}",
+            f"{row.bits_per_weight:.2f}", size(row.bytes), *speeds, f"{row.seconds:.0f}",
+        ])  # fmt: skip
+    return found
+
+
+def write_page(
+    folder: Path, rows: Sequence[Row], about: About, size: Callable[[float], str], commands: Sequence[str] = ()
+) -> None:
+    """commands: how to make what is advised"""
+    collected = next((row.statistics_s for row in rows if row.statistics_s is not None), None)
+    values: dict[str, Any] = {
+        "a": about, "header": [h.replace("N", str(about.batch)) for h in HEADER], "rows": cells(rows, about, size),
+        "advice": advice(rows, about), "commands": commands, "near": NEAR, "collected": collected,
+        "precision": next((row.speed.source_precision for row in rows if row.speed is not None), ""),
+        "tokens": next((row.loss.tokens for row in rows if row.loss is not None), 0),
+    }  # fmt: skip
+    write_whole(folder / PAGE, render(Path(__file__).with_name("method_comparison.html"), **values).encode())

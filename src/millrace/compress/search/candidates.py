@@ -1,0 +1,247 @@
+"""The formats that each layer may have when a mix is searched: what each loses by its statistics, and the rounded
+matrix itself, on a shelf, so that a mix is put together without rounding anything again.
+
+N outputs, K inputs of a matrix. AWQ and SmoothQuant are left out: their scales move only where all layers of a site
+are treated alike, and behind clipped ranges they add nothing that two standard errors would see (docs/log.md).
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zipfile import BadZipFile
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace as replaced
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compile.settings import Progress
+from millrace.compress.calibration.calibrated_methods import fp8_by_gptq, method_of
+from millrace.compress.calibration.layerwise_rounding import before, rounding
+from millrace.compress.calibration.statistics import InputStatistics, Statistics, whole_file
+from millrace.compress.checkpoint.tensor_layout import Form, Matrix, Spec
+from millrace.compress.compress import Piece, Way
+from millrace.compress.compression_plan import WEIGHT, Job, kept_dtype, seconds_a_million
+from millrace.compress.measure.layer_diagnostics import Figures
+from millrace.compress.measure.reconstruction_error import output_error
+from millrace.compress.methods.e4m3 import BF16, E4M3, Fp8Matrix
+from millrace.compress.methods.quantization_grid import Array, slabs
+from millrace.compress.recipe import PRESETS, Recipe, Treatment
+from millrace.errors import CheckpointError, ConfigError
+
+VERSION = 3  # of the arithmetic behind the formats
+FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
+_ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
+_FOUR = Treatment(method="gptq", search="clip")
+_GROUPS = (128, 64, 32)
+TREATMENTS: Mapping[str, Treatment] = {
+    FLOAT: Treatment(method="none"),
+    "int8": _ROWS_OF_8,
+    "int8-a8": replace(_ROWS_OF_8, activations=8),
+    FP8: replace(PRESETS["fp8-gptq"].usual, activations=16),  # as it is measured and timed here
+    **{f"int4-g{group}": replace(_FOUR, group=group) for group in _GROUPS},
+    **{f"int4-g{group}-a8": replace(_FOUR, group=group, activations=8) for group in _GROUPS},
+}
+
+
+def offered(K: int) -> list[str]:
+    """Formats for a matrix of so many inputs: groups that divide them."""
+    return [n for n, t in TREATMENTS.items() if n == FLOAT or not t.group or K % t.group == 0]
+
+
+def _stored(K: int) -> list[str]:
+    """Of those, the ones with a matrix of their own."""
+    return [name for name in offered(K) if name != FLOAT and not name.endswith(_BYTES)]
+
+
+def stored_formats(job: Job) -> list[str]:
+    """That any layer is rounded to when a mix is searched."""
+    inputs = {job.checkpoint.tensors[layer + WEIGHT].shape[1] for layer in job.layers}
+    return list(dict.fromkeys(name for K in sorted(inputs, reverse=True) for name in _stored(K)))
+
+
+def rounding_seconds(job: Job) -> float:
+    """About, for a survey of all layers on two idle cores."""
+    shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
+    return sum(N * K / 1e6 * seconds_a_million(TREATMENTS[name]) for N, K in shapes for name in _stored(K))
+
+
+def form_of(name: str) -> Form | None:
+    """How such a matrix lies in a folder; None for floats."""
+    t = TREATMENTS[name]
+    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, t.fp8, t.activation_bits)
+
+
+def bytes_of(job: Job, layer: str, name: str) -> int:
+    """In the folder, scales included."""
+    shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
+    if form is None:
+        return Spec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
+    N, K = shape
+    return sum(spec.nbytes for spec in form.specs(N, K).values())
+
+
+def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
+    """chosen: a format for each layer; that of most layers is the recipe's own, the others are named."""
+    formats = list(chosen.values())
+    usual = max(TREATMENTS, key=lambda f: (f != FLOAT and formats.count(f), f))
+    named = tuple((layer, TREATMENTS[own]) for layer, own in chosen.items() if own != usual)
+    return Recipe(name, TREATMENTS[usual], named)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    matrix: Matrix
+    figures: Figures
+
+    @property
+    def error(self) -> float:
+        """Of the output's energy."""
+        return self.figures.error
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Rounded matrices in a folder, by layer and format: of one model and its statistics. Activations change no matrix,
+    but what is lost. Files appear whole, so that a run that was ended leaves what it had."""
+
+    folder: Path
+
+    @classmethod
+    def beside(cls, statistics: Path) -> "Shelf":
+        """In their folder, for formats as they mean now: other ones would be other files."""
+        meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
+        return cls(statistics / f"formats-{meant}")
+
+    def put(self, layer: str, format: str, made: Tried, of_activations: float) -> None:
+        """of_activations: what 8-bit ones lose besides"""
+        matrix, form = made.matrix, [0, 0]
+        codes, scales = matrix.codes, matrix.scales
+        if isinstance(matrix, Fp8Matrix):
+            codes, scales = codes.view(np.uint8), scales.view(np.uint16)  # types that files of NumPy have
+        else:
+            assert matrix.minimums is None and matrix.scale_levels is None, "candidates are symmetric"
+            form = [matrix.group, matrix.bits]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(self._file(layer, format)) as file:
+            why = np.frombuffer(msgspec.json.encode(made.figures), np.uint8)
+            np.savez(file, codes=codes, scales=scales, losses=[made.error, of_activations], form=form, figures=why)
+
+    def has(self, layer: str, format: str) -> bool:
+        return self._file(layer, format).is_file()
+
+    def losses(self, layer: str, format: str) -> tuple[float, float]:
+        """Of the weights, and of 8-bit activations besides. raises ConfigError for a file that is damaged"""
+        with self._opened(layer, format) as held:
+            weights, activations = held["losses"].tolist()
+            return weights, activations
+
+    def get(self, layer: str, format: str) -> Tried:
+        """raises ConfigError for a file that is damaged"""
+        with self._opened(layer, format) as held:
+            codes, scales = held["codes"], held["scales"]
+            why = msgspec.json.decode(held["figures"].tobytes(), type=Figures)
+            if format == FP8:
+                return Tried(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), why)
+            group, bits = held["form"].tolist()
+            return Tried(QuantisedMatrix(codes, scales, group, bits), why)
+
+    def _file(self, layer: str, format: str) -> Path:
+        return self.folder / f"{layer}.{format.removesuffix(_BYTES)}.npz"
+
+    @contextmanager
+    def _opened(self, layer: str, format: str) -> Iterator[Mapping[str, Array]]:
+        file = self._file(layer, format)
+        try:
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
+                yield held
+        except (OSError, ValueError, KeyError, BadZipFile, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"{file} is damaged: {error}", "what was written", "remove it, and search again"
+            ) from error
+
+    def method(self, chosen: Mapping[str, str]) -> Way:
+        """A job of `recipe_of(chosen)`, from what is held: the same matrices as its own methods make."""
+
+        def made(job: Job) -> Iterator[Piece]:
+            for name in job.layers:
+                held = self.get(name, chosen[name])
+                yield Piece({name: held.matrix}, {name: held.error}, figures={name: held.figures})
+
+        return made
+
+
+def shelf_bytes(job: Job) -> int:
+    """Of all candidates' matrices: a byte for each code, and scales."""
+    total = 0
+    for layer in job.layers:
+        N, K = job.checkpoint.tensors[layer + WEIGHT].shape
+        for name in _stored(K):
+            total += N * K + 2 * N * (K // (TREATMENTS[name].group or K))
+    return total
+
+
+def survey(job: Job, statistics: Statistics, shelf: Shelf, progress: Progress) -> dict[str, dict[str, float]]:
+    """Of each layer of the job, what each format loses: of its output's energy, the share that is off.
+
+    The job says which layers there are; its recipe does not matter. What is on the shelf already is taken from there.
+    Memory holds one layer's matrix and Gram matrix.
+    raises CheckpointError for a layer without statistics
+    """
+    found: dict[str, dict[str, float]] = {}
+    x: InputStatistics | None = None
+    for number, layer in enumerate(job.layers):
+        progress("trying formats, layer by layer", number, len(job.layers))
+        if layer not in statistics:
+            raise CheckpointError(
+                f"the model does not read {layer}: it has no statistics", "layers of this model",
+                "name its formats in a recipe of your own, without --max-loss",
+            )  # fmt: skip
+        names = _stored(job.checkpoint.tensors[layer + WEIGHT].shape[1])
+        if not all(shelf.has(layer, name) for name in names):
+            x = x if x is not None and layer in x.linears else statistics[layer]
+            w = np.asarray(job.checkpoint.tensors.load(layer + WEIGHT), np.float32)
+            of_activations = activation_errors(w, x, [TREATMENTS[name].group for name in names])
+            for name in names:
+                shelf.put(layer, name, _tried(w, x, TREATMENTS[name]), of_activations[TREATMENTS[name].group])
+        found[layer] = {FLOAT: 0.0}
+        for name in names:
+            weights, activations = shelf.losses(layer, name)
+            found[layer] |= {name: weights}
+            if f"{name}{_BYTES}" in TREATMENTS:
+                found[layer] |= {f"{name}{_BYTES}": weights + activations}
+    return found
+
+
+def _tried(w: Array, x: InputStatistics, treatment: Treatment) -> Tried:
+    if treatment.fp8:
+        return Tried(*fp8_by_gptq(w, x))
+    method = method_of(treatment, treatment.group)
+    assert method is not None
+    made = rounding(w, x, method)
+    return Tried(made.matrix, replaced(before(w, x, method), error=made.error))
+
+
+def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:
+    """About what 8-bit activations in groups of so many lose (0: of a whole row): of the output's energy, the share in
+    the rounding of x alone.
+
+    A group of x has the scale amax / 127, and rounding leaves a variance of scale^2 / 12 in each. Of the mean of amax^2
+    the Gram matrix says no more than its diagonal: at least the largest of the group, and for normal values of
+    equal size their mean times 2 ln(2 n). The larger of both is taken
+    """
+    energy = x.gram.diagonal().astype(np.float64)
+    columns, whole = np.zeros(len(energy)), output_error(w, x.gram)
+    for rows in slabs(*w.shape):
+        columns += np.square(w[rows], dtype=np.float64).sum(axis=0)
+    found = {}
+    for group in groups:
+        n = group or len(energy)
+        each = energy.reshape(-1, n)
+        amax2 = np.maximum(each.max(axis=1), 2 * math.log(2 * n) * each.mean(axis=1))
+        noise = float((columns.reshape(-1, n).sum(axis=1) * amax2).sum()) / (12 * 127**2)
+        found[group] = noise / whole if whole else 0.0
+    return found

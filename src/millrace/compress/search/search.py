@@ -1,0 +1,171 @@
+"""The whole way from a bound on the loss to a folder within it: formats tried, costs taken, mixes made and measured."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.settings import Progress
+from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.checkpoint.checkpoint_writer import beside, put_in_place
+from millrace.compress.compress import Result, compress
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure import cost
+from millrace.compress.measure.accuracy import Loss, Reference, loss_of
+from millrace.compress.presets import Target
+from millrace.compress.recipe import written
+from millrace.compress.report.page import write_page
+from millrace.compress.search.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
+from millrace.compress.search.loss_bound import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
+from millrace.compress.search.mixed_precision import Mix, frontier
+from millrace.evaluate.calibration import Calibration
+from millrace.evaluate.windows import Windows
+
+RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same again
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """rows: of a step whose time counts; 0 for bytes. isa, threads: on which it is timed"""
+
+    bound: MaxLoss
+    target: Target
+    rows: int
+    isa: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Of one text: windows by which a mix is chosen, and others to prove it on; None where there are no more."""
+
+    of: Calibration
+    choice: Windows
+    proof: Windows | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """choice: the loss by which the mix was found; proof: of the same mix on windows that no mix was chosen by, None
+    where the text has no more; floats: what the layers cost as they are, in the unit of costs"""
+
+    asked: Goal
+    result: Result
+    search: Search
+    choice: Loss
+    proof: Loss | None
+    floats: float
+
+    @property
+    def loss(self) -> Loss:
+        """What is to be said of the mix: what chose among mixes is in favour of the one that it chose."""
+        return self.proof or self.choice
+
+    @property
+    def mix(self) -> Mix:
+        return self.search.mixes[self.search.found]
+
+
+def search(
+    job: Job, asked: Goal, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
+    shelf: Shelf | None = None,
+) -> Found:  # fmt: skip
+    """Writes the folder `out`, which must not exist, with the recipe that makes it again.
+
+    job: says which layers there are; texts: that losses are measured on, others than that of the statistics
+    shelf: where formats that were tried are kept; None: nowhere
+    raises ConfigError where no mix is within the bound, and as `compress`
+    """
+    with beside(out, "search") as work:
+        shelf = shelf or Shelf(work / "formats")
+        losses = survey(job, statistics, shelf, progress)
+        costs = cost.seconds(job, asked.rows, asked.isa, asked.threads, progress) if asked.rows else cost.nbytes(job)
+        mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
+        trials = _Trials(
+            job, asked.bound, (shelf, work), Reference.of(job.checkpoint, texts.choice, progress), progress
+        )
+        found = searched(mixes, asked.bound, trials.measure)
+        made, choice = trials.kept[found.found]
+        proof = _proven(job.checkpoint, made.folder, texts, progress)
+        floats = sum(of[FLOAT] for of in costs.values())
+        whole = Found(asked, replace(made, folder=out), found, choice.on(texts.of), proof, floats)
+        _record(made.folder, whole, statistics)
+        put_in_place(made.folder, out)
+    return whole
+
+
+def _proven(source: Checkpoint, made: Path, texts: "Texts", progress: Progress) -> Loss | None:
+    if texts.proof is None:
+        return None
+    return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(made), progress).on(texts.of)
+
+
+def most_bytes(job: Job) -> int:
+    """That a search has on the disk at most: all matrices rounded, and two folders, as large as floats are."""
+    layers = sum(max(bytes_of(job, layer, f) for f in (FLOAT, "int8")) for layer in job.layers)
+    rest = job.bytes_after - sum(bytes_of(job, layer, "int8") for layer in job.layers)
+    return shelf_bytes(job) + 2 * (layers + rest)
+
+
+def _formats(mix: Mix) -> dict[str, str]:
+    return {layer: candidate.format for layer, candidate in mix.chosen.items()}
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Mixes that are made and measured.
+
+    places: the shelf, and where folders go; kept: of those within the bound the last, which is the cheapest so far
+    """
+
+    job: Job
+    bound: MaxLoss
+    places: tuple[Shelf, Path]
+    reference: Reference
+    progress: Progress
+    kept: dict[int, tuple[Result, Loss]] = field(default_factory=dict)
+    n: int = 0
+
+    def measure(self, number: int, mix: Mix) -> float:
+        self.n += 1
+
+        def report(what: str, done: int, total: int) -> None:
+            self.progress(f"mix {self.n}: {what}", done, total)
+
+        (shelf, work), formats = self.places, _formats(mix)
+        job = plan(self.job.checkpoint, recipe_of(formats))
+        made = compress(job, work / f"mix-{number}", shelf.method(formats), report)
+        loss = loss_of(self.reference, Checkpoint.open(made.folder), report)
+        found = self.bound.of(loss)
+        if found > self.bound.bound:
+            shutil.rmtree(made.folder)
+            return found
+        for older, _ in self.kept.values():
+            shutil.rmtree(older.folder)
+        self.kept = {number: (made, loss)}
+        return found
+
+
+def _record(folder: Path, found: Found, statistics: Statistics) -> None:
+    """The recipe, and in what is recorded of the folder the search."""
+    (folder / RECIPE).write_text(json.dumps(written(found.result.job.recipe), indent=1) + "\n")
+    write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": statistics.about.recorded})
+
+
+def described(found: Found) -> dict[str, Any]:
+    """The search as JSON has it. Costs are bytes, or seconds of all layers' products; choice: the loss by which the mix
+    was found, proven: what its bound is about, on other windows"""
+    asked, search_ = found.asked, found.search
+    timed = {"rows": asked.rows, "isa": asked.isa, "threads": asked.threads} if asked.rows else {}
+    mixes: list[Mapping[str, object]] = [
+        {"cost": mix.cost, "predicted": search_.predicted(i), "measured": search_.measured.get(i)}
+        for i, mix in enumerate(search_.mixes)
+    ]
+    return {"search": {
+        "loss": asked.bound.kind, "bound": asked.bound.bound, "target": str(asked.target), **timed,
+        "unit": "s" if asked.rows else "bytes", "floats": found.floats, "found": search_.found, "mixes": mixes,
+        "choice": asdict(found.choice), "proven": None if found.proof is None else asked.bound.of(found.proof),
+    }}  # fmt: skip
