@@ -73,9 +73,9 @@ def serve_with(budget: str, arguments: list[str]) -> None:
     """`millrace serve` with that budget, in this process."""
     found = {"current": TokenBudget, "largest": Largest, "before": Before}[budget]
     token_budget.TokenBudget = found  # type: ignore
-    from millrace.cli import serving
+    from millrace.cli.serve import run as serve_command
 
-    serving.TokenBudget = found  # type: ignore
+    serve_command.TokenBudget = found  # type: ignore
     sys.argv = ["millrace", "serve", *arguments]
     millrace()
 

@@ -9,8 +9,8 @@ import click
 import pytest
 
 from millrace.cli.options import made, settings_options
-from millrace.cli.sampling import SamplingFlags
-from millrace.cli.serve_flags import ListenFlags, QueueFlags, ServeFlags
+from millrace.cli.sampling_flags import SamplingFlags
+from millrace.cli.serve.flags import ListenFlags, QueueFlags, ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags

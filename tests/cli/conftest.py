@@ -9,7 +9,8 @@ import pytest
 
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
-from millrace.cli import examining, showing
+from millrace.cli.demo import run as demo
+from millrace.cli.doctor import run as doctor
 from millrace.cli.main import run
 from millrace.compile.builder import build_engine
 from millrace.compile.resolve_model import BUNDLED
@@ -55,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, roofline: Roofline) -> list[tuple[
         asked.append((isa, threads))
         return roofline
 
-    for module in (showing, examining):
+    for module in (demo, doctor):
         monkeypatch.setattr(module, "roofline_here", measure)
     return asked
 

@@ -22,10 +22,10 @@ from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run.run import Load, Run
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench import command as bench
-from millrace.cli.bench_flags import as_ours, told_and_written
-from millrace.cli.bench_infer import command as bench_infer
-from millrace.cli.bench_runner import Begins, driven
+from millrace.cli.bench.foreign_flags import as_ours, told_and_written
+from millrace.cli.bench.infer_options import command as bench_infer
+from millrace.cli.bench.options import command as bench
+from millrace.cli.bench.progress import Begins, driven
 from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace

@@ -12,8 +12,8 @@ from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run import plan
 from millrace.bench.run.plan import Plan
 from millrace.bench.run.run import Run
-from millrace.cli import bench_comparing, bench_sweeping
-from millrace.cli.bench_runner import Begins
+from millrace.cli.bench import compare, sweep
+from millrace.cli.bench.progress import Begins
 from tests.cli.conftest import Millrace
 
 SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3", "--certify-s", "0")
@@ -38,7 +38,7 @@ def test_two_servers_are_asked_the_same(millrace: Millrace, url: str, monkeypatc
     async def reached(plan: Plan) -> Words:
         return Words(next(per_word))
 
-    monkeypatch.setattr(bench_comparing, "reached", reached)
+    monkeypatch.setattr(compare, "reached", reached)
     with NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as a, NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as b:
         few = ("--isl", "20", "--osl", "3", "--request-count", "2", "--rounds", "3", "--certify-s", "0")
         assert millrace("bench", "compare", a.url, b.url, *few, "--allow", "1000").code == 0
@@ -98,7 +98,7 @@ def test_levels_of_a_sweep_ask_different_texts(millrace: Millrace, url: str, mon
         return run
 
     measuring = plan.measure
-    monkeypatch.setattr(bench_sweeping, "measure", measure)
+    monkeypatch.setattr(sweep, "measure", measure)
     flags = ("--isl", "10", "--osl", "3", "--request-count", "4", "--most", "4", "--certify-s", "0")
     for _ in range(2):
         assert millrace("bench", "sweep", url, *flags, "--random-seed", str(2**63)).code == 0

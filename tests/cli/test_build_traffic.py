@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from millrace.cli.build_flags import TrafficSettings
-from millrace.cli.build_told import Figures
-from millrace.cli.build_traffic import chosen
+from millrace.cli.build.flags import TrafficSettings
+from millrace.cli.build.output import Figures
+from millrace.cli.build.traffic import chosen
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine

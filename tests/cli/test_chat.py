@@ -79,7 +79,7 @@ def test_a_system_message_is_shown_before_it_is_lost(talk: Talk, tmp_path: Path)
 
 def test_a_chat_takes_memory_for_one_sequence(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else will ask it anything. Who says how much gets that."""
-    from millrace.cli import chatting as chat
+    from millrace.cli.chat import run as chat
     from millrace.cli.main import run
 
     taken: list[int] = []

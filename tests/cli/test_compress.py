@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import compression
+from millrace.cli.compress import proof
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import MachineError
 from tests.cli.conftest import Millrace
@@ -115,7 +115,7 @@ def test_a_measure_that_fails_leaves_a_folder_that_is_named(
     def fails(*_: object) -> None:
         raise MachineError("the model's logits are not finite", "finite ones", "look at it")
 
-    monkeypatch.setattr(compression, "measure", fails)
+    monkeypatch.setattr(proof, "measure", fails)
     ended = millrace("compress", source, "-o", tmp_path / "out", "--recipe", "int8-wo")
     assert ended.code and "not finite" in ended.err and "out is whole, but not all measured" in ended.err
     assert (tmp_path / "out" / "compression.json").is_file()
@@ -305,7 +305,7 @@ def questions(folder: Path) -> Path:
 
 def test_speed_and_flips(millrace: Millrace, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a folder that is there: in its record and on its page; the loss that was measured stays."""
-    monkeypatch.setattr(compression, "TUNE_S", 0)
+    monkeypatch.setattr(proof, "TUNE_S", 0)
     out, mmlu = tmp_path / "out", questions(tmp_path / "mmlu")
     made = json.loads(millrace("compress", source, "-o", out, "--recipe", "int8-wo", "--json").out)
     asked = ("compress", source, "-o", out, "--measure", "--no-evaluate")

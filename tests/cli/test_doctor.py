@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.cli.examining import _warnings
+from millrace.cli.doctor.run import _warnings
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores

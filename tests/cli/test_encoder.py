@@ -71,7 +71,7 @@ def test_serve(millrace: Millrace, model: Path, monkeypatch: pytest.MonkeyPatch)
 
         serve(models, settings, then, last=last)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("millrace.cli.serving.serve", asked)
+    monkeypatch.setattr("millrace.cli.serve.run.serve", asked)
     told = millrace("serve", model, "--tune", "0", "--port", "0", "--served-model-name", "mine")
     assert told.code == 0 and "130 tokens a sequence, 64 sequences" in told.err and "KV" not in told.err
     (reply,) = replies

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from millrace.checkpoint.config import read_config
-from millrace.cli.engine_page import KINDS, WIDTH, alive, engine_page
-from millrace.cli.tables import Tables
+from millrace.cli.engine_tables import Tables
+from millrace.cli.inspect.engine_page import KINDS, WIDTH, alive, engine_page
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.builder import build_engine
 from millrace.compile.lower_cpu.program_report import program_table

@@ -3,10 +3,10 @@
 import click
 import pytest
 
-from millrace.cli import bench_compare, bench_infer, bench_sweep
+from millrace.cli.bench import compare_options, infer_options, sweep_options
+from millrace.cli.flag_aliases import hint
 from millrace.cli.flag_hints import BUILD, ENGINE, LOAD, LOCAL, SAME, SERVER, TENSORS, Kind
 from millrace.cli.main import COMMANDS, cli
-from millrace.cli.other_names import hint
 from tests.cli.conftest import Millrace
 
 HABITS = {
@@ -85,7 +85,7 @@ def test_a_value_is_no_flag(millrace: Millrace) -> None:
 
 def commands() -> dict[str, click.Command]:
     found = {name: cli.get_command(click.Context(cli), name) for name in COMMANDS}
-    below = {"bench sweep": bench_sweep, "bench compare": bench_compare, "bench infer": bench_infer}
+    below = {"bench sweep": sweep_options, "bench compare": compare_options, "bench infer": infer_options}
     return {name: c for name, c in found.items() if c is not None} | {n: m.command for n, m in below.items()}
 
 

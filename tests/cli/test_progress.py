@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.screen import Lines, progress
+from millrace.cli.console import Lines, progress
 from tests.cli.conftest import Millrace
 
 GIB = 1 << 30

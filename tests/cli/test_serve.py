@@ -15,8 +15,8 @@ import pytest
 
 from millrace.bench.client.demo_client import Ask, ask
 from millrace.bench.run.server_process import ServerProcess
-from millrace.cli import examining
-from millrace.cli import serving as serve_command
+from millrace.cli.doctor import run
+from millrace.cli.serve import run as serve_command
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.scheduling.admission_policy import Policy, first_come, longest_prefix, shortest_first
 from millrace.serve.llm.language_model import TextModel
@@ -65,9 +65,9 @@ def test_the_least_time_of_a_step_beside_what_it_takes(
         return {name.partition("{")[0].removeprefix("millrace:"): float(value) for name, value in pairs}
 
     assert gauges() == {}, "nobody has measured this machine"
-    monkeypatch.setattr(examining, "load", lambda: 99.0)
+    monkeypatch.setattr(run, "load", lambda: 99.0)
     assert json.loads(millrace("doctor", "--json").out)["kept"] is None
-    monkeypatch.setattr(examining, "load", lambda: 0.0)
+    monkeypatch.setattr(run, "load", lambda: 0.0)
     assert Path(json.loads(millrace("doctor", "--json").out)["kept"]).is_file()
     found = gauges()
     assert 0 < found["decode_step_bound_seconds"] < found["decode_step_seconds"] < 1

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.cli.serving import _served
+from millrace.cli.serve.run import _served
 from millrace.compile.builder import build_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from millrace.cli import size, size_asked, sizing
+from millrace.cli.size import interview, options, run
 from millrace.compile.cache.rooflines import keep_roofline
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
@@ -68,16 +68,16 @@ def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
 
 def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong answer is asked again, and an empty one takes the default."""
-    monkeypatch.setattr(sizing, "_is_terminal", lambda: True)
+    monkeypatch.setattr(run, "_is_terminal", lambda: True)
     monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
     monkeypatch.setattr(capacity, "_TURNS", 1)
     typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n-5\n\nfirst 0\nfirst 500 ms\nH100\n"
-    done = CliRunner().invoke(size.command, [], input=typed)
+    done = CliRunner().invoke(options.command, [], input=typed)
     assert done.exit_code == 0, done.output
     assert "no model is known as llama-3-9b" in done.output and "3,500 of what?" in done.output
     assert "--rate is -5.0" in done.output and "--ttft-ms is 0.0" in done.output
     assert "375 words are 500 tokens" in done.output and "peak: 10 requests/s" in done.output
-    ended = CliRunner().invoke(size.command, [], input="llama-3-8b\n")
+    ended = CliRunner().invoke(options.command, [], input="llama-3-8b\n")
     assert ended.exit_code == 1 and "Aborted" in ended.output
 
 
@@ -88,13 +88,13 @@ def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     (5, "this, H200 3g", {"hardware": ["this", "H200 SXM 3g"]}),
 ])  # fmt: skip
 def test_what_people_type(number: int, text: str, answers: dict[str, object]) -> None:
-    assert size_asked.QUESTIONS[number].read(text) == answers
+    assert interview.QUESTIONS[number].read(text) == answers
 
 
 @pytest.mark.parametrize("number, text", [(3, "many"), (4, "500"), (4, "first soon"), (5, "H1000"), (2, "rag")])
 def test_what_is_asked_again(number: int, text: str) -> None:
     with pytest.raises(ConfigError):
-        size_asked.QUESTIONS[number].read(text)
+        interview.QUESTIONS[number].read(text)
 
 
 def test_a_report_is_written_and_made_again(millrace: Millrace, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
                      (Compute("bf16", rate(1e11), rate(2e11), None),))  # fmt: skip
     asked = ("size", "--model", "smollm2-135m", "--isl", "64", "--osl", "16", "--rate", "0.1", "--ttft-ms", "9000",
              "--hardware", "this", "--json", "--no-simulate")  # fmt: skip
-    monkeypatch.setattr(sizing, "measured_here", lambda: found)
+    monkeypatch.setattr(run, "measured_here", lambda: found)
     first = millrace(*asked)
     assert (
         first.err.count("Measuring this machine") == 1 and json.loads(first.out)["answer"]["point"]["system_size"] == 1

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from millrace import __version__
-from millrace.cli import verifying as verify
 from millrace.cli.main import run
+from millrace.cli.verify import run as verify
 
 REQUEST: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "receipt": True}
 RECEIPT = {"path": "/v1/completions", "release": __version__, "engine": "e" * 32, "isa": "avx2", "seed": 7,

@@ -11,15 +11,17 @@ from pathlib import Path
 import click
 import pytest
 
-from millrace.cli import bench_compare, bench_infer, bench_sweep, size_fit, size_verify
+from millrace.cli.bench import compare_options, infer_options, sweep_options
 from millrace.cli.main import COMMANDS, cli
+from millrace.cli.size import fit_options, verify_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 HISTORY = ("log.md", "performance.md", "decisions/")  # what was so when it was written
 BELOW = {
-    ("bench", "compare"): bench_compare.command, ("bench", "infer"): bench_infer.command,
-    ("bench", "sweep"): bench_sweep.command, ("size", "fit"): size_fit.command, ("size", "verify"): size_verify.command,
+    ("bench", "compare"): compare_options.command, ("bench", "infer"): infer_options.command,
+    ("bench", "sweep"): sweep_options.command, ("size", "fit"): fit_options.command,
+    ("size", "verify"): verify_options.command,
 }  # fmt: skip
 DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",

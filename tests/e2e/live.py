@@ -9,7 +9,7 @@ import httpx
 import openai
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
-from millrace.cli.serving import _served
+from millrace.cli.serve.run import _served
 from millrace.engine.engine import Engine
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.open_engine import Opened, open_engine

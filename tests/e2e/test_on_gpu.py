@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from millrace import LLM, SamplingParams
+from millrace.cli.chat.chat_screen import Terminal
 from millrace.cli.main import run
-from millrace.cli.serve_flags import QueueFlags, ServeFlags
-from millrace.cli.serving import _introduce, _to_serve
-from millrace.cli.terminal import Terminal
+from millrace.cli.serve.flags import QueueFlags, ServeFlags
+from millrace.cli.serve.run import _introduce, _to_serve
 from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings

@@ -6,7 +6,7 @@ import anthropic
 import httpx
 import pytest
 
-from millrace.cli.serving import _known
+from millrace.cli.serve.run import _known
 from millrace.serve.backend import _fits
 from tests.serve.support import MODEL, Fake, Running, post, serving_with
 

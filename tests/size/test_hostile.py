@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.cli.page_file import write_page
+from millrace.cli.html_output import write_page
 from millrace.errors import CheckpointError, ConfigError
 from millrace.runtime.scheduling.step_cost_model import read_profile
 from millrace.size import plan

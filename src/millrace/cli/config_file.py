@@ -16,8 +16,8 @@ from typing import Any
 
 import click
 
+from millrace.cli.flag_aliases import hint
 from millrace.cli.options import GroupedOption
-from millrace.cli.other_names import hint
 from millrace.errors import ConfigError
 from millrace.settings import check_value, once, read_given
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 from millrace import __version__
-from millrace.cli.other_names import as_here, check_short, hint, value_of
+from millrace.cli.flag_aliases import as_here, check_short, hint, value_of
 from millrace.env import is_plain_terminal, read_env
 from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
@@ -73,7 +73,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"millrace.cli.{cmd_name}").command
+        command = importlib.import_module(f"millrace.cli.{cmd_name}.options").command
         assert isinstance(command, click.Command)
         return command
 

@@ -1,0 +1,182 @@
+"""Runs `millrace bench compare`, whose options are in `compare_options.py`: `--help` imports nothing else."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.analysis.compare import (
+    Difference,
+    Side,
+    Written,
+    compared_answers,
+    compared_rounds,
+    interleaved,
+    more_failures,
+    only_one_has,
+    read_result,
+)
+from millrace.bench.analysis.compare_goodput import Satisfied, of_rounds, of_written
+from millrace.bench.analysis.goodput import Limits, check_limits, parse_limits
+from millrace.bench.client.certify import Certificate, certify, doubts, told_of
+from millrace.bench.run.plan import Plan, measure, planned, reached
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.cli.bench.foreign_flags import reseeded
+from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.console import print_json, table
+from millrace.cli.options import made
+from millrace.env import Env
+from millrace.errors import ConfigError, MachineError
+
+WORSE = 3  # the exit code for CI
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """limits: of requests; allow: percent by which B may be worse, of shares in points of a hundred"""
+
+    limits: list[Limits]
+    allow: float
+
+
+def run(
+    env: Env,
+    /,
+    a: str | None,
+    b: str | None,
+    engines: tuple[str, ...],
+    rounds: int,
+    allow: float,
+    goodput: tuple[str, ...],
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Run `millrace bench compare`."""
+    bounds = Bounds(parse_limits(goodput), allow)
+    if engines:
+        if a is not None or len(engines) != 2:
+            raise ConfigError(f"{len(engines)} engines", "--engine A --engine B, and no URL", "name two")
+        from millrace.cli.bench.engine import compared_engines  # what runs engines takes a second to import
+
+        told = _told_rounds(compared_engines((engines[0], engines[1]), given, rounds, env, as_json), bounds, None)
+    elif a is None or b is None:
+        raise ConfigError("there are not two to compare", "A and B: URLs or results; or --engine twice", "name both")
+    else:
+        told = _compared(a, b, rounds, bounds, as_json, given)
+    if not told["metrics"]:
+        raise MachineError("nothing can be compared", "whole answers of both", "see what each says by itself")
+    print_json(told) if as_json else _show(told)
+    return WORSE if told["worse"] else 0
+
+
+def _compared(a: str, b: str, rounds: int, bounds: Bounds, quiet: bool, given: dict[str, Any]) -> dict[str, Any]:
+    """Two URLs, or two results."""
+    are_files = [Path(x).exists() for x in (a, b)]
+    if are_files[0] != are_files[1]:
+        raise ConfigError(
+            f"{a} and {b}: one is a file, one is none", "two URLs, or two results", "compare like with like"
+        )
+    if all(are_files):
+        return _told_written((read_result(Path(a)), read_result(Path(b))), bounds)
+    certify_s, plans = given.pop("certify_s"), (_plans(a, given), _plans(b, given))
+    check_limits(bounds.limits, plans[0](0).target.streams)
+
+    async def compared(begins: Begins) -> tuple[Certificate | None, tuple[Side, Side]]:
+        words, _ = [await reached(plan(0)) for plan in plans]  # both answer, and are asked the same
+        certificate = await certify(plans[0](0), certify_s) if certify_s else None
+        return certificate, await interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
+
+    certificate, sides = driven(compared, quiet)
+    return _told_rounds(sides, bounds, certificate)
+
+
+def _plans(url: str, given: dict[str, Any]) -> Any:
+    load = made(LoadSettings, given)
+
+    def plan(round_: int) -> Plan:
+        return planned(
+            url, made(TargetSettings, given), reseeded(load, round_), made(InputSettings, given),
+            made(SessionSettings, given),
+        )  # fmt: skip
+
+    return plan
+
+
+def _told_rounds(sides: tuple[Side, Side], bounds: Bounds, certificate: Certificate | None) -> dict[str, Any]:
+    ended = [run.ended for side in sides for run in side.runs if run.ended]
+    efforts = [effort for side in sides for effort in side.efforts]
+    proved = told_of(certificate, efforts)
+    notes = doubts(certificate, efforts, "in a round")
+    if ended:
+        notes.append(f"The comparison ended early: {ended[0]}.")
+    satisfied = [of_rounds(*sides, limits) for limits in bounds.limits]
+    told = _told(compared_rounds(*sides), satisfied, bounds.allow, sides, notes)
+    return {**told, "ended_early": ended[0] if ended else None, **proved}
+
+
+def _told_written(sides: tuple[Written, Written], bounds: Bounds) -> dict[str, Any]:
+    """Their clients were judged when they were measured."""
+    valid = [side.valid for side in sides]
+    notes = [
+        f"INVALID: the client of {name} did not keep up when it was measured; measure it again with less load."
+        for name, one in zip("AB", valid, strict=True) if one is False
+    ]  # fmt: skip
+    satisfied = [of_written(*sides, limits) for limits in bounds.limits]
+    told = _told(compared_answers(sides[0].answers, sides[1].answers), satisfied, bounds.allow, sides, notes)
+    both = None if None in valid else True
+    return {
+        **told, "ended_early": None, "valid": False if False in valid else both,
+        "client": None, "client_cpu_share": None,
+    }  # fmt: skip
+
+
+def _told(
+    differences: list[Difference], satisfied: list[Satisfied | None], allow: float,
+    sides: tuple[Side, Side] | tuple[Written, Written], notes: list[str],
+) -> dict[str, Any]:  # fmt: skip
+    """More failures are worse, too, and fewer requests that keep the limits."""
+    a, b = sides
+    failed, requests = (a.n_failed, b.n_failed), (a.n, b.n)
+    alone = only_one_has(a.answers, b.answers)
+    notes += [f"Only {name} has {metric}: it is not compared." for metric, name in alone.items()]
+    shares = [one for one in satisfied if one is not None]
+    worse = [d.name for d in differences if d.is_worse_by(allow)]
+    worse += [f"goodput ({one.limits})" for one in shares if one.is_worse_by(allow)]
+    return {
+        "metrics": [{**asdict(d), "verdict": d.verdict} for d in differences],
+        "goodput": [{**asdict(one), "verdict": one.verdict} for one in shares],
+        "failed": failed, "requests": requests, "worse": worse + ["failures"] * more_failures(failed, requests),
+        "allowed_percent": allow, "only_one_has": alone, "notes": notes,
+    }  # fmt: skip
+
+
+def _show(told: dict[str, Any]) -> None:
+    rows = [
+        [d["name"], f"{d['a']:,.2f}", f"{d['b']:,.2f}", f"{d['percent']:+.1f} %", _interval(d["interval"]),
+         "-" if d["visible"] is None else f"{d['visible']:.1f} %", d["verdict"]]
+        for d in told["metrics"]
+    ]  # fmt: skip
+    click.echo()
+    table(["", "A", "B", "B over A", "95 %", "visible", "B is"], rows)
+    click.echo("  visible: what would have been seen four times out of five")
+    for one in told["goodput"]:
+        low, high = one["interval"]
+        click.echo(
+            f"  {one['limits']}: {one['a']:.1%} of A's requests, {one['b']:.1%} of B's "
+            f"[{one['of_b'][0]:.1%}, {one['of_b'][1]:.1%}]; {one['points']:+.1f} points ({low:+.1f} to {high:+.1f}): "
+            f"{one['verdict']}"
+        )
+    if told["client"]:
+        click.echo(f"  client: {told['client']}")
+    for said in told["notes"]:
+        click.echo(f"  {said}")
+    if any(told["failed"]):
+        of = [f"{n} of {name}'s {all_}" for name, n, all_ in zip("AB", told["failed"], told["requests"], strict=True)]
+        click.echo(f"  Failed requests: {', '.join(of)}.")
+    if told["worse"]:
+        click.echo(f"  B is worse by more than {told['allowed_percent']:g} %: {', '.join(told['worse'])}.")
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    return "too few rounds" if interval is None else f"{interval[0]:+.1f} to {interval[1]:+.1f} %"

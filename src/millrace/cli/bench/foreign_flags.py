@@ -1,0 +1,119 @@
+"""Flags as users of other tools write them (docs/bench.md lists them), made ours before they are parsed."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from millrace.bench.names import READING
+from millrace.bench.settings import ALIASES, LoadSettings
+from millrace.cli.console import note
+from millrace.errors import ConfigError, MachineError
+from millrace.report.png import check_png
+
+png_option = click.option("--png", "as_png", is_flag=True, help="Draw the page's plots as pictures beside it, too.")
+certify_option = click.option(
+    "--certify-s", type=click.FloatRange(0, 600), default=2.0, show_default=True, metavar="X",
+    help="Seconds in which this client proves itself on a server of known timing, at this load; 0: not.",
+)  # fmt: skip
+_LIMIT = re.compile(rf"[a-z_0-9]+:[0-9.]+|{READING}")
+
+
+class TheirFlags(click.Command):
+    """A command that takes them, too; its help does not list them, docs/bench.md does."""
+
+    aliases: Mapping[str, str] = ALIASES
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, as_ours(args, self.aliases))
+
+
+def check_pictures(output: Path | None, as_png: bool) -> None:
+    """raises ConfigError, MachineError for what would show only when the run is over"""
+    if as_png and output is None:
+        raise ConfigError("--png without --output", "where to put the pictures", "name it with -o")
+    if as_png:
+        check_png()
+
+
+def ready_folder(output: Path | None, names: Collection[str]) -> None:
+    """Makes the folder, in which files of these names are to be, and tries it; before the run, for a mistake would show
+    only when that is over. raises ConfigError"""
+    if output is None:
+        return
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is a file", "a folder", "name another")
+    _try(output, output, names)
+    if (output / "summary.json").exists():
+        note(f"  {output} holds an earlier result; its files will be overwritten")
+
+
+def ready_file(output: Path | None, *others: Path) -> None:
+    """The same of one file; others: that will be written beside it. raises ConfigError"""
+    if output is None:
+        return
+    _try(output, output.parent, [path.name for path in (output, *others)])
+    if output.is_file():
+        note(f"  {output} is there; it will be overwritten")
+
+
+def _try(output: Path, folder: Path, names: Collection[str]) -> None:
+    expected, mend = "a place that can be written to", "name another"
+    there = [path for path in (folder / name for name in names) if path.exists()]
+    for path in there:
+        if path.is_dir():
+            raise ConfigError(f"--output {output}: {path} is a folder", "a file, or nothing of that name", mend)
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"--output {output}: {path} cannot be written", expected, mend)
+    if len(there) == len(names):  # a device, for one, is in a folder where nothing can be made
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}", expected, mend) from None
+
+
+def told_and_written(tell: Callable[[], None], output: Path | None, write: Callable[[Path], Sequence[str]]) -> None:
+    """The figures first: no failing file takes them away; and the files also where nobody reads the figures on (a
+    closed pipe). write: gives the names of its files. raises MachineError where it cannot"""
+    try:
+        tell()
+    finally:
+        if output is not None:
+            try:
+                names = write(output)
+            except OSError as error:
+                raise MachineError(
+                    f"--output {output} is not whole: {error.strerror or error}", "room, and leave to write there",
+                    "the figures above are all there is; measure again with another -o",
+                ) from None  # fmt: skip
+            note(f"  {len(names)} files in {output}" if output.is_dir() else f"  written to {output}")
+
+
+def reseeded(load: LoadSettings, n: int) -> LoadSettings:
+    """Of the n-th of several runs: other texts than in those before, and the same when all is done again."""
+    return replace(load, random_seed=(load.random_seed + n) % 2**63)
+
+
+def as_ours(arguments: Sequence[str], aliases: Mapping[str, str] = ALIASES) -> list[str]:
+    """`--request-count=5` and `--request-count 5` both; several limits may follow one --goodput."""
+    found: list[str] = []
+    in_goodput = False
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if in_goodput and found[-1] != "--goodput" and _LIMIT.fullmatch(argument):
+            found += ["--goodput", argument]
+            continue
+        in_goodput = argument == "--goodput" or (in_goodput and found[-1] == "--goodput")
+        ours = aliases.get(flag) if flag.startswith("-") else None
+        if ours is None:
+            found.append(argument)
+        elif ours:  # "": a flag that says what is so here anyway
+            found.append(ours + equals + value)
+    return found

@@ -1,0 +1,182 @@
+"""Runs `millrace bench`, whose options are in `options.py`: `--help` imports nothing else."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from millrace.bench.analysis.goodput import check_limits, parse_limits
+from millrace.bench.analysis.latency_breakdown import TO_END, Waterfall, joined, traced
+from millrace.bench.analysis.metrics import good
+from millrace.bench.client.certify import Certificate, certify
+from millrace.bench.report.exports import NAMES, write_results
+from millrace.bench.report.results import Finished, report
+from millrace.bench.run.plan import Plan, measure, planned, reached
+from millrace.bench.run.run import Run
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, told_and_written
+from millrace.cli.bench.progress import Begins, driven
+from millrace.cli.console import heading, note, pairs, print_json, table
+from millrace.cli.options import made
+from millrace.compile.settings import BuildSettings
+from millrace.env import Env
+from millrace.errors import ConfigError, MachineError
+from millrace.runtime.settings import RunSettings
+from millrace.settings import Settings, flag_of
+
+SHOWN = ("mean", "p50", "p90", "p99")
+ROWS = {
+    "time_to_first_token": "TTFT, ms", "inter_token_latency": "ITL, ms a token", "request_latency": "latency, ms",
+    "request_latency_from_intended": "  as intended", "output_token_throughput_per_user": "tokens/s a user",
+    "input_sequence_length": "input tokens", "output_sequence_length": "output tokens",
+}  # fmt: skip
+
+
+def run(
+    env: Env,
+    /,
+    url: str | None,
+    url_given: str | None,
+    goodput: tuple[str, ...],
+    engine: str | None,
+    certify_s: float,
+    output: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Run `millrace bench`."""
+    targets = [target for target in (url, url_given, engine) if target]
+    if len(targets) != 1:
+        raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
+    build, runs = made(BuildSettings, given), made(RunSettings, given)
+    if engine is None:
+        _check_no_engine(build, runs)
+    limits = parse_limits(goodput)
+    check_pictures(output, as_png := given.pop("as_png"))
+    if engine is None:
+        plan = planned(
+            targets[0], made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
+            made(SessionSettings, given),
+        )  # fmt: skip
+        check_limits(limits, plan.target.streams)
+        ready_folder(output, NAMES)
+        certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
+    else:
+        from millrace.cli.bench.engine import (
+            in_process,
+            planned_in_process,
+        )  # what runs engines takes a second to import
+
+        plan = planned_in_process(engine, given)
+        ready_folder(output, NAMES)
+        certificate, run = None, in_process(engine, plan, build, runs, env, quiet=as_json)
+    done = Finished.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
+    told = report(done)
+    told_and_written(
+        lambda: print_json(told) if as_json else show(told), output, lambda folder: write_results(folder, done, as_png)
+    )
+    if not done.metrics.n:
+        raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
+
+
+def _check_no_engine(*given: Settings) -> None:
+    """raises ConfigError for what is said of an engine in this process, where there is none"""
+    for settings in given:
+        if settings.asked:
+            what = f"{flag_of(settings.asked[0])} is given for a server"
+            raise ConfigError(what, "--engine MODEL, which runs here", "leave it out")
+
+
+async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
+    """A server that does not answer is found before the client is tried."""
+    words = await reached(plan)
+    certificate = await certify(plan, certify_s) if certify_s else None
+    if certificate is not None and not quiet:
+        note(f"  client: {certificate.says}")
+    return certificate, await measure(plan, begins, words)
+
+
+def _traced(plan: Plan, run: Run) -> Waterfall | None:
+    """Ctrl-C leaves it out: what was measured stands without it."""
+    answers = good(run.records)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return joined(answers, runner.run(traced(plan.target, answers)))
+    except KeyboardInterrupt:
+        return None
+
+
+def show(told: dict[str, Any]) -> None:
+    """The report, for people."""
+    failed = told["requests"]["failed"]
+    click.echo()
+    heading(
+        f"{told['requests']['whole']} answers in {told['duration_s']:.1f} s" + (f", {failed} failed" * bool(failed))
+    )
+    rate, requests = told["output_tokens_per_s"], told["requests_per_s"]
+    rows = [
+        ("output tokens/s", f"{rate['value']:,.1f}{_interval(rate['interval'])}"),
+        ("requests/s", f"{requests['value']:,.2f}{_interval(requests['interval'], 2)}"),
+        ("at a time", f"{told['mean_concurrency']:.1f} requests in the mean"),
+    ]
+    rows += [
+        ("goodput", f"{g['requests_per_s']:.2f} requests/s, {g['share']:.0%}{_percent(g['interval'])}: {g['limits']}")
+        for g in told["goodput"]
+    ]
+    pairs(rows)
+    click.echo()
+    _metrics(told["metrics"])
+    for label, part in told["patterns"].items():
+        click.echo()
+        heading(f"{label}: {part['requests']['whole']} answers, {part['output_tokens_per_s']['value']:,.1f} tokens/s")
+        _metrics(part["metrics"])
+    if told["waterfall"]:
+        _waterfall(told["waterfall"])
+    if told["notes"]:
+        click.echo()
+    for said in told["notes"]:
+        click.echo(f"  {said}")
+
+
+def _waterfall(told: dict[str, Any]) -> None:
+    click.echo()
+    heading(f"where the time went, of {told['n']} requests that the server tells of")
+    rows = []
+    for name, part in (("ms to the first token", told["to_first_token"]), ("ms to its end", told["to_end"])):
+        slowest = part["slowest"]
+        rows.append([name, *(_stage(part["mean_ms"].get(stage)) for stage in TO_END)])
+        if slowest:
+            rows.append([f"  the {slowest['n']} slowest", *(_stage(slowest["mean_ms"].get(s)) for s in TO_END)])
+    table(["", *TO_END], rows)
+    slowest = told["to_first_token"]["slowest"]
+    if slowest:
+        click.echo(f"  to the first token, {slowest['says']}")
+
+
+def _stage(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:,.1f}"
+
+
+def _metrics(metrics: dict[str, Any]) -> None:
+    rows = [
+        [label, *(_cell(metrics[name], column) for column in SHOWN)] for name, label in ROWS.items() if name in metrics
+    ]
+    if rows:
+        table(["", *SHOWN], rows)
+        if any("?" in cell for row in rows for cell in row):
+            click.echo("  ?: too few requests for an interval of 95 %, which stands in brackets elsewhere")
+
+
+def _cell(metric: dict[str, Any], column: str) -> str:
+    interval = metric["intervals"][column]
+    return f"{metric[column]:,.1f}{'?' if interval is None else _interval(interval)}"
+
+
+def _interval(interval: tuple[float, float] | None, digits: int = 1) -> str:
+    return "" if interval is None else f" [{interval[0]:,.{digits}f}, {interval[1]:,.{digits}f}]"
+
+
+def _percent(interval: tuple[float, float]) -> str:
+    return f" [{interval[0]:.0%}, {interval[1]:.0%}]"

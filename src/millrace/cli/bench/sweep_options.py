@@ -1,0 +1,60 @@
+"""`millrace bench sweep`: how much load a server takes within limits."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.cli.bench.foreign_flags import TheirFlags, certify_option, png_option
+from millrace.cli.options import json_option, settings_options
+
+EPILOG = """\b
+Examples:
+  millrace bench sweep http://127.0.0.1:8000 --model M --ttft-ms 500 --itl-ms 50 --isl 1000 --osl 200
+  millrace bench sweep URL --model M --by rate --from 0.5 --most 32 --duration-s 30 -o page.html"""
+
+
+@click.command(cls=TheirFlags, epilog=EPILOG)
+@click.argument("url")
+@settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
+@click.option(
+    "--by",
+    type=click.Choice(["concurrency", "rate"]),
+    default="concurrency",
+    show_default=True,
+    help="What grows: users at a time, or requests a second.",
+)
+@click.option(
+    "--from",
+    "first",
+    type=click.FloatRange(1e-6, 65_536),
+    default=1.0,
+    show_default=True,
+    help="Where it begins; each next is twice as much.",
+)
+@click.option("--most", type=click.FloatRange(1e-6, 65_536), default=256.0, show_default=True, help="Where it ends.")
+@click.option("--ttft-ms", type=click.FloatRange(0.001), metavar="X", help="The most that a first token may take.")
+@click.option("--itl-ms", type=click.FloatRange(0.001), metavar="X", help="The most that each further token may take.")
+@click.option(
+    "--percentile",
+    type=click.Choice(["50", "75", "90", "95", "99"]),
+    default="90",
+    show_default=True,
+    help="Percent of the requests that keep this.",
+)
+@certify_option
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write an offline page there.")
+@png_option
+@json_option
+def command(
+    url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any
+) -> None:  # fmt: skip
+    """Raise the load until a limit breaks, and find the best below.
+
+    Each level lasts --duration-s (10 unless said, or --request-count). Ctrl-C ends the sweep and reports what there is.
+    At the end the client proves itself at the level of most tokens/s.
+    """
+    from millrace.cli.bench.sweep import run  # imported when it runs: --help needs none of it
+
+    run(url=url, by=by, first=first, most=most, output=output, as_json=as_json, **given)

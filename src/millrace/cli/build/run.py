@@ -1,0 +1,143 @@
+"""Runs `millrace build`, whose options are in `options.py`: `--help` imports nothing else."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.build.flags import TrafficSettings
+from millrace.cli.build.output import Figures, show_traffic
+from millrace.cli.build.traffic import Chosen, chosen
+from millrace.cli.console import heading, pairs, print_json, progress, size
+from millrace.cli.engine_tables import Tables, tuned
+from millrace.cli.options import made
+from millrace.cli.signals import ended_in_order
+from millrace.compile.builder import Builder
+from millrace.compile.disk_space_check import check_new
+from millrace.compile.lower_gpu.precision_check import check_gpu_has
+from millrace.compile.resolve_model import model_folder
+from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.found import CPU
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST
+from millrace.errors import ConfigError
+from millrace.report.numbers import count
+from millrace.settings import once, read_given
+from millrace.tune.pricing import pricing
+
+
+def run(
+    ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, device: str, as_json: bool,
+    **given: Any,
+) -> None:  # fmt: skip
+    """Run `millrace build`."""
+    started_s = time.perf_counter()
+    build, traffic = made(BuildSettings, given), made(TrafficSettings, given)
+    precisions = _read_map(precision_map, build) if precision_map else None
+    tune_said = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
+    told, env = [], ctx.obj
+    with ended_in_order(), progress(as_json) as report:
+        name, folder = model_folder(model, env, report)
+        if (folder / MANIFEST).is_file():
+            raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
+        for_gpu = device != CPU
+        if for_gpu:
+            _check_traffic(traffic, device)
+            check_gpu_has(device, folder, build, precisions)
+            build = build if tune_said or build.tune_rows else replace(build, tune=0)
+        engines: list[tuple[Path, BuildSettings, Chosen | None]] = [(output, build, None)]
+        if traffic.traffic is not None:
+            found = chosen(folder, traffic, build, tune_said=tune_said)
+            engines = [(_beside(output, suffix), c.settings(build), c) for suffix, c in found]
+        for path, _, _ in engines:
+            check_new(path)
+        for path, settings, by in engines:
+            checkpoint = Checkpoint.open(folder)
+            Builder.of(
+                name, checkpoint, settings, env.cache, precisions, report, pricing, for_gpu=for_gpu
+            ).write(path)  # fmt: skip
+            engine = Engine.open(path)
+            seconds, started_s = time.perf_counter() - started_s, time.perf_counter()
+            told.append((Tables(engine), seconds, by))
+    if as_json:
+        summaries = [_summary(*one) for one in told]
+        print_json(summaries[0] if len(summaries) == 1 else summaries)
+    else:
+        for one in told:
+            show(*one, for_gpu=for_gpu)
+
+
+def _check_traffic(traffic: TrafficSettings, device: str) -> None:
+    """raises ConfigError: what follows from traffic is timed and counted with this CPU's kernels and memory"""
+    if traffic.traffic is not None:
+        raise ConfigError(
+            f"--traffic is given, and --device is {device}", "one of them: traffic chooses sizes for a CPU",
+            "leave one out",
+        )  # fmt: skip
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    """tiny.engine with -day is tiny-day.engine."""
+    return output.with_name(f"{output.stem}{suffix}{output.suffix}") if suffix else output
+
+
+def _summary(tables: Tables, seconds: float, by: Chosen | None) -> dict[str, Any]:
+    traffic = {} if by is None else {"traffic": Figures.of(by, tables).summary()}
+    return {**tables.summary(), **traffic, "seconds": seconds}
+
+
+_MAP_BYTES = 1 << 20
+
+
+def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
+    if build.precision is not None:
+        raise ConfigError(
+            "--precision and --precision-map are both given", "one of them", "put it into the map as default"
+        )
+    try:
+        data = read_given(path, _MAP_BYTES)
+        if len(data) > _MAP_BYTES:
+            raise ConfigError(f"{path} has more than {_MAP_BYTES >> 20} MiB", "a map of precisions", "correct the file")
+        asked = json.loads(data, object_pairs_hook=once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
+    if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):
+        raise ConfigError(f"{path} is no map of names", 'an object like {"default": "w4a8"}', "correct the file")
+    return asked
+
+
+def show(tables: Tables, seconds: float, by: Chosen | None = None, *, for_gpu: bool = False) -> None:
+    """The closing screen of a build."""
+    figures = None if by is None else Figures.of(by, tables)
+    if figures is not None:
+        show_traffic(figures)
+    serve = (
+        f"millrace serve {tables.engine.folder}" + (f" {figures.flag}" if figures else "") + " --device cuda" * for_gpu
+    )
+    m, memory = tables.engine.manifest, tables.memory()
+    formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
+    heading(f"{m.model_name}: built in {seconds:.1f} s")
+    pairs(
+        [
+            ("engine", str(tables.engine.folder)),
+            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, {tables.precision()}"),
+            ("weights", f"{size(memory['weights_bytes'])} ({formats})"),
+            ("KV cache", "none" if m.is_encoder else
+                         f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens "
+                         f"({m.kv_format}), {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
+            ("activations", f"{size(m.cpu.activation_bytes)} "
+                            f"(no plan needs less than {size(m.cpu.activation_lower_bound)})"),
+            ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
+            ("program", f"{len(tables.calls)} calls for {len(tables.graph.nodes)} operations, "
+                        f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
+            ("tactics", tuned(tables)),
+            ("price", m.evaluation.said),
+            *(("note", text) for text in m.notes),
+            ("next", serve),
+        ]
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+"""`millrace compress --advise`: every method on this machine for this model, side by side, and which to take."""
+
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress.output import show_advice
+from millrace.cli.compress.request import Asked, Sampling, opened, readable, said_if_untold, statistics_for
+from millrace.cli.console import Progress, heading, note, pairs, print_json, progress, size, table
+from millrace.cli.eval.request import precision_of
+from millrace.cli.signals import ended_in_order
+from millrace.compile.builder import asked_precision, build_engine
+from millrace.compile.resolve_model import model_folder
+from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
+from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.calibration.calibration_pass import digest_of
+from millrace.compress.calibration.statistics import Statistics
+from millrace.compress.checkpoint.checkpoint_writer import beside
+from millrace.compress.compress import by_rounding, compress
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import Loss, Reference, loss_of, windows_for
+from millrace.compress.measure.speed import ROUNDS, Speeds, paces
+from millrace.compress.presets import BATCH
+from millrace.compress.recipe import PRESETS
+from millrace.compress.report.method_comparison import (
+    HEADER,
+    PAGE,
+    About,
+    Row,
+    advice,
+    cells,
+    open_folder,
+    precisions_of,
+    read_row,
+    write_page,
+    write_row,
+)
+from millrace.env import Env
+from millrace.errors import CheckpointError, ConfigError, nearest
+from millrace.evaluate.calibration import Calibration
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import cpu_model, usable_cores
+from millrace.runtime.open_engine import Opened, open_engine
+from millrace.runtime.settings import RunSettings
+
+_TUNE_S, _MOST_BATCH = 2.0, 1024
+
+
+def advised(
+    asked: Asked, /, presets: str | None, batch: int | None, calibration: str | None, dry_run: bool, **_: Any
+) -> None:
+    """Which checkpoint to make, for what. raises ConfigError for a batch that is no large one, and unknown presets"""
+    if batch is not None and not 2 <= batch <= _MOST_BATCH:
+        raise ConfigError(
+            f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MOST_BATCH}", "correct it"
+        )
+    trials = _Trials(_names(presets), batch or BATCH, asked.output, calibration, asked.sampling)
+    if dry_run:
+        with progress(asked.as_json) as report:
+            checkpoint = readable(opened(asked.model, asked.env, report))
+        asked.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
+        show_advice(checkpoint, trials.names, asked.sampling, asked.as_json)
+        return
+    with ended_in_order(), progress(asked.as_json) as report:
+        rows, about = _advised(asked.model, trials, asked.env, report)
+    if asked.as_json:
+        found = {a.target: a.words for a in advice(rows, about)}
+        commands = _commands(asked.model, rows, about, asked.sampling)
+        print_json(msgspec.to_builtins({"about": about, "rows": rows, "advice": found, "commands": commands}))
+    else:
+        _show(asked.model, rows, about, trials)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    names: Sequence[str]
+    batch: int
+    folder: Path
+    calibration: str | None
+    sampling: Sampling
+
+
+def _names(presets: str | None) -> list[str]:
+    names = [*PRESETS] if presets is None else [name.strip() for name in presets.split(",")]
+    for name in names:
+        if name not in PRESETS:
+            raise ConfigError(f"--presets has {name!r:.60}", nearest(name, PRESETS), "correct it")
+    return list(dict.fromkeys(names))
+
+
+def _calibrated(asked: _Trials) -> bool:
+    """Whether any of them needs statistics."""
+    return any(PRESETS[name].usual.calibrated for name in asked.names)
+
+
+def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[Row], About]:
+    checkpoint = readable(opened(model, env, report))
+    calibrated = _calibrated(asked)
+    asked.sampling.check("--advise", calibrated, asked.calibration)
+    measured = Calibration.open(asked.calibration)
+    text = windows_for(checkpoint, measured)
+    if calibrated:
+        asked.sampling.check_text(checkpoint, measured)
+    known = asked.sampling.text(checkpoint) if calibrated else ""
+    about = About(
+        model=checkpoint.identity(), source=checkpoint.folder.name, batch=asked.batch, machine=cpu_model(),
+        text=digest_of(text), threads=usable_cores(), isa=usable_isas()[0], bytes_before=checkpoint.tensors.nbytes,
+    )  # fmt: skip
+    open_folder(asked.folder, about)  # before anything that takes minutes
+    wanted = [(name, precision) for name in asked.names for precision in precisions_of(PRESETS[name])]
+    left: dict[str, list[str]] = {}
+    for name, precision in wanted:
+        own = read_row(asked.folder, name, known)
+        if not (own and own.refused) and read_row(asked.folder, name, known, precision) is None:
+            left.setdefault(name, []).append(precision)
+    with ExitStack() as stack:
+        statistics, seconds = None, None
+        if any(PRESETS[name].usual.calibrated for name in left):
+            fresh = asked.sampling.statistics is None or not asked.sampling.statistics.exists()
+            started_s = time.perf_counter()
+            job = plan(checkpoint, PRESETS["int8-wo"])
+            statistics = stack.enter_context(statistics_for(job, asked.folder, asked.sampling, report))
+            seconds = time.perf_counter() - started_s if fresh else None
+        if left:
+            work = stack.enter_context(beside(asked.folder / "methods", "search"))
+            _, folder = model_folder(model, env, report)
+            source = stack.enter_context(_engine(folder, work / "source", asked.batch, report))
+            trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, asked.batch)
+            for number, name in enumerate(left):
+                report(name, number, len(left))
+                for made in trial.rows(name, left[name], seconds, report):
+                    write_row(asked.folder, made)
+                    seconds = None if made.statistics else seconds
+        rows = [row for name, precision in wanted if (row := read_row(asked.folder, name, known, precision))]
+        write_page(asked.folder, rows, about, size, _commands(model, rows, about, asked.sampling))
+    said_if_untold(max((row.loss.source_perplexity for row in rows if row.loss is not None), default=0.0), checkpoint)
+    return rows, about
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What all methods are measured beside. work: a folder for what is made and goes again"""
+
+    checkpoint: Checkpoint
+    reference: Reference
+    source: Opened
+    statistics: Statistics | None
+    work: Path
+    batch: int
+
+    def rows(self, name: str, precisions: Sequence[str], statistics_s: float | None, report: Progress) -> Iterator[Row]:
+        """Of one folder, a row for each precision. statistics_s: what collecting took, for the first row"""
+        try:
+            job = plan(self.checkpoint, PRESETS[name])
+        except CheckpointError as error:  # a method that a layer of this model cannot take
+            yield Row(name=name, refused=error.what)
+            return
+
+        def said(what: str, done: int, total: int) -> None:
+            report(f"{name}: {what}", done, total)
+
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            out, started_s = Path(folder) / name, time.perf_counter()
+            self._made(job, out, said)
+            seconds = time.perf_counter() - started_s
+            used = self.statistics.about.text if self.statistics and job.calibrated else ""
+            for precision in precisions:
+                yield Row(
+                    name=name, precision=precision, statistics=used, bits_per_weight=job.bits_per_weight,
+                    bytes=job.bytes_after, seconds=seconds, statistics_s=statistics_s if job.calibrated else None,
+                    loss=self._loss(out, precision, said), speed=self._speed(out, precision, Path(folder), said),
+                )  # fmt: skip
+                statistics_s = None
+
+    def _made(self, job: Job, out: Path, report: Progress) -> None:
+        if job.calibrated:
+            assert self.statistics is not None, "asked for before"
+            compress(job, out, by_statistics(self.statistics), report)
+        else:
+            compress(job, out, by_rounding, report)
+
+    def _loss(self, out: Path, precision: str, report: Progress) -> Loss:
+        made, build = Checkpoint.open(out), BuildSettings(precision=precision or None)
+        asked = asked_precision(build, Source.from_checkpoint(made).own_precision)
+        return loss_of(self.reference, made, report, asked)
+
+    def _speed(self, out: Path, precision: str, folder: Path, report: Progress) -> Speeds:
+        with _engine(out, folder / f"engine{precision}", self.batch, report, precision or None) as made:
+            found = paces(self.source.native, made.native, report, ROUNDS, (1, self.batch))
+            return Speeds(
+                machine=cpu_model(), threads=usable_cores(), isa=made.isa, paces=found,
+                source_precision=precision_of(self.source), made_precision=precision_of(made),
+            )  # fmt: skip
+
+
+@contextmanager
+def _engine(
+    checkpoint: Path, folder: Path, batch: int, report: Progress, precision: str | None = None
+) -> Iterator[Opened]:
+    """Built beside all else, with this machine's tactics, and loaded. raises MachineError where memory holds it not"""
+    build = BuildSettings(precision=precision, tune=_TUNE_S, evaluate=False, max_batch=max(batch, 1))
+    engine = build_engine(checkpoint.name, checkpoint, folder, build, progress=report)
+    with closing(open_engine(checkpoint.name, engine, RunSettings(), batch)) as found:
+        yield found
+
+
+def _commands(model: str, rows: Sequence[Row], about: About, sampling: Sampling) -> list[str]:
+    """That make what is advised, each once."""
+    found: dict[str, None] = {}
+    for row in (row for each in advice(rows, about) for row in each.rows):
+        made = f"{about.source.removesuffix('.gguf')}-{row.name}"
+        text = sampling.options if PRESETS[row.name].usual.calibrated else []
+        found[shlex.join(["millrace", "compress", model, "-o", made, "--recipe", row.name, *text])] = None
+        if row.precision:
+            build = ["millrace", "build", made, "-o", f"{made}.engine", "--precision", row.precision]
+            found[shlex.join(build)] = None
+    return list(found)
+
+
+def _show(model: str, rows: Sequence[Row], about: About, asked: _Trials) -> None:
+    heading(f"{about.source} on {about.machine}, {about.threads} threads, {about.isa}")
+    table([h.replace("N", str(about.batch)) for h in HEADER], cells(rows, about, size))
+    note("speeds: tokens a second, and in brackets times the source's in the same rounds")
+    if any(row.precision for row in rows):
+        note("as w4a8: the same checkpoint, its 4-bit weights with 8-bit activations; its own are 16-bit")
+    heading("which to take")
+    pairs([(each.target, each.words) for each in advice(rows, about)])
+    commands = _commands(model, rows, about, asked.sampling)
+    if commands:
+        heading("to make it")
+        pairs([("", line) for line in commands])
+    note(f"{asked.folder / PAGE} has it as a page")

@@ -1,0 +1,66 @@
+"""`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.compress.flags import advise_options, budget_options, proof_options
+from millrace.cli.options import json_option
+from millrace.compress.presets import ABOUT, SAMPLES
+from millrace.env import Env
+from millrace.evaluate.sizes import LENGTH
+
+_MOST_SAMPLES = 4096
+
+EPILOG = "\n".join([
+    "\b", "Examples:",
+    "  millrace compress ./llama-3.2-1b -o llama-int4 --recipe int4-wo-mse",
+    "  millrace compress ./llama-3.2-1b -o llama-gptq --recipe int4-gptq --samples-from text.txt",
+    "  millrace compress ./llama-3.2-1b -o llama-mix --recipe mix.toml --dry-run",
+    "  millrace compress ./llama-3.2-1b -o llama-1pc --max-loss 1% --target latency --samples-from text.txt",
+    "  millrace compress ./llama-3.2-1b -o advice --advise --samples-from text.txt",
+    "  millrace compress ./llama-3.2-1b -o llama-int4 --recipe int4-wo --engine llama.engine",
+    "  millrace serve llama-int4",
+    "", "\b", "Presets:", *(f"  {name:14} {about}" for name, about in ABOUT.items()),
+    "", "docs/compress.md has what a recipe file holds.",
+])  # fmt: skip
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model")
+@click.option("-o", "--output", type=Path, required=True, metavar="FOLDER",
+              help="The folder to write; must not exist, but for --measure and --advise.")  # fmt: skip
+@click.option("--recipe", metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below.")
+@click.option("--measure", "again", is_flag=True,
+              help="Make nothing: measure the folder that is there, as after a run that was ended.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Say what would be done and what it needs, from the headers alone.")
+@click.option(
+    "--samples-from",
+    metavar="FILE",
+    help="Text in UTF-8 to collect statistics on, for recipes that need some; not what is measured on.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, _MOST_SAMPLES),
+    metavar="N",
+    help=f"Samples of {LENGTH} tokens, spread over it; default: {SAMPLES}.",
+)
+@click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
+@click.option("--engine", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Build an engine of the result there, too, as `millrace build` does; must not exist.")  # fmt: skip
+@proof_options
+@budget_options
+@advise_options
+@json_option
+@click.pass_obj
+def command(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> None:
+    """Make a smaller checkpoint of one, and prove it.
+
+    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
+    it is read again before it counts.
+    """
+    from millrace.cli.compress.run import run  # imported when it runs: --help needs none of it
+
+    run(env, model=model, output=output, as_json=as_json, **given)

@@ -1,0 +1,138 @@
+"""What `millrace compress` tells of a job: afterwards, and with `--dry-run` before, from the headers alone."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress.request import Sampling
+from millrace.cli.console import heading, note, pairs, print_json, size, table
+from millrace.compress.calibration.calibrated_methods import Needs, needs
+from millrace.compress.compress import Result
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import memory_bytes
+from millrace.compress.recipe import PRESETS
+from millrace.compress.report.method_comparison import precisions_of
+from millrace.compress.search.candidates import rounding_seconds, stored_formats
+from millrace.compress.search.search import Goal, most_bytes
+from millrace.errors import CheckpointError
+from millrace.evaluate.sizes import LENGTH
+from millrace.report.numbers import count
+
+WORST = 3  # layers that are named
+
+
+def about(job: Job) -> dict[str, Any]:
+    return {
+        "recipe": job.recipe.name, "layers": len(job.treated), "kept": _kept(job), "weights": job.n_weights,
+        "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
+        "notes": list(job.notes),
+    }  # fmt: skip
+
+
+def show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
+    tokens = asked.n * LENGTH
+    first = needs(job, tokens) if job.calibrated else None
+    memory = job.memory_bytes + (first.memory_bytes if first else 0)
+    measuring = memory_bytes(job.checkpoint, fp8=any(form.meets_fp8 for _, form in job.layers.values()))
+    if as_json:
+        more: dict[str, Any] = {"statistics": asdict(first)} if first else {}
+        more |= {"measuring_memory_bytes": measuring} if measures else {}
+        print_json({**about(job), "memory_bytes": memory, "seconds": job.seconds, **more})
+        return
+    heading(f"{job.recipe.name}: nothing was written")
+    afterwards = f", to measure it {size(measuring)}" if measures else ""
+    pairs([*sizes(job), ("memory", f"about {size(memory)}{afterwards}"), ("time", f"about {job.seconds:.0f} s")])
+    if first:
+        pairs([("statistics", _statistics(first, tokens))])
+    notes(job)
+
+
+def show_search(job: Job, asked: Goal, sampling: Sampling, as_json: bool) -> None:
+    """Of `--max-loss`: every format of every layer is rounded once, and a few mixes are made and measured."""
+    tokens = sampling.n * LENGTH
+    first, formats = needs(job, tokens), stored_formats(job)
+    seconds, disk = rounding_seconds(job), most_bytes(job)
+    memory, measuring = job.memory_bytes + first.memory_bytes, memory_bytes(job.checkpoint, fp8=True)
+    if as_json:
+        print_json({
+            "formats": formats, "layers": len(job.layers), "weights": job.n_weights, "bytes_before": job.bytes_before,
+            "disk_bytes": disk, "memory_bytes": memory, "measuring_memory_bytes": measuring, "seconds": seconds,
+            "statistics": asdict(first),
+        })  # fmt: skip
+        return
+    heading(f"--max-loss {asked.bound.said(asked.bound.bound)}: nothing was written")
+    pairs([
+        ("layers", f"{len(job.layers)} linear layers of {count(job.n_weights)} weights, each as {', '.join(formats)}"),
+        ("disk", f"at most {size(disk)} meanwhile"),
+        ("memory", f"about {size(memory)}, to measure mixes {size(measuring)}"),
+        ("time", f"about {seconds:.0f} s to round all of them on two cores, then some mixes are made and measured"),
+        ("statistics", _statistics(first, tokens)),
+    ])  # fmt: skip
+
+
+def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling, as_json: bool) -> None:
+    """Of `--advise`: what each method would make, or why a layer cannot take it."""
+    rows: dict[str, Job | str] = {name: _planned(checkpoint, name) for name in names}
+    jobs = [job for job in rows.values() if isinstance(job, Job)]
+    tokens = sampling.n * LENGTH
+    first = needs(jobs[0], tokens) if any(job.calibrated for job in jobs) else None
+    if as_json:
+        told = {name: {"refused": row} if isinstance(row, str) else _figures(row) for name, row in rows.items()}
+        print_json({"methods": told, "statistics": None if first is None else asdict(first)})
+        return
+    heading(f"--advise: {len(jobs)} of {len(rows)} methods can be tried, nothing was written")
+    table(("method", "bits a weight", "bytes", "memory", "seconds to make", ""), [
+        (name, "", "", "", "", row) if isinstance(row, str) else
+        (name, f"{row.bits_per_weight:.3f}", size(row.bytes_after), size(row.memory_bytes), f"{row.seconds:.0f}",
+         "with statistics" if row.calibrated else "")
+        for name, row in rows.items()
+    ])  # fmt: skip
+    if first is not None:
+        pairs([("statistics", _statistics(first, tokens))])
+    note("each is then measured and timed beside the source, which takes longer than making most of them")
+    if any(len(precisions_of(job.recipe)) > 1 for job in jobs):
+        note("4-bit weights are measured twice: as they are, with 16-bit activations, and as w4a8, with 8-bit ones")
+
+
+def _planned(checkpoint: Checkpoint, name: str) -> Job | str:
+    try:
+        return plan(checkpoint, PRESETS[name])
+    except CheckpointError as error:  # a method that a layer of this model cannot take
+        return error.what
+
+
+def _figures(job: Job) -> dict[str, Any]:
+    return {
+        "bits_per_weight": job.bits_per_weight, "bytes_after": job.bytes_after, "memory_bytes": job.memory_bytes,
+        "seconds": job.seconds, "statistics": job.calibrated,
+    }  # fmt: skip
+
+
+def _statistics(first: Needs, tokens: int) -> str:
+    disk = f"{size(first.disk_bytes)} on disk, {size(first.carried_bytes)} more meanwhile"
+    return f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {disk}"
+
+
+def sizes(job: Job) -> list[tuple[str, str]]:
+    kept = f", {', '.join(_kept(job)[:4])} left as floats" if _kept(job) else ""
+    return [
+        ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{kept}"),
+        ("bits", f"{job.bits_per_weight:.3f} a weight of these, scales included"),
+        ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}"),
+    ]  # fmt: skip
+
+
+def _kept(job: Job) -> list[str]:
+    """Linear layers to which nothing is done."""
+    return [name for name in job.ignored if name not in job.sparse]
+
+
+def notes(job: Job) -> None:
+    for text in job.notes:
+        note(f"note: {text}")
+
+
+def worst(made: Result) -> list[tuple[str, str]]:
+    rows = [f"{name} {error:.2%}" for name, error in made.worst[:WORST]]
+    return [("lost most", ", ".join(rows) + " of their energy")] if rows else []

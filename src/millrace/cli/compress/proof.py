@@ -1,0 +1,204 @@
+"""What `millrace compress` measures of a folder that it made, beside its source; also alone, with --measure.
+
+Each figure is in the folder's record as soon as it is there: what a run that was ended had measured stays.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress.flags import QUESTIONS
+from millrace.cli.compress.request import command_line, one_text, said_if_untold
+from millrace.cli.console import Progress, note, progress
+from millrace.cli.eval.questions import answers_to_mmlu
+from millrace.cli.eval.request import Asked, precision_of
+from millrace.cli.open_model import opened
+from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
+from millrace.compress.calibration.calibrated_methods import is_of
+from millrace.compress.checkpoint.compression_record import Flips, read_record
+from millrace.compress.measure.accuracy import Loss, Simulated, measure, why_not, windows_for
+from millrace.compress.measure.speed import TOKENS, Speeds, paces
+from millrace.compress.report.page import write_page
+from millrace.env import Env
+from millrace.errors import ConfigError, MillraceError
+from millrace.evaluate.calibration import Calibration
+from millrace.evaluate.kept import RIGHT, beside
+from millrace.evaluate.mmlu import LM_EVAL, read_subjects
+from millrace.evaluate.paired import wilson
+from millrace.evaluate.windows import Windows
+from millrace.machine.cpu import cpu_model, usable_cores
+from millrace.runtime.settings import RunSettings
+
+TUNE_S = 2.0  # as `millrace build` has it: of the engines that are cached
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is to be measured. text: None for no loss; mmlu: a folder that was read once and found right"""
+
+    text: Calibration | None
+    measure_speed: bool
+    mmlu: Path | None
+    questions: int
+
+    @classmethod
+    def asked(
+        cls, *, evaluate: bool, calibration: str | None, measure_speed: bool, mmlu: Path | None, questions: int | None
+    ) -> "Proof":
+        """raises ConfigError for options that do not go together, and files that are not what they should be"""
+        if calibration is not None and not evaluate:
+            raise ConfigError("--calibration is given, and nothing is measured", "one of both", "leave one out")
+        if mmlu is not None:
+            read_subjects(mmlu)
+        elif questions is not None:
+            raise ConfigError("--questions is given without a folder of them", "both", "name one: --mmlu")
+        text = Calibration.open(calibration) if evaluate else None
+        return cls(text, measure_speed, mmlu, questions or QUESTIONS)
+
+    @property
+    def asks(self) -> bool:
+        """For anything."""
+        return self.text is not None or self.measure_speed or self.mmlu is not None
+
+    def windows(self, source: Checkpoint) -> Windows | str:
+        """What the loss is measured on, or why there is none. raises ConfigError for a text that is too short"""
+        if self.text is None:
+            return "--no-evaluate was given"
+        return why_not(source) or windows_for(source, self.text)
+
+    def loss(self, model: str, source: Checkpoint, out: Path, read: Windows | str, report: Progress) -> dict[str, Any]:
+        """Into the record. model: as it was typed"""
+        if isinstance(read, str):
+            write_page(out, {"loss": {"not_measured": read}})
+            return {"loss": {"not_measured": read}}
+        assert self.text is not None
+        found = asdict(measure(source, Checkpoint.open(out), read, report).on(self.text))
+        said_if_untold(found["source_perplexity"], source)
+        return _kept(out, "loss", found, model)
+
+    def more(self, model: str, out: Path, env: Env, quiet: bool) -> dict[str, Any]:
+        """Speed and questions, where they are asked for, into the record."""
+        found: dict[str, Any] = {}
+        if self.measure_speed:
+            found |= _kept(out, "speed", msgspec.to_builtins(_speeds(model, out, env, quiet)), model)
+        if self.mmlu is not None:
+            flips = _questions(model, out, self.mmlu, self.questions, (env, quiet))
+            found |= _kept(out, "mmlu", msgspec.to_builtins(flips), model)
+        return found
+
+
+def _kept(out: Path, what: str, found: dict[str, Any], model: str) -> dict[str, Any]:
+    """Into the record, with the command that measured it."""
+    write_page(out, {what: found, "commands": {**read_record(out).commands, what: command_line(model)}})
+    return {what: found}
+
+
+def measure_again(model: str, source: Checkpoint, out: Path, proof: Proof, report: Progress) -> dict[str, Any]:
+    """Of a folder that is there. raises ConfigError for one that is not, or was made of another model"""
+    record = read_record(out)
+    if record.model and record.model != source.identity():
+        raise ConfigError(
+            f"{out} was made of another model than {source.folder}", f"its own source: {record.source}", "name that"
+        )
+    if proof.text is None:
+        return {}
+    of = record.statistics
+    if of and is_of(source, proof.text.content, str(of.get("text")), int(of.get("tokens", 0))):
+        raise one_text(proof.text)
+    return proof.loss(model, source, out, proof.windows(source), report)
+
+
+@contextmanager
+def said_if_ended(model: str, out: Path) -> Iterator[None]:
+    """Around measuring: a folder that is whole is kept, and how it is measured later is said."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MillraceError):
+        note(f"{out} is whole, but not all measured. To do that: millrace compress {model} -o {out} --measure")
+        raise
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """To be shown, of what `Proof` found."""
+    return [*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))]
+
+
+def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
+    """Engines as `millrace serve` builds and caches them. raises MachineError where memory holds no two"""
+    build, run = BuildSettings(tune=TUNE_S), RunSettings()
+    needed = -(-TOKENS // Source.from_checkpoint(Checkpoint.open(out)).max_context)  # KV pages of so many full contexts
+    with (
+        opened(model, build, run, env, sequences=needed, quiet=quiet, one_table=True) as source,
+        opened(str(out), build, run, env, sequences=needed, quiet=quiet, one_table=True) as made,
+        progress(quiet) as report,
+    ):
+        return Speeds(
+            machine=cpu_model(), threads=usable_cores(), isa=made.isa, source_precision=precision_of(source),
+            made_precision=precision_of(made), paces=paces(source.native, made.native, report),
+        )  # fmt: skip
+
+
+def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool]) -> Flips:
+    env, quiet = how
+    both = [
+        answers_to_mmlu(Asked(
+            model=name, task="mmlu", build=BuildSettings(tune=TUNE_S), run=RunSettings(), env=env, as_json=quiet,
+            data=folder, definition=LM_EVAL, limit=n,
+        )) for name in (model, str(out))
+    ]  # fmt: skip
+    source, made = both
+    flips = beside(made, source)[RIGHT]
+    rights = [sum(one.right for one in each.records.values()) for each in both]
+    return Flips(
+        task=made.about.task, questions=flips.n, source_precision=source.about.precision,
+        made_precision=made.about.precision, source_right=rights[0], made_right=rights[1],
+        source_interval=wilson(rights[0], flips.n), made_interval=wilson(rights[1], flips.n),
+        became_right=flips.gained, became_wrong=flips.lost, chose_otherwise=flips.changed,
+        difference=flips.difference, interval=flips.interval, p_value=flips.p_value, digest=made.about.data,
+    )  # fmt: skip
+
+
+def _loss(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    if "not_measured" in found:
+        return [("loss", f"not measured: {found['not_measured']}")]
+    loss = msgspec.convert(found, Loss)
+    return [
+        ("KL", f"{loss.kl:.3g} nats a token, beside the source in fp32, on {loss.tokens:,} tokens ({loss.precision})"),
+        ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}"),
+        ("same token", f"{loss.agreement:.1%} of the likeliest"),
+        *_simulated(loss.fp8_activations),
+    ]  # fmt: skip
+
+
+def _simulated(found: Simulated | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    said = f"KL {found.kl:.3g}, perplexity {found.perplexity:.3f}, same token {found.agreement:.1%}"
+    return [("elsewhere", f"with FP8 activations, simulated: {said}")]
+
+
+def _speed(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    rows = [
+        f"{pace['work']}: {pace['source']['median']:,.0f} -> {pace['made']['median']:,.0f} tokens/s"
+        for pace in found["paces"]
+    ]
+    return [("speed" if not i else "", row) for i, row in enumerate(rows)]
+
+
+def _mmlu(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    n, (low, high) = found["questions"], found["interval"]
+    said = f"{found['source_right'] / n:.1%} -> {found['made_right'] / n:.1%} of {n:,} questions"
+    flips = f"{found['became_right']} became right, {found['became_wrong']} wrong"
+    return [("MMLU", f"{said} ({low:+.1%} to {high:+.1%}); {flips}")]

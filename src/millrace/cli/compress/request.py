@@ -1,0 +1,184 @@
+"""What `millrace compress` asks of its options in every form: a checkpoint, and statistics of a text."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.console import Progress, note
+from millrace.compile.resolve_model import model_folder
+from millrace.compress.calibration.calibrated_methods import (
+    is_of,
+    needs,
+    read_sampled,
+    same_file,
+    sampled,
+    statistics_of,
+)
+from millrace.compress.calibration.calibration_pass import digest_of
+from millrace.compress.calibration.statistics import ABOUT, Statistics, read_about
+from millrace.compress.checkpoint.checkpoint_writer import beside
+from millrace.compress.compression_plan import Job
+from millrace.compress.measure.accuracy import why_not
+from millrace.compress.presets import SAMPLES
+from millrace.engine.manifest import MANIFEST
+from millrace.env import Env
+from millrace.errors import CheckpointError, ConfigError
+from millrace.evaluate.calibration import Calibration
+from millrace.evaluate.sizes import LENGTH
+from millrace.evaluate.windows import Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What every way of `millrace compress` is asked with. model: as it was typed; sampling: what statistics are of;
+    engine: the folder of one to build of what was made, or None"""
+
+    env: Env
+    model: str
+    output: Path
+    as_json: bool
+    sampling: "Sampling"
+    engine: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Where statistics come from."""
+
+    samples_from: str | None
+    samples: int | None
+    statistics: Path | None
+
+    @property
+    def n(self) -> int:
+        return self.samples or SAMPLES
+
+    @property
+    def options(self) -> list[str]:
+        """Of a command line: the same statistics again."""
+        kept = [] if self.statistics is None else ["--statistics", str(self.statistics)]
+        if self.samples_from is None:
+            return kept
+        n = [] if self.samples is None else ["--samples", str(self.samples)]
+        return ["--samples-from", self.samples_from, *n, *kept]
+
+    def check(self, asks: str, needed: bool, calibration: str | None, dry_run: bool = False) -> None:
+        """asks: who needs statistics, or does not, in words. raises ConfigError for options that do not go together"""
+        if not needed:
+            if self != Sampling(None, None, None):
+                raise ConfigError(
+                    f"{asks} needs no statistics", "no text or folder for any",
+                    "leave out --samples-from, --samples and --statistics, or choose another recipe",
+                )  # fmt: skip
+            return
+        if self.samples_from is None:
+            if self.samples is not None:
+                raise ConfigError("--samples is given without a text", "both", "name one: --samples-from")
+            if self.statistics is None and not dry_run:
+                raise ConfigError(
+                    f"{asks} needs a text to collect statistics on",
+                    f"about {self.n * LENGTH:,} tokens of what the model is for, in UTF-8", "name it: --samples-from",
+                )  # fmt: skip
+        elif calibration is not None and same_file(self.samples_from, calibration):
+            raise ConfigError(
+                "--samples-from and --calibration are one text", "two: what is fitted to a text looks better on it",
+                "name another, or leave --calibration out",
+            )  # fmt: skip
+
+    def check_folder(self, out: Path, *, makes: bool) -> None:
+        """makes: whether `out` is a folder that is made whole at the end. raises ConfigError where both are in one"""
+        if self.statistics is None:
+            return
+        place, made = self.statistics.resolve(), out.resolve()
+        if place == made or (makes and made in place.parents):
+            raise ConfigError(
+                f"--statistics {self.statistics} is {'in ' if place != made else ''}the folder of -o",
+                "two: what statistics are kept in is there before the output is", "name another folder for statistics",
+            )  # fmt: skip
+
+    def check_text(self, checkpoint: Checkpoint, measured: Calibration) -> None:
+        """raises ConfigError where statistics are, or will be, of the text that is measured on, whatever its name."""
+        found = self.statistics is not None and (self.statistics / ABOUT).is_file()
+        if self.statistics is not None and found:
+            about = read_about(self.statistics)
+            same = is_of(checkpoint, measured.content, about.text, about.tokens)
+        else:
+            same = self.samples_from is not None and read_sampled(self.samples_from) == measured.content
+        if same:
+            raise one_text(measured)
+
+    def text(self, checkpoint: Checkpoint) -> str:
+        """Digest of what statistics are of; none are collected. raises ConfigError where there are none, and no text"""
+        if self.samples_from is not None:
+            return digest_of(sampled(checkpoint, self.samples_from, self.n))
+        assert self.statistics is not None, "checked before"
+        return statistics_of(checkpoint, None, self.statistics, lambda *_: None).about.text
+
+    def temporary_bytes(self, job: Job) -> int:
+        """Of statistics beside the output."""
+        if self.statistics is not None:
+            return 0
+        found = needs(job, self.n * LENGTH)
+        return found.disk_bytes + found.carried_bytes
+
+
+def one_text(measured: Calibration) -> ConfigError:
+    said = "the bundled text" if measured.file is None else f"--calibration {measured.file}"
+    return ConfigError(
+        f"{said} is the text that statistics are of", "two: what is fitted to a text looks better on it",
+        "name another with --calibration, or measure nothing: --no-evaluate",
+    )  # fmt: skip
+
+
+@contextmanager
+def statistics_for(job: Job, out: Path, asked: Sampling, report: Progress) -> Iterator[Statistics]:
+    """Of the job's model. Those that nobody keeps lie beside the output, and are gone afterwards."""
+    text: Windows | None = None
+    if asked.samples_from is not None:
+        text = sampled(job.checkpoint, asked.samples_from, asked.n)
+    if asked.statistics is not None:
+        yield statistics_of(job.checkpoint, text, asked.statistics, report)
+        return
+    with beside(out, "statistics") as folder:
+        yield statistics_of(job.checkpoint, text, folder / "kept", report)
+
+
+def said_if_untold(perplexity: float, source: Checkpoint) -> None:
+    """perplexity: the source's own, of the text that losses are measured on"""
+    if perplexity > source.decoder.vocab_size:
+        note("The source itself tells this text worse than guessing among all its tokens does: perplexities say "
+             "little. Measure on a text of the kind it knows (--calibration)")  # fmt: skip
+
+
+def opened(model: str, env: Env, report: Progress) -> Checkpoint:
+    """raises ConfigError for an engine"""
+    _, folder = model_folder(model, env, report)
+    if (folder / MANIFEST).is_file():
+        raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
+    return Checkpoint.open(folder)
+
+
+def readable(checkpoint: Checkpoint) -> Checkpoint:
+    """raises CheckpointError for a model that reads no text, of which no loss can be measured"""
+    without = why_not(checkpoint)
+    if without:
+        raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
+    return checkpoint
+
+
+def command_line(model: str) -> str:
+    """What was typed, in the order of --help."""
+    context, said = click.get_current_context(), ["millrace", "compress", model]
+    for option in context.command.params:
+        name = option.name or ""
+        if isinstance(option, click.Option) and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            value = context.params[name]
+            said += [option.secondary_opts[0] if value is False else option.opts[-1]]
+            said += [] if isinstance(value, bool) else [str(value)]
+    return shlex.join(said)

@@ -1,0 +1,141 @@
+"""Runs `millrace compress`, whose options are in `options.py`: `--help` imports nothing else."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from millrace.cli.compress.advise import advised
+from millrace.cli.compress.budget import searched
+from millrace.cli.compress.engine import built, check_engine
+from millrace.cli.compress.output import WORST, about, notes, show_plan, sizes, worst
+from millrace.cli.compress.proof import Proof, measure_again, rows_of, said_if_ended
+from millrace.cli.compress.request import Asked, Sampling, command_line, opened, statistics_for
+from millrace.cli.console import heading, pairs, print_json, progress
+from millrace.cli.signals import ended_in_order
+from millrace.compress.calibration.calibrated_methods import by_statistics
+from millrace.compress.checkpoint.checkpoint_writer import check_place
+from millrace.compress.compress import Way, by_rounding, compress
+from millrace.compress.compression_plan import Job, plan
+from millrace.compress.measure.accuracy import why_not
+from millrace.compress.recipe import read_recipe
+from millrace.compress.report.page import write_page
+from millrace.env import Env
+from millrace.errors import ConfigError
+
+# Which way was chosen, by the option that does, and what each takes beside MODEL, -o and --json.
+_WAYS = {"--recipe": "recipe", "--measure": "again", "--max-loss": "max_loss", "--advise": "advise"}
+_TEXTS, _PROOF = ("samples_from", "samples", "statistics"), ("measure_speed", "mmlu", "questions", "evaluate")
+_TAKES = {
+    "--recipe": ("dry_run", "calibration", "engine", *_TEXTS, *_PROOF),
+    "--measure": ("calibration", *_PROOF),
+    "--max-loss": ("dry_run", "target", "batch", "calibration", "engine", *_TEXTS),
+    "--advise": ("dry_run", "presets", "batch", "calibration", *_TEXTS),
+}
+
+
+def run(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> None:
+    """Run `millrace compress`."""
+    run: dict[str, Callable[..., None]] = {
+        "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": searched, "--advise": advised,
+    }  # fmt: skip
+    way = _way(given)
+    sampling = Sampling(*map(given.pop, _TEXTS))
+    sampling.check_folder(output, makes=way != "--advise")
+    engine: Path | None = given.pop("engine")
+    check_engine(engine, output)
+    run[way](Asked(env, model, output, as_json, sampling, engine), **given)
+
+
+def _way(given: dict[str, Any]) -> str:
+    """raises ConfigError for none, for several, and for an option that it does not take"""
+    chosen = [way for way, name in _WAYS.items() if given[name] not in (None, False)]
+    if not chosen:
+        raise ConfigError(
+            "no recipe is named", "a preset, or a file",
+            "name one: --recipe int4-wo-mse; or say what may be lost: --max-loss 1%",
+        )  # fmt: skip
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are given", "one of them", "leave the others out")
+    (way,) = chosen
+    takes, context = (_WAYS[way], *_TAKES[way]), click.get_current_context()
+    flags = {option.name: option.opts[-1] for option in context.command.params if isinstance(option, click.Option)}
+    for name in given:
+        if name not in takes and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            flag = "--no-evaluate" if name == "evaluate" and not given[name] else flags[name]
+            raise ConfigError(
+                f"{flag} is given, and {way} does not take it",
+                "of options " + ", ".join(flags[name] for name in _TAKES[way]),
+                f"leave it out, or ask with {' or '.join(other for other in _TAKES if name in _TAKES[other])}",
+            )  # fmt: skip
+    return way
+
+
+def _by_recipe(asked: Asked, /, recipe: str, dry_run: bool, **more: Any) -> None:
+    started_s, model, output, sampling = time.perf_counter(), asked.model, asked.output, asked.sampling
+    proof = Proof.asked(**_of_proof(more))
+    calibration: str | None = more["calibration"]
+    with ended_in_order(), progress(asked.as_json) as report:
+        checkpoint = opened(model, asked.env, report)
+        job = plan(checkpoint, read_recipe(recipe))
+        sampling.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
+        check_place(output, job.bytes_after + (sampling.temporary_bytes(job) if job.calibrated else 0))
+        read = proof.windows(checkpoint)  # a text too short is said at once, by a dry run too
+        if job.calibrated and proof.text is not None and not dry_run:
+            sampling.check_text(checkpoint, proof.text)
+        if not dry_run:
+            with _way_of(job, output, sampling, report) as (way, used):
+                made = compress(job, output, way, report)
+                seconds = time.perf_counter() - started_s
+                write_page(output, {**used, "command": command_line(model), "seconds": seconds})
+            with said_if_ended(model, output):
+                found = proof.loss(model, checkpoint, output, read, report)
+    if dry_run:
+        show_plan(job, sampling, more["evaluate"] and not why_not(checkpoint), asked.as_json)
+        return
+    with said_if_ended(model, output):
+        found |= proof.more(model, output, asked.env, asked.as_json)
+    seconds, engine = time.perf_counter() - started_s, built(asked)
+    said = {**about(job), "folder": str(output), "seconds": seconds, **found, "worst": dict(made.worst[:WORST])}
+    said |= {} if engine is None else {"engine": engine.summary()}
+    if asked.as_json:
+        print_json(said)
+        return
+    heading(f"{output} ({job.recipe.name}), read again and found right")
+    pairs([*sizes(job), *rows_of(found), *worst(made), ("time", f"{seconds:.1f} s")])
+    notes(job)
+    if engine is not None:
+        engine.show()
+
+
+def _of_proof(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("calibration", *_PROOF)}
+
+
+def _measure_again(asked: Asked, /, **more: Any) -> None:
+    model, out = asked.model, asked.output
+    proof = Proof.asked(**_of_proof(more))
+    if not proof.asks:
+        raise ConfigError("--measure is given, and nothing is to be measured", "one of both", "leave --no-evaluate out")
+    with ended_in_order(), progress(asked.as_json) as report:
+        found = measure_again(model, opened(model, asked.env, report), out, proof, report)
+    found |= proof.more(model, out, asked.env, asked.as_json)
+    if asked.as_json:
+        print_json({"folder": str(out), **found})
+        return
+    heading(f"{out}, measured beside {model}")
+    pairs(rows_of(found))
+
+
+@contextmanager
+def _way_of(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
+    """How the job is done, and what is to be recorded of it."""
+    if not job.calibrated:
+        yield by_rounding, {}
+        return
+    with statistics_for(job, out, asked, report) as found:
+        yield by_statistics(found), {"statistics": found.about.recorded}

@@ -1,0 +1,215 @@
+"""Runs `millrace demo`, whose options are in `options.py`: `--help` imports nothing else."""
+
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.api.offline_generate import generate
+from millrace.bench.client.demo_client import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.run.server_process import ServerProcess
+from millrace.cli.console import heading, note, pairs, print_json, size
+from millrace.cli.engine_tables import Tables
+from millrace.compile.builder import build_engine
+from millrace.compile.resolve_model import BUNDLED
+from millrace.compile.settings import BuildSettings
+from millrace.engine.bound import DecodeWork
+from millrace.engine.engine import Engine
+from millrace.engine.probe import roofline_here
+from millrace.errors import MachineError
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import cpu_model, load, usable_cores
+from millrace.machine.roofline import Roofline
+from millrace.report.numbers import count
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.open_engine import open_engine
+from millrace.runtime.request.sampling_params import SamplingParams
+from millrace.runtime.settings import RunSettings
+
+QUESTION = "Tell me a story about a fox named Ravi."
+KINDS = ("fox", "lion", "dog", "cow", "tiger", "bear", "goat", "frog")
+CONCURRENCY, ROUNDS, LOAD_TOKENS = 16, 2, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Everything that was measured."""
+
+    busy: float  # processes that wanted to run in the minute before
+    tables: Tables
+    build_s: float
+    roofline: Roofline
+    ready_s: float
+    answer: Heard
+    answers: list[Heard]
+    load_s: float
+    stop_s: float
+    engine_tokens_per_s: float  # the same load in one process, without HTTP
+
+
+def run(as_json: bool) -> None:
+    """Run `millrace demo`."""
+    say = (lambda text: None) if as_json else note
+    with tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder:
+        told = _journey(Path(folder), say, as_json)
+        report = _report(told)
+        if as_json:
+            print_json(report)
+        else:
+            _show(told, report)
+
+
+def _journey(folder: Path, say: Any, quiet: bool) -> Told:
+    busy = load()
+    say("Measuring this machine ...")
+    roofline = roofline_here(usable_isas()[0], usable_cores())
+    say("Building `tiny` into an engine ...")
+    tables, build_s = _build(folder / "tiny.engine")
+    say("Starting `millrace serve` ...")
+    with ServerProcess(tables.engine.folder, ("--log-level", "warning")) as server:
+        answer = _ask(server.url, quiet)
+        say(f"Load: {CONCURRENCY} clients at a time, {ROUNDS * CONCURRENCY} requests of {LOAD_TOKENS} tokens ...")
+        heard, load_s = ask_all(server.url, _load(), CONCURRENCY)
+        stop_s = _stop(server)
+    engine_tokens_per_s = _without_http(tables.engine)
+    return Told(busy, tables, build_s, roofline, server.ready_s, answer, heard, load_s, stop_s, engine_tokens_per_s)
+
+
+def _build(folder: Path) -> tuple[Tables, float]:
+    start_s = time.perf_counter()
+    engine = build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings())
+    return Tables(engine), time.perf_counter() - start_s
+
+
+def _ask(url: str, quiet: bool) -> Heard:
+    """One question, the answer shown as it comes."""
+    if quiet:
+        return ask(url, Ask(QUESTION, 128, seed=1))
+    click.echo(f"\n  {click.style('you  ', fg='cyan')} {QUESTION}\n  {click.style('tiny ', fg='green')} ", nl=False)
+    answer = ask(url, Ask(QUESTION, 128, seed=1), lambda text: click.echo(text, nl=False))
+    click.echo("\n")
+    return answer
+
+
+def _load() -> list[Ask]:
+    texts = [f"Tell me a story about a {KINDS[i % len(KINDS)]}." for i in range(ROUNDS * CONCURRENCY)]
+    return [Ask(text, LOAD_TOKENS, seed=i, ignore_eos=True) for i, text in enumerate(texts)]
+
+
+def _stop(server: ServerProcess) -> float:
+    """SIGTERM while an answer is running: it must still come in full. raises MachineError"""
+    started, heard = threading.Event(), list[Heard]()
+    asked = Ask(QUESTION, LOAD_TOKENS, seed=2, ignore_eos=True)
+    reader = threading.Thread(target=lambda: heard.append(ask(server.url, asked, lambda text: started.set())))
+    reader.start()
+    started.wait(30)
+    server.terminate()
+    stop_s = server.wait()
+    reader.join()
+    if not heard or heard[0].n_output != LOAD_TOKENS:
+        raise MachineError("an answer was cut off by SIGTERM", "running answers to be finished", "report it")
+    return stop_s
+
+
+def _without_http(engine: Engine) -> float:
+    """Output tokens per second of the same load in this process, the best of three."""
+    model = open_engine("tiny", engine, RunSettings())
+    try:
+        loop = model.loop()
+        prompts = [loop.tokenizer.encode(asked.text) for asked in _load()]
+        params = [SamplingParams(max_tokens=LOAD_TOKENS, seed=asked.seed, ignore_eos=True) for asked in _load()]
+        return max(_rate(loop, prompts, params) for _ in range(3))
+    finally:
+        model.close()
+
+
+def _rate(loop: EngineLoop, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    start_s = time.perf_counter()
+    outputs = generate(loop, prompts, params)
+    return sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start_s)
+
+
+def _report(told: Told) -> dict[str, Any]:
+    """JSON-able."""
+    heard = told.answers
+    ttft, gaps, pauses = (
+        [h.ttft_s for h in heard],
+        [h.inter_token_s for h in heard],
+        [p for h in heard for p in h.pauses_s],
+    )
+    n_context = sum(h.n_prompt + h.n_output // 2 for h in heard) // len(heard)
+    bound = DecodeWork.of(told.tables.engine).bound(told.roofline, CONCURRENCY, CONCURRENCY * n_context)
+    rate = sum(h.n_output for h in heard) / told.load_s
+    limit = CONCURRENCY / bound.seconds
+    return {
+        "machine": cpu_model(),
+        "cores": usable_cores(),
+        "load_before": told.busy,
+        "engine": told.tables.summary(),
+        "build_s": told.build_s,
+        "ready_s": told.ready_s,
+        "answer": told.answer.text,
+        "load": {
+            "concurrency": CONCURRENCY,
+            "requests": len(heard),
+            "tokens_each": LOAD_TOKENS,
+            "seconds": told.load_s,
+        },
+        "ttft_s": {"p50": quantile(ttft, 0.5), "p99": quantile(ttft, 0.99)},
+        "inter_token_s": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99)},
+        "pause_s": {"p50": quantile(pauses, 0.5), "p99": quantile(pauses, 0.99)},
+        "tokens_per_s": rate,
+        "engine_tokens_per_s": told.engine_tokens_per_s,
+        "limit": {"tokens_per_s": limit, "bound_by": bound.by, "step_s": bound.seconds},
+        "share_of_limit": rate / limit,
+        "engine_share_of_limit": told.engine_tokens_per_s / limit,
+        "stop_s": told.stop_s,
+        "roofline": told.roofline.as_dict(),
+    }
+
+
+def _show(told: Told, report: dict[str, Any]) -> None:
+    m, memory = told.tables.engine.manifest, told.tables.memory()
+    ttft, gaps, limit = report["ttft_s"], report["inter_token_s"], report["limit"]
+    heading("What was built")
+    pairs(
+        [
+            ("model", f"{m.model_name}, {count(m.n_parameters)} parameters in {told.tables.precision()}"),
+            ("engine", f"{len(told.tables.calls)} steps, weights {size(memory['weights_bytes'])}, "
+                       f"KV {size(memory['kv_bytes_per_sequence'])} a sequence, built in {told.build_s:.1f} s"),
+            ("ready", f"{told.ready_s:.1f} s after the server's process started"),
+        ]
+    )  # fmt: skip
+    click.echo()
+    heading(f"What {CONCURRENCY} clients at a time saw, on {report['cores']} cores of {report['machine']}")
+    pairs(
+        [
+            ("first token", f"{ttft['p50'] * 1e3:.0f} ms median, {ttft['p99'] * 1e3:.0f} ms p99"),
+            ("next token", f"{gaps['p50'] * 1e3:.1f} ms median, {gaps['p99'] * 1e3:.1f} ms p99 of the answers' means; "
+                           f"pauses in the stream up to {report['pause_s']['p99'] * 1e3:.0f} ms (p99)"),
+            ("tokens", f"{report['tokens_per_s']:,.0f} a second together; "
+                       f"{report['engine_tokens_per_s']:,.0f} from the engine alone, without HTTP and its clients"),
+            ("limit here", f"{limit['tokens_per_s']:,.0f} a second by {limit['bound_by']}; "
+                           f"served {report['share_of_limit']:.1%} of it, "
+                           f"the engine alone {report['engine_share_of_limit']:.1%}"),
+            ("stopped", f"by SIGTERM in {told.stop_s:.1f} s, the running answer finished first"),
+        ]
+    )  # fmt: skip
+    if told.busy > report["cores"] / 2:
+        click.echo(
+            f"  Other processes were busy here (load {told.busy:.1f}): on an idle machine all of this is faster."
+        )
+    click.echo()
+    heading("Where to go next")
+    pairs(
+        [
+            ("millrace chat tiny", "talk to it in this terminal"),
+            ("millrace serve MODEL", "a checkpoint of yours, a hub id, or tiny, for every OpenAI client"),
+            ("millrace doctor", "what this machine can do, and what holds it back"),
+            ("millrace --help", "the rest"),
+        ]
+    )

@@ -1,0 +1,75 @@
+"""`millrace doctor --device`: which precisions a GPU has, by the table that runs and purchases are refused by, too.
+
+Of a GPU that is here, a slice of one (MIG) as well, also what it reaches, beside what its datasheet says.
+"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from millrace.cli.console import heading, note, pairs, print_json, size, table
+from millrace.engine.cuda.found import Gpu, known_gpu
+from millrace.engine.cuda.precisions import abilities
+from millrace.errors import ConfigError
+from millrace.machine.devices import GB, TERA, Device, multiplied
+from millrace.size.performance.hardware import named_hardware
+
+if TYPE_CHECKING:  # PyTorch is imported where there is a GPU
+    from millrace.engine.cuda.rates import DeviceRates
+
+_NO_MORE = {True: "fp32", False: "what layers do"}  # float32 all multiply, and codes of INT8 become floats
+
+
+def examined(device: str, as_json: bool) -> None:
+    """raises ConfigError for a name that nobody knows, MachineError for a GPU that is not here or fails"""
+    known = known_gpu(device)
+    has, found = multiplied(known.architecture), list(abilities(known))
+    rates = _measured(known.here, has) if known.here else None
+    if as_json:
+        able = {
+            one.asked.removeprefix("--"): {"multiplies": list(one.needed), "why_not": one.why_not or None}
+            for one in found
+        }
+        told: dict[str, Any] = {"device": known.about, "architecture": known.architecture, "multiplies": list(has)}
+        if known.here and rates:
+            told |= {"free_bytes": known.here.free_bytes, "multiprocessors": known.here.multiprocessors}
+            told["measured"] = asdict(rates)
+        print_json({**told, "asked": able})
+        return
+    heading(known.about)
+    pairs([("multiplies", ", ".join(has) or "nothing that is known here")])
+    if known.here and rates:
+        pairs([("free memory", size(known.here.free_bytes)), ("multiprocessors", str(known.here.multiprocessors))])
+        table(("measured", "a second", "of its datasheet"), _rows(rates, _datasheet(known.here.name)))
+    table(("asked for", "multiplies", "here"), [
+        (one.asked, ", ".join(one.needed) or _NO_MORE[one.of_layers], "refused" if one.why_not else "yes")
+        for one in found
+    ])  # fmt: skip
+    for why in dict.fromkeys(one.why_not for one in found if one.why_not):
+        note(f"refused: {why}")
+
+
+def _measured(gpu: Gpu, precisions: tuple[str, ...]) -> "DeviceRates":
+    from millrace.engine.cuda.rates import measured  # and with it PyTorch
+
+    return measured(gpu, precisions)
+
+
+def _datasheet(name: str) -> Device | None:
+    """Of a GPU as its driver names it, of a slice its share: "NVIDIA H100 80GB HBM3 MIG 3g.40gb"."""
+    try:
+        return named_hardware(name.replace(" MIG ", " ")).device
+    except ConfigError:  # not of the catalogue
+        return None
+
+
+def _rows(rates: "DeviceRates", sheet: Device | None) -> list[tuple[str, str, str]]:
+    def share(rate: float, stated: float) -> str:
+        return f"{rate / stated:.0%}" if stated else ""
+
+    bandwidth, peaks = (sheet.bandwidth, sheet.peaks) if sheet else (0.0, {})
+    memory = (("reading memory", rates.read), ("copying memory, read and written", rates.copied))
+    return [
+        *((what, f"{rate / GB:,.0f} GB", share(rate, bandwidth)) for what, rate in memory),
+        *((f"products in {name}", f"{rate / TERA:,.1f} T operations", share(rate, peaks.get(name, 0.0)))
+          for name, rate in rates.products.items()),
+    ]  # fmt: skip

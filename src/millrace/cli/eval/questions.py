@@ -1,0 +1,229 @@
+"""`millrace eval --task mmlu` and `--task FILE.jsonl`: questions, answered and counted; two models on the same ones."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol
+
+from millrace.api.offline_generate import incoming
+from millrace.cli.console import Progress, heading, pairs, print_json, progress, table
+from millrace.cli.eval.request import Asked, about, told
+from millrace.cli.local_generation import chat_ids
+from millrace.cli.open_model import opened
+from millrace.compile.settings import BuildSettings
+from millrace.errors import MachineError
+from millrace.evaluate import choice, generation
+from millrace.evaluate.generation import Ask, Generates, Judge, Said, asks, judges
+from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, check_same, check_whole, read
+from millrace.evaluate.mmlu import ORIGINAL, Mmlu, read_subjects
+from millrace.evaluate.paired import Paired, Verdict, wilson
+from millrace.evaluate.questions import Questions, read_questions
+from millrace.evaluate.sizes import MAX_SHOTS
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.open_engine import Opened
+from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Task(Generic[J]):
+    """n: questions; answer: those that are not kept yet; lost: what a prompt loses that is too long"""
+
+    name: str
+    digest: str
+    n: int
+    kind: type[J]
+    answer: Callable[[Opened, Kept[J], Progress], None]
+    lost: str = "their beginning"
+
+
+class _Grouped(Protocol):
+    """MMLU, or questions of one's own."""
+
+    def groups(self, tokenizer: Any, room: int) -> Sequence[choice.Group]: ...
+
+
+def of_mmlu(asked: Asked) -> None:
+    _evaluate(asked, _mmlu(asked))
+
+
+def answers_to_mmlu(asked: Asked) -> Results[Chosen]:
+    """Without showing anything; those that were answered before among them."""
+    return _results(asked, _mmlu(asked), asked.model, asked.build, asked.out)
+
+
+def _mmlu(asked: Asked) -> _Task[Chosen]:
+    assert asked.data is not None, "the command has looked"
+    shots = MAX_SHOTS if asked.shots is None else asked.shots
+    mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
+    mmlu.check_examples()
+    lost = "examples" if mmlu.definition == ORIGINAL else "their beginning"
+    return _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost)
+
+
+def of_a_file(asked: Asked) -> None:
+    questions = read_questions(Path(asked.task), asked.limit)
+    n = len(questions.lines)
+    if questions.is_choice:
+        name = f"{questions.name}, multiple choice"
+        _evaluate(asked, _Task(name, questions.digest, n, Chosen, partial(_choose, questions)))
+    else:
+        name, judged = f"{questions.name}, generated", judges(questions)
+        _evaluate(asked, _Task(name, questions.digest, n, Said, partial(_generate, questions, judged)))
+
+
+def _choose(of: _Grouped, found: Opened, kept: Kept[Chosen], report: Progress) -> None:
+    groups = of.groups(found.tokenizer, found.executor.limits.context_tokens)
+    choice.answer(found.native, groups, kept, report)
+
+
+def _generate(of: Questions, judged: Sequence[Judge], found: Opened, kept: Kept[Said], report: Progress) -> None:
+    room = found.executor.limits.context_tokens
+    asked = asks(of, judged, found.tokenizer, partial(chat_ids, found), room)
+    generation.answer(_greedily(found.loop(found.for_throughput())), asked, len(of.lines), kept, report)
+
+
+def _greedily(loop: EngineLoop) -> Generates:
+    """raises MachineError where an answer failed"""
+
+    def generates(asked: Sequence[Ask]) -> Generator[tuple[int, str], None, None]:
+        params = [
+            SamplingParams(
+                temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=one.max_tokens, stop=one.stop
+            )
+            for one in asked
+        ]
+        prompts = [{"prompt_token_ids": one.ids} for one in asked]
+        with closing(incoming(loop, prompts, params)) as arrived:
+            for i, output, _ in arrived:
+                if output.finished:
+                    (said,) = output.outputs
+                    if said.finish_reason == FinishReason.ERROR:
+                        what = f"an answer failed: {said.error}"
+                        raise MachineError(what, "a finite answer", "try another --precision")
+                    yield i, said.text
+
+    return generates
+
+
+def _evaluate(asked: Asked, task: _Task[J]) -> None:
+    other, theirs = None, BuildSettings()
+    if asked.against is not None and Path(asked.against).suffix == ".jsonl":
+        other = read(Path(asked.against), task.kind)
+        check_same(other, task.name, task.digest, task.n)  # now: answers may take hours
+    elif asked.against is not None:
+        theirs = asked.build_of_other(asked.against)  # now, too: there may be no such model
+    mine = _results(asked, task, asked.model, asked.build, asked.out)
+    if asked.against is not None and other is None:
+        other = _results(asked, task, asked.against, theirs, None)
+    compared = beside(mine, other) if other else {}
+    if asked.as_json:
+        print_json({**_told(mine), **({"against": _compared(other, compared)} if other else {})})
+        return
+    _show(mine, task.lost)
+    if other:
+        _show_compared(other, compared)
+
+
+def _results(asked: Asked, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
+    """All questions, those that were answered before among them."""
+    quiet = asked.as_json
+    with opened(model, build, asked.run, asked.env, quiet=quiet, one_table=True) as found, progress(quiet) as report:
+        mine = about(found, task.name, task.digest)
+        with closing(Kept(asked.kept_at(mine, out), mine, task.kind)) as kept:
+            task.answer(found, kept, report)
+    answered = Results(mine, kept.records)
+    check_whole(answered, task.n)
+    return answered
+
+
+def _show(mine: Results[J], lost: str) -> None:
+    groups = _by_group(mine)
+    if len(groups) > 1:
+        rows = [(name, str(len(some)), *_share(_n_right(some), len(some))) for name, some in groups.items()]
+        table(("subject", "questions", "right", "95 %"), rows)
+    heading(f"{mine.about.model}: {mine.about.task}")
+    n, cut = len(mine.records), _n_cut(mine)
+    rights = [
+        (name, f"{right:,} of {n:,}: " + " ".join(_share(right, n))) for name, right in _rights(mine).items()
+    ]  # fmt: skip
+    cuts = [("cut", f"{cut:,} prompts did not fit the context, and lost {lost}")] if cut else []
+    given_up = _n_gave_up(mine)
+    ups = [("given up", f"{given_up:,} answers, which a regular expression takes too much on, count as wrong")]
+    pairs([("precision", mine.about.precision), *rights, *cuts, *(ups if given_up else [])])
+
+
+def _show_compared(other: Results[J], compared: Mapping[str, Paired]) -> None:
+    right = " and ".join(f"{n:,} {name}" for name, n in _rights(other).items())
+    rows = [("against", f"{other.about.model} ({other.about.precision}): {right}")]
+    for name, one in compared.items():
+        low, high = (f"{end:+.2%}" for end in one.interval)
+        of = "" if name == RIGHT else " per byte"
+        said = f"{one.difference:+.2%} ({low} to {high}), p {one.p_value:.2g} (McNemar)"
+        flips = f"{one.gained:,} became right, {one.lost:,} wrong; {one.changed:,} chose otherwise"
+        rows += [(f"difference{of}", said), (f"flips{of}", flips)]
+    pairs(rows)
+
+
+def _by_group(mine: Results[J]) -> dict[str, list[J]]:
+    found: dict[str, list[J]] = {}
+    for (group, _), one in mine.records.items():
+        found.setdefault(group, []).append(one)
+    return dict(sorted(found.items()))
+
+
+def _verdicts(some: Sequence[J], measure: str = RIGHT) -> list[Verdict]:
+    return [one.verdicts[measure] for one in some]
+
+
+def _n_right(some: Sequence[J], measure: str = RIGHT) -> int:
+    return sum(verdict.right for verdict in _verdicts(some, measure))
+
+
+def _rights(mine: Results[J]) -> dict[str, int]:
+    """How many are right, by each measure."""
+    some = list(mine.records.values())
+    return {measure: _n_right(some, measure) for measure in some[0].verdicts}
+
+
+def _n_cut(mine: Results[J]) -> int:
+    return sum(one.cut for one in mine.records.values())
+
+
+def _n_gave_up(mine: Results[J]) -> int:
+    return sum(one.gave_up for one in mine.records.values())
+
+
+def _share(right: int, n: int) -> tuple[str, str]:
+    low, high = wilson(right, n)
+    return f"{right / n:.2%}", f"({low:.1%} to {high:.1%})"
+
+
+def _told(mine: Results[J]) -> dict[str, Any]:
+    n, rights = len(mine.records), _rights(mine)
+    counted = {
+        name: {"right": right, "share": right / n, "interval": wilson(right, n)} for name, right in rights.items()
+    }
+    return {
+        **told(mine.about), "questions": n, **counted[RIGHT],
+        **({"per_byte": counted[PER_BYTE]} if PER_BYTE in counted else {}), "cut": _n_cut(mine),
+        "gave_up": _n_gave_up(mine),
+        "subjects": {
+            name: {"questions": len(some), "right": _n_right(some)} for name, some in _by_group(mine).items()
+        },
+    }  # fmt: skip
+
+
+def _compared(other: Results[J], compared: Mapping[str, Paired]) -> dict[str, Any]:
+    counted = {
+        name: {
+            "difference": one.difference, "interval": one.interval, "p_value": one.p_value, "gained": one.gained,
+            "lost": one.lost, "changed": one.changed,
+        }
+        for name, one in compared.items()
+    }  # fmt: skip
+    return {
+        "model": other.about.model, "precision": other.about.precision, **counted[RIGHT],
+        **({"per_byte": counted[PER_BYTE]} if PER_BYTE in counted else {}),
+    }  # fmt: skip

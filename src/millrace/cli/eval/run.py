@@ -1,0 +1,62 @@
+"""Runs `millrace eval`, whose options are in `options.py`: `--help` imports nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+from millrace.cli.eval.questions import of_a_file, of_mmlu
+from millrace.cli.eval.request import Asked
+from millrace.cli.eval.texts import agreement_with, perplexity_of
+from millrace.cli.options import made
+from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.found import CPU
+from millrace.env import Env
+from millrace.errors import ConfigError, nearest
+from millrace.evaluate import mmlu, perplexity
+from millrace.evaluate.sizes import FILE
+from millrace.runtime.settings import RunSettings
+from millrace.settings import flag_of
+
+_DEFINITIONS = {"mmlu": mmlu.DEFINITIONS, "wikitext": perplexity.DEFINITIONS}
+# Task -> options that it takes, beside those of every command that runs a model.
+_TAKES = {
+    "mmlu": ("data", "definition", "shots", "subject", "limit", "against", "out"),
+    "wikitext": ("data", "definition", "window", "limit", "out"),
+    "kl": ("data", "window", "limit", "against", "out"),
+    FILE: ("limit", "against", "out"),
+}
+_TASKS = {"mmlu": of_mmlu, "wikitext": perplexity_of, "kl": agreement_with, FILE: of_a_file}
+
+
+def run(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> None:
+    """Run `millrace eval`."""
+    kind = FILE if Path(task).suffix == ".jsonl" else task
+    if kind not in _TASKS:
+        raise ConfigError(f"--task is {task!r:.80}", nearest(task, _TASKS), "correct --task")
+    taken = _taken(kind, given)
+    build, run = made(BuildSettings, given), made(RunSettings, given)
+    if run.device != CPU:
+        what = f"--device is {run.device}, and --task {kind} reads logits as the CPU's executor keeps them"
+        raise ConfigError(what, "the CPU", "leave --device out")
+    _TASKS[kind](Asked(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **taken))
+
+
+def _taken(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of tasks. raises ConfigError for one that this task does not take, or lacks"""
+    takes = _TAKES[kind]
+    named = {name: given[name] for name in sorted({name for names in _TAKES.values() for name in names})}
+    for name, value in named.items():
+        if value not in (None, ()) and name not in takes:
+            raise ConfigError(
+                f"{flag_of(name)} is given, and --task {kind} does not take it",
+                "of a task's options " + ", ".join(map(flag_of, takes)), "leave it out, or choose another --task",
+            )  # fmt: skip
+    if "data" in takes and named["data"] is None:
+        what = "MMLU's folder" if kind == "mmlu" else "a text file"
+        raise ConfigError(f"--task {kind} has no --data", what, "name it: nothing is downloaded")
+    known = _DEFINITIONS.get(kind, ())
+    if named["definition"] is None and known:
+        named["definition"] = known[0]
+    elif known and named["definition"] not in known:
+        expected = nearest(named["definition"], known)
+        raise ConfigError(f"--definition is {named['definition']!r:.80}", expected, f"choose one of {kind}'s")
+    return named

@@ -1,0 +1,68 @@
+"""MODEL as the commands open it: with progress on stderr, and notes said aloud."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from millrace.cli.console import note, progress
+from millrace.cli.signals import ended_in_order
+from millrace.compile.cache.engine_cache import EngineCache
+from millrace.compile.resolve_model import find_engine
+from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.found import ON_CPU, Place
+from millrace.engine.engine import Engine
+from millrace.env import Env
+from millrace.errors import EngineError
+from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any, open_engine
+from millrace.runtime.settings import RunSettings
+from millrace.tune.pricing import pricing
+
+
+def engine_of(
+    model: str, build: BuildSettings, env: Env, *, quiet: bool = False, place: Place = ON_CPU
+) -> tuple[str, Engine]:  # fmt: skip
+    """Name and engine of MODEL, downloaded and built where needed. quiet: without progress"""
+    with ended_in_order(), progress(quiet) as report:
+        return find_engine(
+            model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing, place=place
+        )  # fmt: skip
+
+
+@contextmanager
+def opened(
+    model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False,
+    one_table: bool = False,
+) -> Iterator[Opened]:  # fmt: skip
+    """A language model, ready to run; closed at the end.
+
+    sequences: how many there will be at a time, where that is known; one_table: as of `open_engine`
+    raises EngineError where MODEL is none
+    """
+    with _cache_mended(env):
+        name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
+        model_opened = open_engine(name, engine, run, sequences, one_table=one_table)
+    with closing(model_opened):
+        yield model_opened
+
+
+@contextmanager
+def opened_to_serve(
+    model: str, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool = False
+) -> Iterator[Opened | OpenedEncoder]:
+    """MODEL, a language model or an encoder, ready to run; closed at the end."""
+    with _cache_mended(env):
+        name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)
+        model_opened = open_any(name, engine, run)
+    with closing(model_opened):
+        yield model_opened
+
+
+@contextmanager
+def _cache_mended(env: Env) -> Iterator[None]:
+    """A damaged engine in the cache was not put there by the user: say how to be rid of it."""
+    try:
+        yield
+    except EngineError as error:
+        damaged = [e.name for e in EngineCache(env.cache).entries() if error.what.startswith(str(e.folder))]
+        if not damaged:
+            raise
+        raise EngineError(error.what, error.expected, f"millrace rm {damaged[0]}, and ask again") from error

@@ -1,0 +1,75 @@
+"""`millrace size`: from a business question to the systems to buy."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.options import json_option, settings_options
+from millrace.cli.size import fit_options, verify_options
+from millrace.errors import ConfigError
+from millrace.size.question.settings import GROUPS
+
+EPILOG = """\b
+Examples:
+  millrace size --model llama-3-8b --isl 2000 --osl 200 --rate 70 --ttft-ms 500 --hardware H100
+  millrace size --model llama-3-70b --preset rag --users 100000 --hours 8 --reading read --ttft-ms 1000
+  millrace size --model llama-3-8b --input "3500 words" --output "500 words" --calls 30M/year --burst 7 --ttft-ms 500
+  millrace size --model llama-3-8b --isl 2000 --osl 200 --systems 4 --ttft-ms 500
+  millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500 --of p95
+  millrace size --answers question.yaml --report page.html
+  millrace size                                      asks one after the other
+  millrace size fit --help                           benchmarks of your own beside what is computed"""
+
+
+class _ByQuestion(click.Group):
+    """Its help has the flags of each question below what is asked there."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        told = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
+        for group in GROUPS:
+            with formatter.section(str(group.__doc__).partition(".")[0]):
+                formatter.write_dl([told.pop(f.name) for f in fields(group)])
+        with formatter.section("Where answers come from, and go"):
+            formatter.write_dl(list(told.values()))
+        self.format_commands(ctx, formatter)
+
+
+def _is_said(ctx: click.Context, name: str) -> bool:
+    """Whether the flag is on the command line."""
+    return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+
+
+@click.group(cls=_ByQuestion, invoke_without_command=True, epilog=EPILOG)
+@settings_options(*GROUPS)
+@click.option(
+    "--answers",
+    type=Path,
+    multiple=True,
+    metavar="FILE",
+    help="YAML of these names and values; flags come before it. Several: models that share systems.",
+)
+@click.option("--report", type=Path, metavar="FILE", help="Write all of it as one page for a browser, with plots.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **given: Any
+) -> None:  # fmt: skip
+    """Say how many of which machine serve a load, and why.
+
+    Six questions: which model; tokens in; tokens out; requests a second at the peak; what users may wait for; which
+    hardware. Every figure says where it comes from and how far it may be off.
+    """
+    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
+    if ctx.invoked_subcommand is not None:
+        if answers or report or as_json or said:
+            raise ConfigError(f"answers before `{ctx.invoked_subcommand}`", "its own flags behind it", "move them")
+        return
+    from millrace.cli.size.run import run  # imported when it runs: --help needs none of it
+
+    run(ctx, answers=answers, report=report, as_json=as_json, **said)
+
+
+command.add_command(fit_options.command, "fit")
+command.add_command(verify_options.command, "verify")

@@ -1,0 +1,115 @@
+"""Runs `millrace size verify`, whose options are in `verify_options.py`: `--help` imports nothing else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.run.server_process import ServerProcess
+from millrace.cli.bench.progress import driven
+from millrace.cli.console import heading, note, pairs, print_json, table
+from millrace.cli.open_model import engine_of
+from millrace.cli.options import made
+from millrace.compile.settings import BuildSettings
+from millrace.env import Env
+from millrace.errors import ConfigError
+from millrace.report.numbers import four
+from millrace.runtime.scheduling.step_cost_model import write_profile
+from millrace.size.fit.verify import MEDIAN, P90, Load, Verified, verify
+from millrace.size.question.settings import VerifySettings
+
+MISSED = 3  # the exit code for CI, as of `bench compare`
+_UNITS = {"ttft": (1e3, "TTFT, ms"), "itl": (1e3, "ITL, ms"), "e2e": (1e3, "E2E, ms"), "throughput": (1, "requests/s")}
+
+
+def run(
+    env: Env, /, model: str | None, flags: tuple[str, ...], url: str | None, output: Path | None,
+    as_json: bool, **given: Any,
+) -> int:  # fmt: skip
+    """Run `millrace size verify`."""
+    asked = made(VerifySettings, given)
+    asked.shares  # noqa: B018 (complains before anything is built)
+    if (model is None) == (url is None):
+        raise ConfigError("MODEL and --url" if model else "neither MODEL nor --url", "one of them", "name what to ask")
+    if url is not None and flags:
+        raise ConfigError("FLAGS of a server that runs already", "MODEL, which is started with them", "leave them out")
+    with _served(model, flags, url, env, as_json) as at:
+        found = driven(lambda begins: verify(at, asked, begins=begins), as_json)
+    if as_json:
+        print_json(told(found))
+    else:
+        _show(found, asked)
+    if output is not None:
+        try:
+            write_profile(output, found.profile)
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror}", "a file that can be",
+                              "name another") from None  # fmt: skip
+        note(f"  profile written to {output}")
+    if found.holds:
+        return 0
+    note("Predictions are further off than they should be: leave the machine alone meanwhile, and ask for longer "
+         "(--each-s)")  # fmt: skip
+    return MISSED
+
+
+@contextmanager
+def _served(model: str | None, flags: tuple[str, ...], url: str | None, env: Env, quiet: bool) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    assert model is not None, "one of both is named"
+    _, engine = engine_of(model, BuildSettings(), env, quiet=quiet)
+    folder = engine.folder
+    engine.close()
+    with ServerProcess(folder, ("--log-level", "warning", *flags)) as server:
+        yield server.url
+
+
+def told(found: Verified) -> dict[str, Any]:
+    """JSON-able."""
+    return {
+        "model": found.profile.model, "isa": found.isa, "capacity_requests_per_s": found.capacity,
+        "profile": asdict(found.profile),
+        "loads": [
+            {"share": load.share, "requests_per_s": load.rate, "requests": load.n, "paces": load.paces,
+             "figures": [{**asdict(f), "error": f.error} for f in load.figures]} for load in found.loads
+        ],
+        "median_error": found.median, "median_errors": found.medians, "p90_error": found.p90,
+        "figures_judged": len(found.judged),
+        "asked": {"median_error": MEDIAN, "p90_error": P90}, "holds": found.holds,
+    }  # fmt: skip
+
+
+def _show(found: Verified, asked: VerifySettings) -> None:
+    p = found.profile
+    heading(f"{p.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
+    pairs([
+        ("capacity", f"{four(found.capacity)} requests/s, simulated with every place taken"),
+        ("steps", f"{p.n_steps:,} of probes, fitted to {p.error:.1%} (median); {p.machine}"),
+        ("beside steps", f"{p.front * 1e3:.2f} ms a request; {p.cost.host * 1e3:.2f} ms between steps, "
+                         f"{p.cost.host_sequence * 1e3:.2f} ms a sequence"),
+    ])  # fmt: skip
+    click.echo()
+    rows = [row for load in found.loads for row in _rows(load)]
+    table(["load", "requests", "", "", "predicted", "measured", "error"], rows)
+    within = "as they should be" if found.holds else "more than they should be"
+    click.echo(f"  {len(found.judged)} figures: median error {found.median:.1%} (at most {MEDIAN:.0%}), 90 % within "
+               f"{found.p90:.1%} ({P90:.0%}): {within}")  # fmt: skip
+    each = ", ".join(f"{_UNITS[name][1].partition(',')[0]} {error:.1%}" for name, error in found.medians.items())
+    click.echo(f"  median errors of each: {each}")
+    click.echo("  Not judged: E2E, and TTFT above 0.8 of capacity, where it is that of a queue.")
+
+
+def _rows(load: Load) -> list[list[str]]:
+    rows = []
+    for i, f in enumerate(load.figures):
+        times, unit = _UNITS[f.name]
+        named = [f"{load.share:g} ({load.rate:.3g}/s)", str(load.n)] if not i else ["", ""]
+        mark = "" if f.judged else " -"
+        rows.append([*named, unit, f.of, four(f.predicted * times), four(f.measured * times),
+                     f"{f.error:+.1%}{mark}"])  # fmt: skip
+    return rows
