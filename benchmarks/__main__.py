@@ -35,9 +35,9 @@ from benchmarks.shapes import SHAPES, random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.tune.tuner import Tuning
-from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
-from millrace.engine.probe import peak_rates
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.native.executor import NativeExecutor
+from millrace.engine.roofline_probe import peak_rates
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 

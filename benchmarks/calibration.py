@@ -28,7 +28,7 @@ from millrace.compile.source import Source
 from millrace.compress.calibration.calibration_pass import collect, samples
 from millrace.compress.presets import SAMPLES
 from millrace.evaluate.sizes import LENGTH
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.shapes import SHAPES, random_source
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compile.random_weights import source_of
 from millrace.kernels.convert.ref import to_bf16
 

@@ -50,7 +50,7 @@ from millrace.compress.search.loss_bound import candidates
 from millrace.compress.search.mixed_precision import mixed
 from millrace.evaluate.divergence import Score
 from millrace.evaluate.sizes import LENGTH
-from millrace.evaluate.windows import Windows, windows_of
+from millrace.evaluate.text_windows import Windows, windows_of
 from millrace.kernels.precision import Precision
 
 WINDOWS = 12  # that are judged on

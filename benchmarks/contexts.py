@@ -25,10 +25,10 @@ from benchmarks.words import Words
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.tune.tuner import Tuning
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS
-from millrace.engine.native import NativeExecutor
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KV_CACHE_DTYPES, PAGE_TOKENS
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.native.executor import NativeExecutor
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import SamplingParams

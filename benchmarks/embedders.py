@@ -52,7 +52,7 @@ class Millrace:
         from millrace.compile.builder import build_engine
         from millrace.compile.settings import BuildSettings
         from millrace.compile.tune.tuner import Tuning, tune_folder
-        from millrace.engine.engine import Engine
+        from millrace.engine.artifact.engine import Engine
         from millrace.runtime.open_engine import open_encoder
         from millrace.runtime.settings import RunSettings
 

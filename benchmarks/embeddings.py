@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.embedders import EMBEDDERS, Texts, Vectors, load
 from benchmarks.record import count, judged, provenance, write_result
-from millrace.engine.probe import peak_rates
+from millrace.engine.roofline_probe import peak_rates
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load as machine_load
 from millrace.machine.cpu import usable_cores

@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.record import provenance, write_result
-from millrace.engine.cuda.work import FEW_ROWS, FLOAT_ROWS, MOST_PARTS, SOME_ROWS
-from millrace.engine.cuda.work import MANY_ROWS as PROMPT_ROWS
+from millrace.engine.cuda.attention_partition import FEW_ROWS, FLOAT_ROWS, MOST_PARTS, SOME_ROWS
+from millrace.engine.cuda.attention_partition import MANY_ROWS as PROMPT_ROWS
 from millrace.kernels.attention import texts_cuda
 from millrace.kernels.attention.cuda import KEEP_WARPS, attend, compiled_for, merge, rotate_and_keep
 from millrace.kernels.attention.texts_cuda import attend_texts

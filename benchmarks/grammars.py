@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.measure import decode, pages_for
 from benchmarks.record import RESULTS, count, judged, provenance, write_result
 from millrace import LLM, SamplingParams, StructuredOutputsParams
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
 

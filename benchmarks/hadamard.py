@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import count, provenance, write_result
-from millrace.engine.native import NativeNetwork, NativeProgram
+from millrace.engine.native.executor import NativeNetwork, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import Param, RowFormat, Space, WeightFormat
 from millrace.kernels.encode import Ref, encode

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.record import count, provenance, write_result
 from benchmarks.words import Words
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import SamplingParams

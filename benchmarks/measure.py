@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
-from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.native import NativeExecutor
-from millrace.engine.probe import read_rates
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.native.executor import NativeExecutor
+from millrace.engine.roofline_probe import read_rates
 from millrace.kernels.library import usable_isas
 
 TUNE_S = 2.0  # of timing kernels in a build, as `millrace build` does it

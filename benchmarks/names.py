@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 
-from millrace.engine.engine import Engine
-from millrace.engine.tables import Call, read_program_table
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import Call, read_program_table
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.precision import HADAMARD, SCALING_WORDS
 

@@ -3,7 +3,7 @@
     python -m benchmarks.perplexity --model tiny
     python -m benchmarks.perplexity --model SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.raw
 
-`--text FILE` is read as llama-perplexity reads it (evaluate/windows.py), its first 120,000 characters (`--characters`);
+`--text FILE` is read as llama-perplexity reads it, its first 120,000 characters (`--characters`);
 `--only` names precisions of the tables, for a model of which all do not fit into memory at the same time. `tiny` reads
 held-out documents of the generator that it was trained with, another checkpoint without a text what it drew itself in
 float32 with fixed seeds; of these every token but the first is predicted. llama.cpp reads the same tokens of a GGUF
@@ -45,12 +45,12 @@ from millrace.compile.precision import precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compile.tune.tuner import Tuning
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import IntArray
-from millrace.engine.kv import KvFormat
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import compared, log_probabilities
-from millrace.evaluate.windows import windows
+from millrace.evaluate.text_windows import windows
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores

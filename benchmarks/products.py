@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from benchmarks.record import provenance, write_result
-from millrace.engine.probe import PRECISIONS, peak_rates, product_bytes, product_seconds, read_rates
+from millrace.engine.roofline_probe import PRECISIONS, peak_rates, product_bytes, product_seconds, read_rates
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 

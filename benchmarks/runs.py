@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.record import RESULTS
-from millrace.engine.kv import KEPT
+from millrace.engine.cache_specs import KEPT
 from millrace.machine.cpu import cpu_flags
 
 Result = dict[str, Any]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.engine.dummy import dummy_step
-from millrace.engine.native import NativeExecutor
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.native.executor import NativeExecutor
 
 ROWS, STEPS = 16, 6
 ASKED: dict[str, dict[str, float]] = {

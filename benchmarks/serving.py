@@ -20,7 +20,7 @@ from benchmarks.start import timed
 from millrace.api.offline_generate import generate
 from millrace.bench.client.demo_client import Ask, ask_all, quantile
 from millrace.bench.run.server_process import ServerProcess
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import open_engine
 from millrace.runtime.request.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.checkpoint import write_checkpoint
 from benchmarks.names import named
 from benchmarks.record import judged, provenance, shape_command
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 
 PROMPT = 32
 # Asks as a program would, and tells what of its own memory is neither weights nor KV pages.

@@ -21,7 +21,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.start import timed
 from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.size.verify import told
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.size.fit.verify import MEDIAN, P90, verify
 from millrace.size.question.settings import VerifySettings
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.shapes import random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.dummy_step import dummy_step
 from millrace.kernels.library import usable_isas
 
 CONTEXT, PROMPT, AT, NEW_TOKENS = 1024, 512, 128, 8

@@ -1,6 +1,6 @@
 """A tokenizer for random weights."""
 
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
 
 
 class Words(Tokenizer):

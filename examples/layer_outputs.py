@@ -11,11 +11,11 @@ import numpy as np
 from millrace import SamplingParams
 from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.runtime.loop import EngineLoop
 
 LAYERS = tuple(f"model.layers.{i}" for i in range(4))

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from millrace.api.offline_generate import generate
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
 from millrace.model.module import DECODER, Module, ModuleList

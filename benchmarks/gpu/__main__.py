@@ -34,11 +34,11 @@ from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import gpu_of
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import RESULTS, commit, provenance, write_result
-from millrace.engine.cuda.found import first_line
-from millrace.engine.cuda.gpu import check_gpu
-from millrace.engine.cuda.rates import DeviceRates, measured, wait_for
+from millrace.engine.cuda.capability_check import check_gpu
+from millrace.engine.cuda.device_lookup import first_line
+from millrace.engine.cuda.device_roofline import DeviceRates, measured, wait_for
 from millrace.errors import MachineError
-from millrace.machine.process import age_s
+from millrace.machine.process_info import age_s
 from millrace.size.performance.hardware import named_hardware
 
 SHAPE = "llama-3.1-8b"

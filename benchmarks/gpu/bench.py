@@ -14,11 +14,11 @@ import torch
 
 from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import LLAMA_8B, TINY, RandomExecutor, random_executor
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.tune.gpu_tiles import DeviceTuner, check_choice, machine_key
-from millrace.engine.cuda.found import CPU, find_gpu
-from millrace.engine.cuda.rates import DeviceRates, wait_for
+from millrace.engine.cuda.device_lookup import CPU, find_gpu
+from millrace.engine.cuda.device_roofline import DeviceRates, wait_for
 from millrace.kernels import gpu_launch
 
 CONTEXT = 4160  # of the longest row, and a page

@@ -15,23 +15,23 @@ from benchmarks.gpu.failures import FAILURES, traced
 from benchmarks.gpu.model import LLAMA_8B, PRECISIONS, TINY, graph_of, lowered_graph
 from benchmarks.gpu.watched import Watched, apart
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.random_weights import source_of
 from millrace.compile.source import Source
-from millrace.engine.cuda import plain, triton_kernels
+from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
+from millrace.engine.cuda import torch_reference, triton_kernels
+from millrace.engine.cuda.device_lookup import CPU
+from millrace.engine.cuda.device_roofline import wait_for
+from millrace.engine.cuda.encoder_executor import CudaNetwork
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import CPU
-from millrace.engine.cuda.network import CudaNetwork
 from millrace.engine.cuda.random_weights import random_loaded
-from millrace.engine.cuda.rates import wait_for
-from millrace.engine.dummy import dummy_step
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.encoder_inputs import text_inputs
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.engine.kv import PAGE_TOKENS, KvFormat
-from millrace.engine.reference import ReferenceExecutor
-from millrace.engine.texts import text_inputs
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 
@@ -109,7 +109,10 @@ def _compared(
         return [executor.logits(step).clone() for step in steps]
 
     logits(Watched(kernels, executor.device, by_kernel).kernels(), ())  # one at a time, before several may be at fault
-    got, want = logits(kernels, buckets), logits(plain, ())  # which waits for the device: nothing that is captured may
+    got, want = (
+        logits(kernels, buckets),
+        logits(torch_reference, ()),
+    )  # which waits for the device: nothing that is captured may
     worst = max(map(apart, got, want))
     bound = max(TOLERANCE[precision], 0.06 if kv else 0)
     return {"apart": worst, "bound": bound, "kernels": _named(kernels), "ok": bool(worst <= bound)}
@@ -147,7 +150,7 @@ def _vectors_apart(network: CudaNetwork, texts: Sequence[NDArray[np.int32]], by_
         return torch.from_numpy(network.run(given)["embeddings"])
 
     vectors(Watched(kernels, network.device, by_kernel).kernels())
-    return apart(vectors(kernels), vectors(plain))
+    return apart(vectors(kernels), vectors(torch_reference))
 
 
 def draws_agree(device: str, dry_run: bool) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def draws_agree(device: str, dry_run: bool) -> dict[str, Any]:
 
 def executor_kernels(device: str) -> ModuleType:
     """As an executor there has them."""
-    return plain if device == CPU else triton_kernels
+    return torch_reference if device == CPU else triton_kernels
 
 
 def _named(kernels: ModuleType) -> str:

@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from millrace.checkpoint.config import ModelConfig, RopeConfig
+from millrace.checkpoint.config.model_config import ModelConfig, RopeConfig
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.lower_gpu.memory import needs_of
 from millrace.compile.lower_gpu.placement import placement_of
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.random_weights import source_of
-from millrace.engine.cuda.buckets import usual_buckets
+from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
+from millrace.engine.cuda.cuda_graphs import usual_buckets
+from millrace.engine.cuda.device_lookup import CPU, Gpu, find_gpu
+from millrace.engine.cuda.device_roofline import DeviceRates
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import CPU, Gpu, find_gpu
 from millrace.engine.cuda.lowered import LoweredGraph
-from millrace.engine.cuda.memory import Needs, plan_device
+from millrace.engine.cuda.memory_plan import Needs, plan_device
 from millrace.engine.cuda.random_weights import random_loaded
-from millrace.engine.cuda.rates import DeviceRates
-from millrace.engine.dummy import dummy_step
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
 from millrace.kernels.catalogue import operators
 from millrace.kernels.matmul.op import PRODUCTS, matrices_of, precision_of

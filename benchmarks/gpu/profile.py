@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import RandomExecutor
-from millrace.engine.cuda.rates import seconds, wait_for
-from millrace.engine.dummy import dummy_step
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.engine.cuda.device_roofline import seconds, wait_for
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import StepInputs
-from millrace.engine.kv import PAGE_TOKENS
 
 CONTEXT = 1000  # of each sequence that decodes
 STEPS, REPEATS = 6, 3  # steps that are profiled, whose mean is told; how often as many are timed

@@ -13,7 +13,7 @@ from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.start import started
 from benchmarks.record import judged
 from benchmarks.words import Words
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.request import Request
 from millrace.runtime.request.sampling_params import Delta, SamplingParams

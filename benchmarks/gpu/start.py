@@ -13,14 +13,14 @@ from benchmarks.checkpoint import write_fp8_checkpoint
 from benchmarks.gpu.model import gpu_of
 from millrace.bench.run.server_process import ServerProcess
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compile.builder import Builder
 from millrace.compile.lower_gpu.from_checkpoint import device_engine
 from millrace.compile.lower_gpu.from_engine import built_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import CPU
-from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import MANIFEST
+from millrace.engine.cuda.device_lookup import CPU
 from millrace.errors import MachineError
 
 

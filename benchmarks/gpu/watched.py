@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.failures import FAILURES, traced
-from millrace.engine.cuda import plain, triton_kernels
-from millrace.engine.cuda.rates import wait_for
+from millrace.engine.cuda import torch_reference, triton_kernels
+from millrace.engine.cuda.device_roofline import wait_for
 from millrace.kernels.attention.paged import LayerPages
 from millrace.kernels.matmul.coded import CodedRows
 
@@ -53,7 +53,7 @@ class Watched:
 
     def _apart(self, name: str, computed: tuple[Any, tuple[Any, ...]], alike: tuple[Any, ...]) -> float:
         got, given = computed
-        want = getattr(plain, name)(*alike)
+        want = getattr(torch_reference, name)(*alike)
         written = WRITES.get(name, slice(0))
         pairs = zip(_floats((got, given[written])), _floats((want, alike[written])), strict=True)
         return max((apart(a, b) for a, b in pairs), default=0.0)

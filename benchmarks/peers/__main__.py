@@ -29,7 +29,7 @@ from benchmarks.peers.workloads import WORKLOADS
 from benchmarks.record import RESULTS, count, write_result
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.evaluate.windows import windows
+from millrace.evaluate.text_windows import windows
 from millrace.machine.cpu import usable_cores
 
 # What runs a real model: its file as it is, and the best format of each peer. llama.cpp's copies come first: they are

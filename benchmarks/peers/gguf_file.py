@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.peers.weights import NamedWeights
-from millrace.checkpoint.config import LATER_GEMMAS, ModelConfig
+from millrace.checkpoint.config.model_config import LATER_GEMMAS, ModelConfig
 from millrace.graph.types import Array
 
 ARCHITECTURES = {

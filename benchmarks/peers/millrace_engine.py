@@ -22,10 +22,10 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.compile.tune.tuner import Tuning
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import StepInputs
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native.executor import NativeExecutor
 from millrace.evaluate.divergence import LogProbs, log_probabilities
 from millrace.model.families import build_model
 from millrace.model.module import Weights

@@ -20,7 +20,7 @@ from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import best_times, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 
 Tokens = NDArray[np.int64]  # (users, tokens)
 

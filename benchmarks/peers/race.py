@@ -13,7 +13,7 @@ from benchmarks.peers.child import Child, EngineFailedError
 from benchmarks.peers.engine import CATALOGUE, Floats, IntArray
 from benchmarks.peers.samples import Peaks, Sample
 from benchmarks.peers.workloads import Workload
-from millrace.engine.probe import peak_rates
+from millrace.engine.roofline_probe import peak_rates
 from millrace.evaluate.divergence import Score
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load

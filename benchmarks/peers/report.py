@@ -20,7 +20,7 @@ from benchmarks.record import provenance
 from benchmarks.runs import kl_class, numbers_of, own_kl, shown_flags
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.kernels.library import usable_isas
 
 _STYLES = {"goal met": "green", "milestone met": "yellow", "not ": "yellow"}

@@ -11,7 +11,7 @@ from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "TransformersEngine":

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.peers.workloads import CONTEXT
 from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.graph.types import Array
 
 

@@ -28,7 +28,7 @@ from benchmarks.tensors.request import GRPC_SERVICE
 from millrace.bench.run.server_process import ServerProcess
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.env import read_env
 from tools.nightly.packages import smollm2
 

@@ -9,7 +9,7 @@ from millrace.bench.client.request_record import Answer, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.run.run import Record
 from millrace.errors import ConfigError
-from millrace.evaluate.paired import wilson
+from millrace.evaluate.paired_comparison import wilson
 
 
 def record(

@@ -30,7 +30,7 @@ from millrace.compress.calibration.calibrated_methods import statistics_of
 from millrace.compress.compression_plan import plan
 from millrace.compress.search.candidates import Shelf
 from millrace.evaluate.divergence import Score, Tokens
-from millrace.evaluate.windows import Windows, windows_of
+from millrace.evaluate.text_windows import Windows, windows_of
 from tests.compress.conftest import first_layers
 
 

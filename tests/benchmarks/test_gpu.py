@@ -22,13 +22,13 @@ from benchmarks.gpu.profile import Kernel, table
 from benchmarks.gpu.rows import ROWS, goals
 from benchmarks.record import commit
 from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import executor as executor_
-from millrace.engine.cuda import plain, walk
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.cuda.loaded import load
+from millrace.engine.cuda import graph_executor, torch_reference
+from millrace.engine.cuda.device_constants import load
+from millrace.engine.cuda.device_lookup import Gpu
+from millrace.engine.cuda.device_roofline import DeviceRates
 from millrace.engine.cuda.random_weights import random_loaded
-from millrace.engine.cuda.rates import DeviceRates
-from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.kernels import gpu_launch
 from tests.support.shared import shared
@@ -109,9 +109,9 @@ def test_an_encoder_is_held_against_plain_pytorch(monkeypatch: pytest.MonkeyPatc
     found = checks.encoders_agree("cpu", dry_run=True)
     assert [f["ok"] for f in found] == [True, True] and all(f["apart"] == 0 for f in found)
     assert all({"text_attention", "product"} <= f["by_kernel"].keys() for f in found)
-    ours = SimpleNamespace(**vars(plain))
-    ours.text_attention = lambda heads, texts, scale: 2 * plain.text_attention(heads, texts, scale)
-    monkeypatch.setattr(walk, "plain", ours)
+    ours = SimpleNamespace(**vars(torch_reference))
+    ours.text_attention = lambda heads, texts, scale: 2 * torch_reference.text_attention(heads, texts, scale)
+    monkeypatch.setattr(graph_executor, "plain", ours)
     assert [f["ok"] for f in checks.encoders_agree("cpu", dry_run=True)] == [False, False]
     ours.text_attention = lambda *_: 1 / 0
     assert all("ZeroDivisionError" in f["traceback"] for f in checks.encoders_agree("cpu", dry_run=True))
@@ -243,19 +243,19 @@ def test_overlap_is_off_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_kernel_that_errs_is_named_with_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that gives what is no number, and one that fails; plain PyTorch is nowhere captured: it waits."""
-    wrong = SimpleNamespace(**{name: getattr(plain, name) for name in dir(plain)})
-    wrong.silu_mul = lambda *given: plain.add_norm(*given)
+    wrong = SimpleNamespace(**{name: getattr(torch_reference, name) for name in dir(torch_reference)})
+    wrong.silu_mul = lambda *given: torch_reference.add_norm(*given)
     found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
     assert found["ok"] and found["by_kernel"].keys() >= {"product", "silu_mul", "keep_rotated", "attention"}
-    monkeypatch.setattr(walk, "plain", wrong)
+    monkeypatch.setattr(graph_executor, "plain", wrong)
     found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
     assert not found["ok"] and "in silu_mul of bfloat16 (43, 208), strides (416, 1), bfloat16" in found["traceback"]
-    wrong.silu_mul = lambda *given: plain.silu_mul(*given) * torch.nan
+    wrong.silu_mul = lambda *given: torch_reference.silu_mul(*given) * torch.nan
     found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
     assert not found["ok"] and found["apart"] == np.inf and found["by_kernel"]["product"]["apart"] == 0
     assert found["by_kernel"]["silu_mul"]["apart"] == np.inf
     monkeypatch.setattr(executor_, "captured", lambda compute, *_: _not_plain(compute, wrong))
-    wrong.silu_mul = plain.silu_mul
+    wrong.silu_mul = torch_reference.silu_mul
     assert checks._apart("tiny", "bf16", None, "cpu", [3, 40, 1, 70])["ok"]
 
 

@@ -10,8 +10,8 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KvFormat
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
 

@@ -25,8 +25,8 @@ from benchmarks.perplexity import (
 )
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import IntArray
-from millrace.engine.kv import KvFormat
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, compared
 from tests.support.shared import shared

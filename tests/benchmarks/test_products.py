@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.products import run, table
-from millrace.engine.probe import product_bytes
+from millrace.engine.roofline_probe import product_bytes
 from millrace.kernels.library import usable_isas
 
 

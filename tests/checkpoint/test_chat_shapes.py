@@ -7,10 +7,10 @@ from typing import Any
 import jinja2
 import pytest
 
-from millrace.checkpoint.chat import ChatTemplate, normalised
-from millrace.checkpoint.chat_prompt import PromptRenderer
-from millrace.checkpoint.chat_worker import Renderer
-from millrace.checkpoint.chat_worker import _answer as answer
+from millrace.checkpoint.chat.chat_prompt import PromptRenderer
+from millrace.checkpoint.chat.chat_template import ChatTemplate, normalised
+from millrace.checkpoint.chat.chat_worker import Renderer
+from millrace.checkpoint.chat.chat_worker import _answer as answer
 from millrace.errors import RequestError
 from tests.checkpoint.tool_calls.test_published_templates import FAMILIES
 from tests.support.vocabularies import CHATML, save_byte_fallback

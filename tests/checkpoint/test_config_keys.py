@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.config import read_config
-from millrace.checkpoint.config_keys import FAMILIES, HARMLESS, ONLY_AT
-from millrace.checkpoint.config_reader import MAX_KEYS, check_keys
-from millrace.checkpoint.declared_keys import DECLARED, GGUF_KEYS
-from millrace.checkpoint.encoder import read_encoder
+from millrace.checkpoint.config.config_keys import FAMILIES, HARMLESS, ONLY_AT
+from millrace.checkpoint.config.config_reader import MAX_KEYS, check_keys
+from millrace.checkpoint.config.declared_keys import DECLARED, GGUF_KEYS
+from millrace.checkpoint.config.encoder_config import read_encoder
+from millrace.checkpoint.config.model_config import read_config
 from millrace.errors import CheckpointError
 from tests.support.published_configs import GEMMA, LLAMA_2, LLAMA_31, MISTRAL_1, QWEN_3, QWEN_25
 from tools.config_keys.__main__ import declared, gguf_keys
@@ -85,7 +85,7 @@ def test_keys_of_a_scaling_that_transformers_does_not_read() -> None:
 def test_the_tables_are_those_of_the_installed_packages() -> None:
     import transformers
 
-    written = (Path(__file__).parents[2] / "src/millrace/checkpoint/declared_keys.py").read_text()
+    written = (Path(__file__).parents[2] / "src/millrace/checkpoint/config/declared_keys.py").read_text()
     if f"transformers {transformers.__version__} and gguf {importlib.metadata.version('gguf')}" not in written:
         pytest.skip("declared_keys.py was written from other versions: run python -m tools.config_keys")
     assert {name: declared(name) for name in FAMILIES} == json.loads(json.dumps(DECLARED))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from millrace.checkpoint.config import ModelConfig, read_config
+from millrace.checkpoint.config.model_config import ModelConfig, read_config
 from millrace.errors import CheckpointError
 from tests.support.published_configs import GEMMA, LLAMA_2, LLAMA_31, MISTRAL_1, PUBLISHED, QWEN_3, QWEN_25
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import RopeConfig, read_config
-from millrace.checkpoint.config_writer import written
+from millrace.checkpoint.config.config_writer import written
+from millrace.checkpoint.config.model_config import RopeConfig, read_config
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from tests.support.vocabularies import KINDS, OF_DECODERS, strange_text
 
 

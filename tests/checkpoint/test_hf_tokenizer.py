@@ -13,8 +13,8 @@ import transformers
 
 from millrace.api.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.checkpoint import open_chat_template
-from millrace.checkpoint.tokenizer import NAMED_TOKENS
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import NAMED_TOKENS
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import CheckpointError, ConfigError, RequestError
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece, strange_text

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from millrace.checkpoint.weights.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from millrace.cli.main import cli
 from tests.support.checkpoints import random_checkpoint
 

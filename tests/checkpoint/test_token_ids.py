@@ -12,12 +12,12 @@ import pytest
 
 from millrace.api.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import ADDED_TOKENS, TOKENIZER_CONFIG, TOKENIZER_JSON
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import ADDED_TOKENS, TOKENIZER_CONFIG, TOKENIZER_JSON
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST, FileEntry, file_checksum, read_manifest, sealed
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import MANIFEST, FileEntry, file_checksum, read_manifest, sealed
 from millrace.errors import CheckpointError
 from millrace.runtime.open_engine import open_engine
 from millrace.runtime.settings import RunSettings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from tests.support.shared import shared
 from tests.support.vocabularies import (
     KINDS,

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
 from millrace.checkpoint.protobuf import bytes_field
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
@@ -20,9 +20,9 @@ _CHILD = """
 import json, resource, sys
 from collections import Counter
 from pathlib import Path
-from millrace.checkpoint.tokenizer_files import make_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer
 from millrace.errors import CheckpointError
-import millrace.checkpoint.tokenizer_json, millrace.checkpoint.tokenizer_model
+import millrace.checkpoint.tokenizer.hf_json_tokenizer, millrace.checkpoint.tokenizer.sentencepiece_tokenizer
 
 path, room, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 good = path.read_bytes()

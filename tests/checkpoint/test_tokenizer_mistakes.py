@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError, RequestError
 from tests.support.vocabularies import KINDS, save_byte_level
 

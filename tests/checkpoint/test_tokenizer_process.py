@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import CheckpointError
 
@@ -160,7 +160,7 @@ def test_a_stopped_process_is_late_and_ends_like_any_other() -> None:
 OWNER = """
 import sys, threading, time
 from pathlib import Path
-from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 process = TokenizerProcess(Path(sys.argv[1]))
 process.encode("Hello", True)
 process.hold(True)

@@ -15,7 +15,7 @@ from millrace.cli.main import run
 from millrace.compile.builder import build_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.probe import roofline_here
+from millrace.engine.roofline_probe import roofline_here
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Roofline

@@ -11,8 +11,8 @@ from millrace.cli.build.output import Figures
 from millrace.cli.build.traffic import chosen
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.engine import Engine
-from millrace.engine.tactics import read_tactics
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.tactics import read_tactics
 from tests.cli.conftest import Millrace
 from tests.tune.traffic_files import line, written
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from tests.cli.conftest import Millrace
 from tests.support.command_line import Result, environment, heard, run_process
 

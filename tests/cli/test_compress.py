@@ -75,12 +75,12 @@ _MEASURES_FOR_LONG = """
 import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background, where it is ignored
-from millrace.cli import compression
+from millrace.cli.compress import proof
 from millrace.cli.main import main
 def measure(source, made, read, report):
     report("reading the source", 0, 1)
     time.sleep(60)
-compression.measure = measure
+proof.measure = measure
 main()
 """
 

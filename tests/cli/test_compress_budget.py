@@ -7,7 +7,7 @@ import pytest
 
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compress.search import search as search_room
-from millrace.engine import probe
+from millrace.engine import roofline_probe
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
 
@@ -25,7 +25,7 @@ def test_the_whole_way(
     millrace: Millrace, given: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept beside the statistics saves the text, the pass and the trying, and gives the same."""
-    monkeypatch.setattr(probe, "ROUND_S", 1e-4)
+    monkeypatch.setattr(roofline_probe, "ROUND_S", 1e-4)
     monkeypatch.setattr(search_room, "MOST_MIXES", 4)
     source, text, kept = given
     asked = ("compress", source, "--max-loss", "900%", "--statistics", kept)

@@ -12,7 +12,7 @@ from millrace.compile.builder import build_engine
 from millrace.compile.cache.engine_cache import EngineCache
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.manifest import FORMAT, Manifest, file_checksum, sealed
+from millrace.engine.artifact.manifest import FORMAT, Manifest, file_checksum, sealed
 from tests.cli.conftest import Millrace
 
 ASK = ("-p", "Once", "--max-tokens", "1")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.checkpoint.config import read_config
+from millrace.checkpoint.config.model_config import read_config
 from millrace.cli.engine_tables import Tables
 from millrace.cli.inspect.engine_page import KINDS, WIDTH, alive, engine_page
 from millrace.compile.build import BuildOptions, plan_engine
@@ -18,9 +18,9 @@ from millrace.compile.precision import precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.engine.tables import GraphTable, ProgramTable
-from millrace.graph.table import graph_table
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import GraphTable, ProgramTable
+from millrace.graph.graph_json import graph_table
 from millrace.graph.types import Array
 from millrace.machine.roofline import Roofline
 from millrace.model.families import build_model

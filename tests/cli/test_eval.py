@@ -13,12 +13,12 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED, find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
-from millrace.evaluate import agreement
+from millrace.evaluate import kl_agreement
 from millrace.evaluate.divergence import log_probabilities
-from millrace.evaluate.kept import Chosen, Kept, read
 from millrace.evaluate.mmlu import Mmlu, read_subjects
-from millrace.evaluate.patterns import Pattern
-from millrace.evaluate.windows import windows
+from millrace.evaluate.resumable_results import Chosen, Kept, read
+from millrace.evaluate.safe_regex import Pattern
+from millrace.evaluate.text_windows import windows
 from tests.cli.conftest import Millrace
 from tests.support.checkpoints import random_checkpoint
 
@@ -193,7 +193,7 @@ def test_how_far_from_a_reference(millrace: Millrace, text: Path, monkeypatch: p
     assert 1e-4 < told["kl"]["value"] < 1 and 0.5 < told["same_likeliest"]["value"] <= 1
     assert told["ratio"]["value"] == pytest.approx(told["perplexity"]["value"] / told["reference_perplexity"]["value"])
     with monkeypatch.context() as smaller:
-        smaller.setattr(agreement, "_MOST_BYTES", told["tokens"] // told["windows"] * 8 * vocab_size - 1)
+        smaller.setattr(kl_agreement, "_MOST_BYTES", told["tokens"] // told["windows"] * 8 * vocab_size - 1)
         refused = millrace(*rough)
     assert refused.code == 2 and "a window of 64 tokens takes" in refused.err and "--window 62" in refused.err
     shown = millrace(*rough)

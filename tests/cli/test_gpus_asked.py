@@ -12,10 +12,10 @@ from millrace.compile.builder import Builder
 from millrace.compile.lower_gpu.precision_check import check_gpu_has
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda import found, rates
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.cuda.rates import DeviceRates
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cuda import device_lookup, device_roofline
+from millrace.engine.cuda.device_lookup import Gpu
+from millrace.engine.cuda.device_roofline import DeviceRates
 from millrace.errors import ConfigError, MachineError
 from millrace.kernels.precision import Precision
 from millrace.machine.devices import Device
@@ -62,13 +62,13 @@ def test_doctor_on_a_screen(millrace: Millrace) -> None:
 
 def test_doctor_of_a_gpu_that_is_here(millrace: Millrace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors are a CPU's, so that its rates are measured, and mean nothing."""
-    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A10", (8, 6), 1 << 30, 72))
+    monkeypatch.setattr(device_lookup, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A10", (8, 6), 1 << 30, 72))
     told = json.loads(millrace("doctor", "--device", "cuda:1", "--json").out)
     assert told["device"] == "NVIDIA A10 (Ampere, sm_86)" and told["asked"]["precision fp8a16"]["why_not"]
     assert told["measured"]["products"].keys() == {"fp32", "fp16", "bf16", "int8"}
     assert min(told["measured"]["read"], told["measured"]["copied"], *told["measured"]["products"].values()) > 0
     assert (told["free_bytes"], told["multiprocessors"]) == (1 << 30, 72)
-    monkeypatch.setattr(found, "find_gpu", none_here)
+    monkeypatch.setattr(device_lookup, "find_gpu", none_here)
     millrace("doctor", "--device", "cuda").assert_mistake("no GPU to run on")
 
 
@@ -80,9 +80,9 @@ def test_rates_stand_beside_the_datasheet(
     name: str, share: float | None, millrace: Millrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice has its share of the products, and half of the memory's rate."""
-    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu("cpu", name, (9, 0), 1 << 30, 60))
+    monkeypatch.setattr(device_lookup, "find_gpu", lambda device: Gpu("cpu", name, (9, 0), 1 << 30, 60))
     seen = DeviceRates(1675e9, 3350e9, {"fp32": 50e12, "fp8": 1979e12 / 2})
-    monkeypatch.setattr(rates, "measured", lambda gpu, precisions: seen)
+    monkeypatch.setattr(device_roofline, "measured", lambda gpu, precisions: seen)
     lines = millrace("doctor", "--device", "cuda").out.splitlines()
     shown = {line.split("  ")[1].strip(): line.split() for line in lines if line.startswith("  ")}
     assert shown["reading memory"][2:4] == ["1,675", "GB"]
@@ -95,9 +95,11 @@ def test_rates_stand_beside_the_datasheet(
 @pytest.mark.parametrize("failing", [None, RuntimeError("CUDA error: unspecified launch failure")])
 def test_a_gpu_that_cannot_be_measured(failing: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu("cpu" if failing else "cuda:0", "NVIDIA A10", (8, 6), 100 << 20, 72)
-    monkeypatch.setattr(rates, "_rates", lambda *_: (_ for _ in ()).throw(failing or AssertionError("it is too small")))
+    monkeypatch.setattr(
+        device_roofline, "_rates", lambda *_: (_ for _ in ()).throw(failing or AssertionError("it is too small"))
+    )
     with pytest.raises(MachineError) as refused:
-        rates.measured(gpu, ())
+        device_roofline.measured(gpu, ())
     assert ("unspecified launch failure" if failing else "NVIDIA A10 has 100 MiB free") in refused.value.what
 
 
@@ -139,9 +141,9 @@ def test_build_for_a_gpu(millrace: Millrace, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "map.json").write_text('{"default": "bf16", "layers.1.*": "fp8a16"}')
     mapped = ("--precision-map", tmp_path / "map.json")
     millrace(*build, "--device", "A100", *mapped).assert_mistake("A100 SXM 80GB (Ampere) does not multiply fp8")
-    monkeypatch.setattr(found, "find_gpu", none_here)
+    monkeypatch.setattr(device_lookup, "find_gpu", none_here)
     millrace(*build, "--device", "cuda").assert_mistake("no GPU to run on")
-    monkeypatch.setattr(found, "find_gpu", lambda device: Gpu(device, "NVIDIA A100", (8, 0), 1 << 30, 108))
+    monkeypatch.setattr(device_lookup, "find_gpu", lambda device: Gpu(device, "NVIDIA A100", (8, 0), 1 << 30, 108))
     millrace(*build, "--device", "cuda", "--precision", "fp8a16").assert_mistake("NVIDIA A100 (Ampere, sm_80) does not")
     millrace(*build, "--device", "H10").assert_mistake('--device is "H10"')
     millrace(*build, "--precision", "fp8").assert_mistake("use fp8a16", "--device")

@@ -15,10 +15,10 @@ from millrace.compile.builder import build_engine
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.settings import BuildSettings
 from millrace.compile.tune.tuner import Tuning, tune
-from millrace.engine.engine import Engine
-from millrace.engine.manifest import SlotEntry
-from millrace.engine.tables import Node
-from millrace.engine.tactics import read_tables
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import Node
+from millrace.engine.artifact.manifest import SlotEntry
+from millrace.engine.artifact.tactics import read_tables
 from millrace.graph.types import DType
 from millrace.model import ops
 from millrace.model.bert import BertSentences

@@ -12,10 +12,10 @@ from millrace.compile import builder
 from millrace.compile.builder import Builder, build_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.manifest import read_manifest
+from millrace.engine.artifact.manifest import read_manifest
 from millrace.evaluate import calibration
+from millrace.tune.accuracy_pricing import pricing
 from millrace.tune.precision import PrecisionPricer
-from millrace.tune.pricing import pricing
 from tests.cli.conftest import Millrace
 from tests.support.checkpoints import random_encoder
 
@@ -223,6 +223,6 @@ def test_ctrl_c_ends_the_measuring(millrace: Millrace, tmp_path: Path, monkeypat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("millrace.evaluate.pieces.step_of", interrupted)
+    monkeypatch.setattr("millrace.evaluate.piecewise_forward.step_of", interrupted)
     assert millrace("build", "tiny", "-o", tmp_path / "e", "--precision", "w4a8", *SHORT).code == 130
     assert not (tmp_path / "e").exists()

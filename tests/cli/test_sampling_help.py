@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from millrace.checkpoint.generation import LLAMA_CPP, GenerationDefaults
+from millrace.checkpoint.config.generation_config import LLAMA_CPP, GenerationDefaults
 from millrace.runtime.request.sampling_params import SamplingParams, resolve
 from tests.cli.conftest import Millrace
 from tests.runtime.fakes import LIMITS

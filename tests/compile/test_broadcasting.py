@@ -10,8 +10,8 @@ import torch
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.errors import GraphError
 from millrace.graph.dims import value_of
-from millrace.graph.tree_types import is_integer, type_of
-from millrace.graph.trees import COMPARISONS, WHERE, Tree, evaluate
+from millrace.graph.expression_types import is_integer, type_of
+from millrace.graph.expressions import COMPARISONS, WHERE, Tree, evaluate
 from millrace.graph.types import NUMPY, Dim, DType, Symbol
 from millrace.kernels.library import usable_isas
 from millrace.model import ops

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from millrace.compile.cache.engine_cache import EngineCache, age
-from millrace.engine.hold import hold
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.artifact.folder_lock import hold
+from millrace.engine.artifact.manifest import MANIFEST
 from millrace.errors import ConfigError, MachineError
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import GraphError
 from millrace.kernels.library import usable_isas
 from millrace.model import ops

@@ -18,12 +18,12 @@ from millrace.compile.lower_gpu.from_checkpoint import device_engine
 from millrace.compile.lower_gpu.from_engine import built_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
+from millrace.engine.artifact.accuracy_loss import Evaluation, Price
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.folder_lock import in_use
+from millrace.engine.artifact.manifest import MANIFEST, GpuSection, Manifest, sealed
+from millrace.engine.cuda.device_constants import Loaded, load
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.engine.cuda.loaded import Loaded, load
-from millrace.engine.engine import Engine
-from millrace.engine.evaluation import Evaluation, Price
-from millrace.engine.hold import in_use
-from millrace.engine.manifest import MANIFEST, GpuSection, Manifest, sealed
 from millrace.errors import ConfigError, EngineError
 from millrace.graph.rewrite import listing
 from tests.e2e.test_on_gpu import HERE

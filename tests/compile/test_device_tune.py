@@ -11,8 +11,8 @@ import torch
 
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import Gpu
 from millrace.errors import MachineError
 from millrace.kernels.matmul.coded import E4M3, CodedRows, e4m3_rows, int8_rows
 from millrace.kernels.matmul.gpu_tiles import (

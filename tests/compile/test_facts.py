@@ -6,7 +6,7 @@ import pytest
 
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
-from millrace.graph.rules import same_shape
+from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.catalogue import operators
 from millrace.kernels.convert.op import packs_elements, packs_rows

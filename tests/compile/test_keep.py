@@ -11,9 +11,9 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import ConfigError, GraphError
-from millrace.graph.table import graph_table
+from millrace.graph.graph_json import graph_table
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import last_logits
 

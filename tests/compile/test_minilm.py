@@ -12,9 +12,9 @@ from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.passes.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.interpreter import Interpreter
-from millrace.engine.kv import KvFormat
-from millrace.engine.texts import text_inputs
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.encoder_inputs import text_inputs
+from millrace.engine.reference.interpreter import Interpreter
 from tools.nightly.packages import minilm
 
 TEXTS = (

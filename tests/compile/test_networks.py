@@ -12,10 +12,10 @@ from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import ExecutionError
-from millrace.engine.interpreter import Interpreter
-from millrace.engine.kv import KvFormat
-from millrace.engine.native import NativeNetwork
+from millrace.engine.native.executor import NativeNetwork
+from millrace.engine.reference.interpreter import Interpreter
 from millrace.errors import ConfigError, EngineError, GraphError, RequestError
 from millrace.graph.types import Constant, DType, Symbol, Value
 from millrace.kernels.catalogue import operators

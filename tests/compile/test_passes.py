@@ -15,7 +15,7 @@ from millrace.compile.passes.fusions import fuse_convert, fuse_residual
 from millrace.compile.passes.pipeline import Pass, pipeline, run_passes
 from millrace.compile.passes.products import merge_gated, merge_linears
 from millrace.compile.precision import check_x_group, precision_map
-from millrace.engine.kv import KvFormat
+from millrace.engine.cache_specs import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.types import Constant, DType, Graph, Node, Port, Symbol, Value
@@ -24,7 +24,7 @@ from millrace.kernels.catalogue import operators
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.matmul.op import group_of
 from millrace.kernels.precision import Precision
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
 from millrace.model.module import DECODER, Module, ModuleList, Parameter, Weights, trace_model

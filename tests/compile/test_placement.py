@@ -4,12 +4,12 @@ import pytest
 
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.lower_cpu.program_builder import Placement
-from millrace.engine.kv import CacheSpec, KvFormat
+from millrace.engine.cache_specs import CacheSpec, KvFormat
 from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.catalogue import operators
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.places import View
-from millrace.kernels.storage import DENSE, Storage
+from millrace.kernels.operand_places import View
+from millrace.kernels.row_storage import DENSE, Storage
 
 T, S = Symbol("T"), Symbol("S")
 

@@ -12,12 +12,12 @@ from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KvFormat
-from millrace.engine.manifest import GRAPH, PROGRAM
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import GRAPH, PROGRAM
+from millrace.engine.cache_specs import KvFormat
 from millrace.errors import GraphError
+from millrace.graph.graph_json import graph_table, read_graph
 from millrace.graph.rewrite import listing
-from millrace.graph.table import graph_table, read_graph
 from millrace.graph.types import Graph, Symbol
 from millrace.kernels.catalogue import operators
 from tests.support.checkpoints import FAMILIES, random_checkpoint

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.checkpoint.quantised import FP8, QuantisedFormat
+from millrace.checkpoint.weights.quantized_matrix import FP8, QuantisedFormat
 from millrace.compile.precision import (
     StoredMatrix,
     keeping_the_head,

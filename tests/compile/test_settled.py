@@ -8,7 +8,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, settled
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.kv import KvFormat
+from millrace.engine.cache_specs import KvFormat
 from tests.support.checkpoints import random_checkpoint
 
 

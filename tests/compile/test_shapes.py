@@ -15,11 +15,11 @@ from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.engine.interpreter import Interpreter
-from millrace.engine.kv import KvFormat
-from millrace.engine.manifest import contradiction
-from millrace.engine.tables import read_graph_table
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import read_graph_table
+from millrace.engine.artifact.manifest import contradiction
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.reference.interpreter import Interpreter
 from millrace.errors import ConfigError, GraphError, RequestError
 from millrace.graph.dims import divide, parse_dim
 from millrace.graph.types import DType

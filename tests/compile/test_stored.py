@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.gguf_file import gguf_name
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.quantised import QuantisedFormat
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat
 from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.compile.source import Source
 from millrace.kernels.matmul.pack import hadamard
-from millrace.kernels.places import Packed
+from millrace.kernels.operand_places import Packed
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf

@@ -19,11 +19,9 @@ from millrace.compile.tune import tuning_regions as regions_module
 from millrace.compile.tune.tuner import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, tune, tune_folder
 from millrace.compile.tune.tuning_cases import TunedRows, cases_of, pages_of
 from millrace.compile.tune.tuning_regions import regions, regions_of
-from millrace.engine.engine import Engine
-from millrace.engine.executor import StepInputs, StepOutputs
-from millrace.engine.native import NativeExecutor
-from millrace.engine.tables import Call, read_program_table
-from millrace.engine.tactics import (
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.artifact.tactics import (
     TACTICS,
     Choice,
     Comparison,
@@ -33,7 +31,9 @@ from millrace.engine.tactics import (
     read_tactics,
     write_tactics,
 )
-from millrace.engine.texts import text_inputs
+from millrace.engine.encoder_inputs import text_inputs
+from millrace.engine.executor import StepInputs, StepOutputs
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.library import usable_isas
@@ -299,7 +299,7 @@ def test_two_processes_merge_into_one_cache(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from millrace.compile.cache.timing_cache import TimingCache
-from millrace.engine.tactics import Choice
+from millrace.engine.artifact.tactics import Choice
 for i in range(40):
     TimingCache(Path(sys.argv[1])).merge("m", {f"matmul {sys.argv[2]} {i}": [Choice(1, {}, [])]})
 """

@@ -16,8 +16,8 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.engine.hold import building, hold, in_use, remove
-from millrace.engine.manifest import MANIFEST, WEIGHTS, Manifest
+from millrace.engine.artifact.folder_lock import building, hold, in_use, remove
+from millrace.engine.artifact.manifest import MANIFEST, WEIGHTS, Manifest
 from millrace.errors import CheckpointError, MachineError
 from tests.support.gguf_files import write_gguf
 

@@ -25,7 +25,7 @@ from millrace.compress.methods.awq_smoothquant import (
     smooth_factors,
 )
 from millrace.compress.methods.quantization_grid import Grid, fitted, with_scales
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import log_probabilities
 from millrace.model.module import Weights

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.weights import Tensors
+from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics, method_of, needs, sampled, statistics_of
@@ -27,7 +27,7 @@ from millrace.compress.methods.gptq import Gptq, gptq_e4m3
 from millrace.compress.methods.quantization_grid import Convention, Grid, rounded
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.errors import CheckpointError, ConfigError
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 from tests.compress.conftest import TEXT, Trained
 from tests.fuzz.originals import write_checkpoint
 

@@ -25,7 +25,7 @@ from millrace.compress.calibration.statistics import (
     writing,
 )
 from millrace.errors import ConfigError, MachineError
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint
 

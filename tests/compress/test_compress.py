@@ -14,7 +14,7 @@ import safetensors.numpy
 from gguf import GGMLQuantizationType as GgufKind
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.weights import INDEX, Tensors
+from millrace.checkpoint.weights.safetensors import INDEX, Tensors
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
@@ -29,10 +29,10 @@ from millrace.compress.measure.accuracy import measure, windows_for
 from millrace.compress.methods.e4m3 import rounded_e4m3
 from millrace.compress.methods.quantization_grid import Convention, Grid, rounded
 from millrace.compress.recipe import PRESETS, parsed
-from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.cache_specs import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.simulated import fp8_rows
+from millrace.evaluate.fake_quant_activations import fp8_rows
 from tests.fuzz.originals import write_checkpoint
 from tests.support.checkpoints import random_encoder
 from tests.support.compressed_files import Kind, dequantised_by_spec, read_file, write_compressed

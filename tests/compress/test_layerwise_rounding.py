@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compile.build import BuildOptions
 from millrace.compile.precision import PrecisionMap
 from millrace.compress.calibration import layerwise_rounding as layers_room

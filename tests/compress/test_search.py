@@ -28,10 +28,10 @@ from millrace.compress.search.candidates import FLOAT, TREATMENTS, Shelf, activa
 from millrace.compress.search.loss_bound import KL, MOST_MIXES, PERPLEXITY, MaxLoss, searched
 from millrace.compress.search.mixed_precision import Candidate, Mix
 from millrace.compress.search.search import RECIPE, Found, Goal, Texts, search
-from millrace.engine.probe import Product
+from millrace.engine.roofline_probe import Product
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 from tests.fuzz.originals import write_checkpoint
 
 TEXT = (BUNDLED / "calibration.txt").read_text()

@@ -21,7 +21,7 @@ from millrace.compress.compression_plan import Job, plan
 from millrace.compress.measure.accuracy import Reference
 from millrace.compress.methods.structured_pruning import Prune, channels_kept, heads_kept, shapes, sizes
 from millrace.compress.recipe import parsed, written
-from millrace.engine.kv import KvFormat
+from millrace.engine.cache_specs import KvFormat
 from millrace.errors import CheckpointError, ConfigError
 from millrace.kernels.precision import Precision
 from tests.fuzz.originals import write_checkpoint

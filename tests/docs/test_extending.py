@@ -25,9 +25,9 @@ from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, run_passes, unfused
 from millrace.compile.precision import precision_map
-from millrace.engine.engine import Engine
-from millrace.engine.interpreter import Interpreter
-from millrace.engine.kv import KvFormat
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.reference.interpreter import Interpreter
 from millrace.errors import GraphError
 from millrace.graph.types import Graph, Operators, Symbol
 from millrace.kernels import codegen
@@ -267,14 +267,14 @@ def check_operator(known: Operators) -> None:
 def check_on_gpu(known: Operators, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors of a CPU."""
     torch = pytest.importorskip("torch", reason="GPU operators are PyTorch's")
-    from millrace.engine.cuda import walk
+    from millrace.engine.cuda import graph_executor
     from millrace.kernels.torch_operators import torch_operators
 
     with loaded(path) as page:
         every = {**torch_operators(), **page.OPERATORS}
-    monkeypatch.setattr(walk, "torch_operators", lambda: every)
+    monkeypatch.setattr(graph_executor, "torch_operators", lambda: every)
     traced = trace_model(Softmin(), Weights({}, lambda name: np.zeros(0)), known)
-    on_gpu = walk.Walk(lower_for_gpu(run_passes(traced, gpu(precision_map("fp32"))), "fp32"), device="cpu")
+    on_gpu = graph_executor.Walk(lower_for_gpu(run_passes(traced, gpu(precision_map("fp32"))), "fp32"), device="cpu")
     x = np.random.default_rng(1).standard_normal((5, 9)).astype(np.float32)
     y = on_gpu._computed({"x": torch.from_numpy(x)})["y"].numpy()
     np.testing.assert_allclose(y, reference(traced, {"x": x})["y"], rtol=1e-5)

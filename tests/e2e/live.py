@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import openai
 
-from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
 from millrace.cli.serve.run import _served
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.open_engine import Opened, open_engine
 from millrace.runtime.service import AsyncEngine, ServiceOptions

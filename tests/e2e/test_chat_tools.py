@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
-from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.errors import RequestError
 from tests.e2e.live import Live
 

@@ -14,10 +14,10 @@ from millrace import LLM
 from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.device_lookup import Place
+from millrace.engine.cuda.encoder_executor import CudaNetwork
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.engine.cuda.found import Place
-from millrace.engine.cuda.network import CudaNetwork
-from millrace.engine.texts import text_inputs
+from millrace.engine.encoder_inputs import text_inputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError, RequestError
 from millrace.runtime.open_engine import OpenedEncoder, open_encoder

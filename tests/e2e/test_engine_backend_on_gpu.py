@@ -14,7 +14,7 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.compile import resolve_model
-from millrace.engine.cuda import executor, network
+from millrace.engine.cuda import encoder_executor, executor
 from tests.e2e.test_on_gpu import HERE, PROMPTS, STORIES, Breaking
 from tests.serve.support import until
 from tests.support.checkpoints import random_encoder
@@ -141,7 +141,7 @@ def test_an_encoder_whose_device_fails(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         with monkeypatch.context() as broken:
-            broken.setattr(network.CudaNetwork, "run", fail)
+            broken.setattr(encoder_executor.CudaNetwork, "run", fail)
             for _ in range(3):
                 assert "CUDA error" in httpx.post(url, json=body).text
             until(lambda: "texts_0 is lost, and is made anew: the engine has stopped" in caplog.text)

@@ -24,12 +24,12 @@ from millrace.cli.serve.run import _introduce, _to_serve
 from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda import executor, loaded
+from millrace.engine.cuda import device_constants, executor
+from millrace.engine.cuda.device_lookup import Gpu, Place, find_gpu
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import Gpu, Place, find_gpu
-from millrace.engine.cuda.memory import SHARE
-from millrace.engine.cuda.transfer import there
+from millrace.engine.cuda.host_device_copy import there
+from millrace.engine.cuda.memory_plan import SHARE
 from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 ) -> None:  # fmt: skip
     free = gpu[0] if gpu else 80 << 30
     monkeypatch.setattr(resolve_model, "find_gpu", lambda device: Gpu("cpu", "NVIDIA A100", (8, 0), free, 108))
-    monkeypatch.setattr(loaded, "load", never)
+    monkeypatch.setattr(device_constants, "load", never)
     with pytest.raises(kind) as refused:
         LLM("tiny", device="cuda", **asked)
     assert all(w in str(refused.value) for w in words), str(refused.value)
@@ -184,7 +184,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_device_that_fails_while_it_is_loaded(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
+    monkeypatch.setattr(device_constants, "load", failing("CUDA out of memory. Tried to allocate 2 GiB.\nMore words"))
     with pytest.raises(MachineError, match="failed while the model was loaded: CUDA out of memory") as refused:
         LLM("tiny", device="cuda", **SMALL)
     assert "More words" not in str(refused.value) and "nvidia-smi" in refused.value.mend

@@ -11,9 +11,9 @@ from millrace.cli.main import run
 from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
+from millrace.engine.cuda.device_lookup import Place
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import Place
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError
 from tests.e2e.test_on_gpu import HERE

@@ -11,7 +11,7 @@ import pytest
 
 from millrace import __version__
 from millrace.cli.main import run
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.kernels.library import usable_isas
 from tests.e2e.live import Live
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from tests.e2e.conftest import built
 from tests.e2e.live import MODEL, live
 

@@ -17,7 +17,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from tests.e2e.live import live
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
@@ -85,7 +85,7 @@ def test_the_way_of_a_weight(tmp_path: Path) -> None:
         engine = Engine.open(tmp_path / "engine")
         engine.executor(n_pages=16, threads=1).close()
     before = {"model/module.py", "compile/lower_cpu/program_builder.py"}
-    after = {"compile/build.py", "engine/engine.py", "engine/native.py"}
+    after = {"compile/build.py", "engine/artifact/engine.py", "engine/native/executor.py"}
     assert before <= deciding and after <= handing
     assert packing == set(listed) - before - after and len(listed) == len(set(listed)) <= MOST["weight"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.kernels import codegen
 from millrace.machine.cpu import usable_cores
 from tests.support.engines import build

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.config import RopeConfig
+from millrace.checkpoint.config.model_config import RopeConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.lower import lower
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import CacheSpec, KvFormat
 from millrace.engine.executor import ExecutionError, ExecutorLimits, StepInputs
-from millrace.engine.kv import CacheSpec, KvFormat
-from millrace.engine.native import NativeExecutor
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.native.executor import NativeExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.errors import ConfigError, GraphError
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas

@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 
 from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.cuda import transfer
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda import host_device_copy
+from millrace.engine.cuda.capability_check import check_gpu, precisions_used
+from millrace.engine.cuda.device_constants import Loaded, _alike, _placed
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.gpu import check_gpu, precisions_used
-from millrace.engine.cuda.loaded import Loaded, _alike, _placed
+from millrace.engine.cuda.graph_executor import DTYPES
 from millrace.engine.cuda.sampling import likeliest
-from millrace.engine.cuda.walk import DTYPES
 from millrace.engine.executor import (
     NOT_FINITE,
     NOTHING_ALLOWED,
@@ -37,8 +38,7 @@ from millrace.engine.executor import (
     WindowLimits,
     plain_rows,
 )
-from millrace.engine.kv import KvFormat
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError
 from millrace.graph.types import Node
 from millrace.kernels.attention.op import window_of
@@ -298,15 +298,15 @@ def test_weights_that_are_no_numbers_are_refused_by_name(dtype: str, bad: float,
 def test_what_stays_on_a_device_comes_there_in_slabs(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every element once, whatever is left for the last slab; a row is longer than a slab, or some rows are one."""
     for slab in (1, 24, 100, 1 << 20):
-        monkeypatch.setattr(transfer, "SLAB_BYTES", slab)
+        monkeypatch.setattr(host_device_copy, "SLAB_BYTES", slab)
         for shape in ((7, 5), (1, 3), (9,), (2, 3, 4)):
             x = (np.random.default_rng(1).standard_normal(shape) * 100).astype(np.dtype(given))
             for dtype in (torch.float32, torch.bfloat16) if given != "int32" else (torch.int32,):
                 got = torch.empty(shape, dtype=dtype)
-                transfer.kept_on_device(x, got)
+                host_device_copy.kept_on_device(x, got)
                 want = torch.from_numpy(x.astype(np.float64)).to(dtype) if given != "int32" else torch.from_numpy(x)
                 np.testing.assert_array_equal(got.float().numpy(), want.float().numpy())
-                two = transfer.rows_on_device([want, want[:1]], torch.device("cpu"))
+                two = host_device_copy.rows_on_device([want, want[:1]], torch.device("cpu"))
                 assert torch.equal(two, torch.cat([want, want[:1]]))
 
 

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from millrace.api.offline_generate import generate
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
-from millrace.engine.cuda.buckets import Bucket, Graphs, bucket_of, usual_buckets
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda.attention_partition import Kind
+from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way, way_of
-from millrace.engine.cuda.work import Kind
 from millrace.engine.executor import StepInputs, plain_rows
-from millrace.engine.kv import KvFormat
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 from millrace.runtime.loop import EngineLoop

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.model import TINY, graph_of, lowered_graph
-from millrace.engine.cuda import plain
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
-from millrace.engine.dummy import dummy_step
-from millrace.engine.kv import KvFormat
+from millrace.engine.dummy_step import dummy_step
 from tests.engine.test_cuda import LIMITS
 from tests.support.one_step import i32
 
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):  # type: ignore[misc]
             def kernel(*args: Any, **more: Any) -> Any:
                 self.seen.append(name)
                 with _disable_current_modes():
-                    return getattr(plain, name)(*args, **more)
+                    return getattr(torch_reference, name)(*args, **more)
 
             return kernel
 

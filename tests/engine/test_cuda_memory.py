@@ -20,14 +20,14 @@ from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.lower_gpu.memory import needs_of, page_bytes
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.source import Source
-from millrace.engine.cuda import plain
-from millrace.engine.cuda.buckets import usual_buckets
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda import torch_reference
+from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.memory import SHARE, Needs, plan_device
+from millrace.engine.cuda.memory_plan import SHARE, Needs, plan_device
 from millrace.engine.cuda.sampling import Way
-from millrace.engine.dummy import dummy_step
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
-from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.kernels.catalogue import operators
 from millrace.kernels.matmul.coded import CodedRows
@@ -122,7 +122,7 @@ def test_what_a_step_computes_is_bounded(
 ) -> None:  # fmt: skip
     """From above, and not by far: an executor gives back what nobody reads any more. The kernel of a GPU draws from
     what is given, where here it would be sorted."""
-    monkeypatch.setattr(plain, "draw", lambda p, *_: p.argmax(1))
+    monkeypatch.setattr(torch_reference, "draw", lambda p, *_: p.argmax(1))
     config = replace(TINY, hidden_size=width, n_layers=6, max_context=256, vocab_size=vocab)
     limits = replace(LIMITS, max_rows=24, vocab_size=config.vocab_size)
     graph = graph_of(config, precision)
@@ -134,7 +134,7 @@ def test_what_a_step_computes_is_bounded(
 
 def test_what_a_captured_step_computes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its draws, which are most of it."""
-    monkeypatch.setattr(plain, "draw", lambda p, *_: p.argmax(1))
+    monkeypatch.setattr(torch_reference, "draw", lambda p, *_: p.argmax(1))
     graph, vocab = graph_of(replace(TINY, vocab_size=9001, max_context=256), "bf16"), 9001
     limits = replace(LIMITS, vocab_size=vocab)
     buckets = CudaExecutor(lower_for_gpu(graph, "bf16"), limits, buckets=(8,), device="cpu")

@@ -11,9 +11,9 @@ from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.cuda.network import CudaNetwork
-from millrace.engine.cuda.transfer import OnItsWay
-from millrace.engine.texts import text_inputs
+from millrace.engine.cuda.encoder_executor import CudaNetwork
+from millrace.engine.cuda.host_device_copy import OnItsWay
+from millrace.engine.encoder_inputs import text_inputs
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 from tests.support.checkpoints import random_encoder

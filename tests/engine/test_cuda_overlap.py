@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from millrace.api.offline_generate import Collector, CompletionOutput, new_output
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda import executor as executor_
-from millrace.engine.cuda.buckets import usual_buckets
+from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.transfer import there
+from millrace.engine.cuda.host_device_copy import there
 from millrace.engine.executor import NOT_FINITE, ExecutionError, Executor, StepInputs, plain_rows
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams

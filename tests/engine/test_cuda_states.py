@@ -12,12 +12,12 @@ import torch
 
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.lower_gpu.memory import needs_of
-from millrace.engine.cuda.buckets import Bucket
+from millrace.engine.cache_specs import SLOTS_PER_SEQUENCE
+from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.dummy import dummy_step
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import StateSlots
-from millrace.engine.kv import SLOTS_PER_SEQUENCE
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from tests.engine.test_cuda import VOCAB, both
 from tests.engine.test_cuda_buckets import decode
 from tests.engine.test_cuda_windows import told

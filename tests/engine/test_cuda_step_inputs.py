@@ -9,16 +9,16 @@ import pytest
 
 from millrace.api.offline_generate import generate
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.compile.lower_gpu.memory import needs_of
 from millrace.compile.passes.pipeline import gpu, pipeline, run_passes
 from millrace.compile.precision import precision_map
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.executor import ExecutionError
-from millrace.engine.kv import KvFormat
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
 from millrace.runtime.loop import EngineLoop

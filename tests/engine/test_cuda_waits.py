@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from millrace.compile.lower_gpu.lower import lower_for_gpu
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.sampling import Way
-from millrace.engine.dummy import dummy_step
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import StepInputs, WindowPages
-from millrace.engine.kv import KvFormat
 from millrace.kernels.attention.paged import LayerPages
 from tests.engine.test_cuda import LIMITS, VOCAB, both, drawn_rows
 from tests.support.checkpoints import random_checkpoint

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from millrace.api.offline_generate import generate
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.engine.cache_specs import max_window_pages
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.memory import SHARE, Needs, WindowNeeds, plan_device
+from millrace.engine.cuda.memory_plan import SHARE, Needs, WindowNeeds, plan_device
 from millrace.engine.executor import Executor, StepInputs, WindowPages, plain_rows
-from millrace.engine.kv import max_window_pages
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.errors import MachineError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.cuda.work import (
+from millrace.engine.cuda.attention_partition import (
     ALIGNED,
     FEW_ROWS,
     ITEM,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from millrace.api.offline_generate import CompletionOutput, generate
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.runtime.loop import EngineLoop

@@ -6,9 +6,9 @@ from typing import Any, get_args, get_type_hints
 
 from msgspec import Struct
 
-from millrace.engine.manifest import FORMAT, Manifest
-from millrace.engine.tables import GraphTable, ProgramTable
-from millrace.engine.tactics import TacticTable
+from millrace.engine.artifact.engine_tables import GraphTable, ProgramTable
+from millrace.engine.artifact.manifest import FORMAT, Manifest
+from millrace.engine.artifact.tactics import TacticTable
 
 WRITTEN = {13: "c892ce2c95b61fc2"}
 

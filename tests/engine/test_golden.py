@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KvFormat
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from tests.support.checkpoints import FAMILIES, random_checkpoint

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import read_graph_table, read_program_table
+from millrace.engine.artifact.manifest import MANIFEST, PROGRAM, WEIGHTS
 from millrace.engine.executor import ExecutionError, StepInputs
-from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
-from millrace.engine.native import LoadedProgram, NativeExecutor, NativeProgram
-from millrace.engine.slots import Size
-from millrace.engine.tables import read_graph_table, read_program_table
+from millrace.engine.io_slots import Size
+from millrace.engine.native.executor import LoadedProgram, NativeExecutor, NativeProgram
 from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.graph.dims import parse_dim
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import kernels
-from millrace.kernels.identity import kernels_digest
+from millrace.kernels.kernels_digest import kernels_digest
 from millrace.kernels.library import usable_isas
 from millrace.kernels.rescore.pack import pack_byte_rows
 from tests.support.checkpoints import random_checkpoint
@@ -280,7 +280,7 @@ def test_threads_are_a_number_of_threads(engine: Engine, threads: int) -> None:
 
 
 def test_without_a_number_all_cores_compute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.engine.native.usable_cores", lambda: 3)
+    monkeypatch.setattr("millrace.engine.native.executor.usable_cores", lambda: 3)
     executor = engine.executor(n_pages=4)
     assert executor.threads == 3
     executor.close()
@@ -300,8 +300,8 @@ def test_an_instruction_set_that_the_cpu_lacks(engine: Engine, monkeypatch: pyte
             error.value = b'instruction set "avx512" cannot run here: it needs AVX-512 F'
             return 1
 
-    monkeypatch.setattr("millrace.engine.native.library", Lacking)
-    monkeypatch.setattr("millrace.engine.native.usable_isas", lambda: ["avx2", "scalar"])
+    monkeypatch.setattr("millrace.engine.native.executor.library", Lacking)
+    monkeypatch.setattr("millrace.engine.native.executor.usable_isas", lambda: ["avx2", "scalar"])
     with pytest.raises(MachineError, match="it needs AVX-512 F") as error:
         engine.executor(n_pages=4, isa="avx512")
     assert error.value.expected == "one of avx2, scalar" and "--isa" in error.value.mend
@@ -310,7 +310,7 @@ def test_an_instruction_set_that_the_cpu_lacks(engine: Engine, monkeypatch: pyte
 OUT_OF_THREADS = """
 import resource, sys
 from pathlib import Path
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import ConfigError, EngineError, MachineError
 engine = Engine.open(Path(sys.argv[1]))
 engine.executor(n_pages=4, threads=2).close()
@@ -354,5 +354,5 @@ def test_the_digest_knows_declarations_and_packing(monkeypatch: pytest.MonkeyPat
         changed.setattr("millrace.kernels.catalogue.kernels", lambda: kernels()[::-1])
         assert fresh() != kernels_digest()
     with monkeypatch.context() as changed:
-        changed.setattr("millrace.kernels.identity.pack_byte_rows", lambda q: pack_byte_rows(q)[1:])
+        changed.setattr("millrace.kernels.kernels_digest.pack_byte_rows", lambda q: pack_byte_rows(q)[1:])
         assert fresh() != kernels_digest()

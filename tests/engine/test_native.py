@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from millrace.engine import native
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import MANIFEST, Manifest, sealed
 from millrace.engine.executor import ExecutionError, ExecutorLimits, StepInputs
-from millrace.engine.manifest import MANIFEST, Manifest, sealed
-from millrace.engine.native import NativeNetwork
-from millrace.engine.native_step import step_args
+from millrace.engine.native.executor import NativeNetwork
+from millrace.engine.native.step_arrays import step_args
 from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, prompts_as_step
@@ -372,7 +371,7 @@ def test_a_launch_that_comes_between_leaves_the_arrays_of_the_one_under_way(
                 executor.launch(first)
             return prepared(step, limits)
 
-        monkeypatch.setattr(native, "step_args", meanwhile)
+        monkeypatch.setattr(executor, "step_args", meanwhile)
         with pytest.raises(ExecutionError, match="nobody has waited"):
             executor.launch(second)
         assert executor._core is not None and executor._core.works_on[0] is first

@@ -8,12 +8,12 @@ import pytest
 import safetensors.numpy
 
 from millrace.api.offline_generate import generate
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KvFormat
-from millrace.engine.native import NativeExecutor
-from millrace.kernels import places
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.native.executor import NativeExecutor
+from millrace.kernels import operand_places
 from millrace.kernels.library import usable_isas
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: p
     precision, _, kv = request.param.partition(" over ")
     out = tmp_path_factory.mktemp("engines") / "engine"
     with pytest.MonkeyPatch.context() as patch:  # a build refuses such a table: it is how numbers overflow at will here
-        patch.setattr(places, "finite", lambda array, dtype: array.astype(dtype))
+        patch.setattr(operand_places, "finite", lambda array, dtype: array.astype(dtype))
         return build(checkpoint, out, precision, group=32, max_step_tokens=96, kv=KvFormat[kv.upper()] if kv else None)
 
 

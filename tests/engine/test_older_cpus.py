@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from millrace.engine.engine import Engine
-from millrace.engine.tables import read_program_table
-from millrace.engine.tactics import Choice, Comparison, Region, TacticTable, Timed, write_tactics
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import read_program_table
+from millrace.engine.artifact.tactics import Choice, Comparison, Region, TacticTable, Timed, write_tactics
 from millrace.kernels.library import usable_isas
 from tests.fuzz.originals import write_checkpoint
 from tests.support.engines import build, last_logits
@@ -34,7 +34,7 @@ ASKED = """
 import contextlib, io, json, sys
 from pathlib import Path
 from millrace.cli.main import run
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
 from tests.support.engines import build, last_logits

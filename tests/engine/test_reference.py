@@ -13,9 +13,9 @@ from millrace.compile.build import BuildOptions
 from millrace.compile.passes.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, WindowLimits
-from millrace.engine.kv import KvFormat
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.kernels.sample.ref import uniform
 from millrace.model.module import trace_model

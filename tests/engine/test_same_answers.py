@@ -10,11 +10,11 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from millrace.api.offline_generate import CompletionOutput, generate
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KvFormat
-from millrace.engine.native import NativeExecutor
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.native.executor import NativeExecutor
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.runtime.loop import EngineLoop

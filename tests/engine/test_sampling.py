@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutionError, StepInputs, StepOutputs
-from millrace.engine.native import NativeExecutor, NativeProgram
-from millrace.engine.slots import Slot
+from millrace.engine.io_slots import Slot
+from millrace.engine.native.executor import NativeExecutor, NativeProgram
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Ref, encode

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.engine.executor import ExecutionError, StateSlots
 from millrace.kernels.library import usable_isas
 from tests.engine.test_windows import OTHER_ISAS, drawn, params_of, run

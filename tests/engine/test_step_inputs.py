@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.engine.executor import ExecutionError, StepInputs, plain_rows
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, prompts_as_step

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine import tactics
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
-from millrace.engine.tables import read_program_table
-from millrace.engine.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
+from millrace.engine.artifact import tactics
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import read_program_table
+from millrace.engine.artifact.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import EngineError, MachineError
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.declare import MAX_KNOBS

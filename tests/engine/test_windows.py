@@ -11,17 +11,17 @@ import pytest
 
 from millrace.api.offline_generate import CompletionOutput, generate
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.passes.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import WindowPages
-from millrace.engine.kv import KvFormat
-from millrace.engine.native import NativeExecutor
-from millrace.engine.reference import ReferenceExecutor
+from millrace.engine.native.executor import NativeExecutor
+from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import TOKENS, VARIED, Calibration
 from millrace.evaluate.sizes import LENGTH, SHORTEST
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import Score, compared, log_probabilities, log_softmax
-from millrace.evaluate.windows import Windows, windows
+from millrace.evaluate.text_windows import Windows, windows
 from tests.support.engines import build
 
 TEXT = "Once upon a time there was a little dog. It lived in a mill by the river, and the wheel turned all day. " * 14

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate import generation
 from millrace.evaluate.generation import Ask, Said, answer, asks, judges
-from millrace.evaluate.kept import RIGHT, About, Kept
-from millrace.evaluate.patterns import Pattern
 from millrace.evaluate.questions import Questions, read_questions
+from millrace.evaluate.resumable_results import RIGHT, About, Kept
+from millrace.evaluate.safe_regex import Pattern
 
 Answers = Generator[tuple[int, str], None, None]
 ABOUT = About("m", "engine", "fp32", "mine, generated", "data")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, log_probabilities
 from millrace.evaluate.likelihood import Question, likelihoods

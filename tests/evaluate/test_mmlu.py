@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
-from millrace.evaluate.choice import Posed
 from millrace.evaluate.mmlu import LM_EVAL, ORIGINAL, Mmlu, Subject, read_subjects
+from millrace.evaluate.multiple_choice import Posed
 
 HEADER = "question,choice0,choice1,choice2,choice3,answer\n"
 DEV = '" What is 1 + 1? ",1,2,3,4,1\n"Which, then?",a,b,c,d,3\n'

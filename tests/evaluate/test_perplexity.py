@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
 from millrace.compile.resolve_model import BUNDLED
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate import perplexity
 from millrace.evaluate.divergence import Mean, losses
-from millrace.evaluate.kept import About, Kept
 from millrace.evaluate.perplexity import (
     GPTQ,
     LLAMA_PERPLEXITY,
@@ -34,6 +33,7 @@ from millrace.evaluate.perplexity import (
     perplexities,
     rolling,
 )  # fmt: skip
+from millrace.evaluate.resumable_results import About, Kept
 from tests.support.engines import build
 
 TINY = BUNDLED / "tiny"

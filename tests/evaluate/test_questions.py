@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError, MachineError
-from millrace.evaluate.choice import Posed, answer
-from millrace.evaluate.kept import PER_BYTE, RIGHT, About, Chosen, Kept, read
 from millrace.evaluate.likelihood import Likelihood
+from millrace.evaluate.multiple_choice import Posed, answer
 from millrace.evaluate.questions import Questions, read_questions
+from millrace.evaluate.resumable_results import PER_BYTE, RIGHT, About, Chosen, Kept, read
 from tests.support.engines import build
 
 CHOICES = ["ran, ö", "slept all day by the old mill"]
@@ -130,7 +130,7 @@ def test_likelihoods_that_are_not_finite(
 ) -> None:
     """No choice is scored, and nothing is written that could not be read again."""
     monkeypatch.setattr(
-        "millrace.evaluate.choice.likelihoods",
+        "millrace.evaluate.multiple_choice.likelihoods",
         lambda _, asked: iter(
             [(0, [Likelihood(-1.0, True)] * 2), (1, [Likelihood(-1.0, True), Likelihood(bad, False)])]
         ),

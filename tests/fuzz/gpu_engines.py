@@ -12,11 +12,19 @@ from millrace.compile.lower_gpu.from_engine import built_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import (
+    GRAPH,
+    MANIFEST,
+    PROGRAM_TABLE,
+    FileEntry,
+    file_checksum,
+    read_manifest,
+    sealed,
+)
+from millrace.engine.cuda.device_lookup import Gpu
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import ExecutionError
-from millrace.engine.manifest import GRAPH, MANIFEST, PROGRAM_TABLE, FileEntry, file_checksum, read_manifest, sealed
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_json
 from tests.fuzz.originals import write_checkpoint

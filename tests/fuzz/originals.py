@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from millrace.checkpoint.encoder import read_encoder
+from millrace.checkpoint.config.encoder_config import read_encoder
 from millrace.model.bert import BertSentences
 from tests.support.vocabularies import save_byte_fallback, save_word_pieces
 

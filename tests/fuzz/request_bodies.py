@@ -7,8 +7,8 @@ from typing import Any, cast
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.runtime.encoder_loop import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.request.sampling_params import resolve
 from millrace.serve.http.http_request import Call, RequestLog

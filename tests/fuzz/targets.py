@@ -12,17 +12,25 @@ import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.compressed.scheme import KEY as COMPRESSION
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.checkpoint.weights import Tensors
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import (
+    MANIFEST,
+    PROGRAM,
+    UNREADABLE,
+    FileEntry,
+    file_checksum,
+    read_manifest,
+    sealed,
+)
+from millrace.engine.artifact.tactics import TACTICS, Choice, Region, TacticTable, write_tactics
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import ExecutionError
-from millrace.engine.manifest import MANIFEST, PROGRAM, UNREADABLE, FileEntry, file_checksum, read_manifest, sealed
-from millrace.engine.tactics import TACTICS, Choice, Region, TacticTable, write_tactics
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint
 from tests.fuzz.driver import Case

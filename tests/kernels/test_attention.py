@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.engine.cache_specs import CacheSpec, KvFormat
 from millrace.engine.executor import SAMPLING, StepInputs
-from millrace.engine.kv import CacheSpec, KvFormat
-from millrace.engine.native import NativeExecutor, NativeProgram
+from millrace.engine.native.executor import NativeExecutor, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.attention.ref import ROUNDINGS, attention, to_fp8, to_int4, to_int8, transformed
 from millrace.kernels.catalogue import kernels

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from millrace.engine.cache_specs import KvFormat
 from millrace.engine.executor import ExecutionError, StepInputs, WindowPages
-from millrace.engine.kv import KvFormat
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from tests.kernels.test_attention import (

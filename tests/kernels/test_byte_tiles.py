@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
-from millrace.engine.native import NativeNetwork, NativeProgram
-from millrace.graph.trees import Tree
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
+from millrace.engine.native.executor import NativeNetwork, NativeProgram
+from millrace.graph.expressions import Tree
 from millrace.graph.types import Symbol
 from millrace.kernels.convert.ref import pack_rows
 from millrace.kernels.declare import MAX_KNOBS, Param, RowFormat, Space, WeightFormat

@@ -7,7 +7,7 @@ import pytest
 
 import millrace.kernels
 from millrace.errors import GraphError
-from millrace.graph.table import graph_table, read_graph
+from millrace.graph.graph_json import graph_table, read_graph
 from millrace.kernels.catalogue import kernels, numbered, operators
 from millrace.model.module import Module, Signature, Weights, trace_model
 from millrace.model.tensor import Tensor

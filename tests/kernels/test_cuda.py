@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.engine.cuda import plain
-from millrace.engine.cuda.rates import _PRODUCTS
-from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.work import Kind, Processors
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
+from millrace.engine.cuda import torch_reference
+from millrace.engine.cuda.attention_partition import Kind, Processors
+from millrace.engine.cuda.device_roofline import _PRODUCTS
+from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
@@ -114,7 +114,7 @@ def written(pages: LayerPages, step: StepInputs, s: int, rng: np.random.Generato
     for rows, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
         x = torch.from_numpy(rng.normal(size=(first, rows.shape[1], rows.shape[3])).astype(np.float32))
         if pages.coded:
-            x, scales[page, :, place] = plain.coded(x, rows.dtype)
+            x, scales[page, :, place] = torch_reference.coded(x, rows.dtype)
         rows[page, :, place] = x
     return stored(pages, step, s, first)
 
@@ -170,7 +170,7 @@ def test_coded_products(rows: str, kind: str, m: int, n: int, k: int, group: int
     w = weights(matrix)
     x, exact = coded_rows(rows, m, k, 32 if group % 32 == 0 else group, rng)
     bound = np.abs(exact) @ np.abs(matrix.dequantise()).T
-    for kernels in (triton_kernels, plain):
+    for kernels in (triton_kernels, torch_reference):
         y = kernels.product(x, w, torch.float32).double().numpy()
         by_floats = kernels is triton_kernels and rows == "float" and (m >= MANY_ROWS or not block_k(x, w))
         tolerance = 2.0**-11 if by_floats else 1e-5  # weights that were made float16
@@ -279,7 +279,7 @@ def test_rows_that_are_not_finite_stay_so(kind: str) -> None:
     x = torch.from_numpy(rng.normal(size=(3, 64)).astype(np.float16))
     x[1, 7], x[2, 3] = float("inf"), float("nan")
     rows = x if kind == "float" else int8_rows(x, 32) if kind == "int8" else e4m3_rows(x)
-    for kernels in (triton_kernels, plain):
+    for kernels in (triton_kernels, torch_reference):
         with np.errstate(invalid="ignore"):  # the interpreter's own products
             y = kernels.product(rows, weights(matrix), torch.float32)
         assert y.isfinite().all(1).tolist() == [True, False, False], kernels.__name__

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda import plain
-from millrace.engine.cuda.buckets import Bucket
-from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.work import Kind, Processors
+from millrace.engine.cuda import torch_reference
+from millrace.engine.cuda.attention_partition import Kind, Processors
+from millrace.engine.cuda.cuda_graphs import Bucket
+from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import attention
@@ -72,7 +72,7 @@ class Drawn:
         rows, scales = ((self.pages.keys, self.pages.key_scales), (self.pages.values, self.pages.value_scales))[which]
         found = torch.from_numpy(x).float()
         if self.pages.coded:
-            found, scales[page, :, place] = plain.coded(found, rows.dtype)
+            found, scales[page, :, place] = torch_reference.coded(found, rows.dtype)
         rows[page, :, place] = found.to(rows.dtype)
 
     def tables(self, processors: Processors) -> StepTables:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.kernels.matmul.coded import weights
 from millrace.kernels.matmul.gpu_tiles import EIGHT, EIGHT_OF_WORDS, takes
 from millrace.kernels.matmul.pack import rounded_codes

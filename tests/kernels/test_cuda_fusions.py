@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.engine.cuda import plain
+from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.lowered import Fusions
 from millrace.kernels.convert.ref import to_e4m3
 from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix
@@ -66,7 +66,7 @@ def check_rows(y: Matrix, exact: NDArray[Any], dtype: torch.dtype, coding: Codin
     assert (far <= step).all() and (far <= near * np.abs(whole) + 1e-9).mean() > 0.97
 
 
-@pytest.mark.parametrize("kernels", [triton_kernels, plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("kernels", [triton_kernels, torch_reference], ids=["triton", "plain"])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 40, pytest.param(257, marks=pytest.mark.nightly)])
@@ -80,7 +80,7 @@ def test_add_and_normalise(n: int, dtype: torch.dtype, coding: Coding | None, ke
     check_rows(y, rms_norm(sums, w.double().numpy(), EPS), dtype, coding)
 
 
-@pytest.mark.parametrize("kernels", [triton_kernels, plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("kernels", [triton_kernels, torch_reference], ids=["triton", "plain"])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 40, pytest.param(257, marks=pytest.mark.nightly)])
@@ -95,7 +95,7 @@ def test_silu_and_multiply(n: int, dtype: torch.dtype, coding: Coding | None, ke
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
-@pytest.mark.parametrize("kernels", [triton_kernels, plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("kernels", [triton_kernels, torch_reference], ids=["triton", "plain"])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 def test_rows_that_are_not_finite_stay_so(coding: Coding | None, kernels: object) -> None:
     """And no row but theirs."""

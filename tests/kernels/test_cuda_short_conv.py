@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda import plain
+from millrace.engine.cuda import torch_reference
 from millrace.kernels.short_conv.ref import short_conv
 from millrace.kernels.short_conv.slots import SequenceSlots
 
@@ -17,7 +17,7 @@ def numbers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("convolve", [plain.short_conv, triton_kernels.short_conv], ids=["plain", "triton"])
+@pytest.mark.parametrize("convolve", [torch_reference.short_conv, triton_kernels.short_conv], ids=["plain", "triton"])
 @pytest.mark.parametrize(("n", "taps", "has_bias", "dtype"), [
     (300, 4, True, torch.float32), (24, 2, False, torch.float32), (40, 8, True, torch.float16),
 ])  # fmt: skip

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda import plain
-from millrace.engine.cuda.network import text_tables
+from millrace.engine.cuda import torch_reference
+from millrace.engine.cuda.encoder_executor import text_tables
 from millrace.kernels.attention.ref import attention
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
@@ -35,7 +35,7 @@ def test_every_token_sees_all_of_its_text(
         part = slice(at, at := at + n)
         queries, keys, values = (x[part] for x in exact)
         want.append(attention(queries, keys, values, None, 0.3))
-    for kernels in (triton_kernels, plain):
+    for kernels in (triton_kernels, torch_reference):
         got = kernels.text_attention(shaped, tables, 0.3)
         assert np.abs(got.numpy() - np.concatenate(want)).max() <= 5e-6, kernels.__name__
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engine.cuda import plain
-from millrace.engine.cuda.buckets import Bucket
-from millrace.engine.cuda.step import step_tables
-from millrace.engine.cuda.work import Kind, Processors
+from millrace.engine.cuda import torch_reference
+from millrace.engine.cuda.attention_partition import Kind, Processors
+from millrace.engine.cuda.cuda_graphs import Bucket
+from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import WindowPages
 from millrace.kernels.attention.paged import StepTables
 from millrace.kernels.attention.ref import attention
@@ -79,7 +79,9 @@ def test_drawn_steps(kept: str, dtype: torch.dtype, window: int, softcap: float)
         y = triton_kernels.attention(drawn.q, tables_of(drawn, window, processors), drawn.pages, scale, window, softcap)
         check(drawn, y, scale, window, softcap, dtype)
     if dtype == torch.float32:
-        y = plain.attention(drawn.q, tables_of(drawn, window, Processors(1)), drawn.pages, scale, window, softcap)
+        y = torch_reference.attention(
+            drawn.q, tables_of(drawn, window, Processors(1)), drawn.pages, scale, window, softcap
+        )
         check(drawn, y, scale, window, softcap, dtype)
 
 
@@ -108,7 +110,7 @@ def test_a_buckets_windows(window: int) -> None:
         for kind in kinds:
             tables = bucket.tables(kind)
             assert torch.equal(tables.slots[: len(counts)], bucket.tables(kinds[0]).slots[: len(counts)])
-            for attend in (triton_kernels.attention, plain.attention):
+            for attend in (triton_kernels.attention, torch_reference.attention):
                 y = attend(q, tables, drawn.pages, 0.2, kind.window)
                 check(drawn, y[: len(counts)], 0.2, kind.window, 0.0, torch.float16)
                 assert y.isfinite().all(), "rows that fill it, too"

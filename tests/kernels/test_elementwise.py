@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.graph.trees import BINARY, UNARY, Tree, evaluate, formula, substitute
+from millrace.graph.expressions import BINARY, UNARY, Tree, evaluate, formula, substitute
 from millrace.kernels.declare import Param
 from millrace.kernels.expression import OPERATIONS, TooComplexError, compile_tree, tree_of
 from tests.support.one_step import Machine, run_kernel

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.errors import CheckpointError
 from millrace.kernels.convert.ref import pack_rows, to_bf16
 from millrace.kernels.declare import RowFormat, WeightFormat

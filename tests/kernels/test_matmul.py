@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.graph.trees import Tree, evaluate
+from millrace.graph.expressions import Tree, evaluate
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.expression import compile_tree

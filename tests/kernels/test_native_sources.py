@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.engine.executor import SAMPLING
-from millrace.engine.native import TACTIC
+from millrace.engine.native.executor import TACTIC
 from millrace.errors import MachineError
 from millrace.kernels import codegen
 from millrace.kernels.catalogue import kernels

@@ -19,7 +19,7 @@ from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL
 from millrace.kernels.matmul import pack
 from millrace.kernels.matmul.pack import Run, interleave_halves, pack_codes, pack_matrix, rounded_codes
-from millrace.kernels.places import Packed
+from millrace.kernels.operand_places import Packed
 
 F32, BF16, W8, W4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.W8, WeightFormat.W4
 CLASSES = [(F32, 0, 0), (BF16, 0, 0), *((f, 32, hadamard_group) for f in (W8, W4) for hadamard_group in (0, 8, 32))]

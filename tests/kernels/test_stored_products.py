@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import SUPER_BLOCK, QuantisedFormat, QuantisedMatrix
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.layout import matrix_bytes, n_groups, row_bytes

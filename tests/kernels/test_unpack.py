@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import SUPER_BLOCK, QuantisedMatrix
 from millrace.kernels.declare import Scaling, WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, up
 from millrace.kernels.matmul import unpack

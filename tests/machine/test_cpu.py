@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.machine import cgroup as cgroups
-from millrace.machine import cpu, huge_pages, process
+from millrace.machine import cpu, huge_pages, process_info
 
 MIB = 1 << 20
 
@@ -134,6 +134,6 @@ def test_huge_pages_are_counted() -> None:
 
 
 def test_this_process() -> None:
-    first = process.age_s()
-    assert 0 < first < 24 * 3600 and first <= process.age_s()
-    assert 1 << 20 < process.resident_bytes() < cpu.memory().total_bytes
+    first = process_info.age_s()
+    assert 0 < first < 24 * 3600 and first <= process_info.age_s()
+    assert 1 << 20 < process_info.resident_bytes() < cpu.memory().total_bytes

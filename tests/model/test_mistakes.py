@@ -12,7 +12,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import ConfigError, GraphError
 from millrace.model import ops
 from millrace.model.layers import Linear

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from millrace.checkpoint.config import RopeConfig
+from millrace.checkpoint.config.model_config import RopeConfig
 from millrace.model.layers import inverse_frequencies, rotary_angles
 
 transformers = pytest.importorskip("transformers", reason="the independent truth")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.copies import copied
-from millrace.evaluate.kept import Chosen, Key, read
+from millrace.evaluate.resumable_results import Chosen, Key, read
 from tests.support.shared import NOT_BESIDE, SHARED
 from tools.nightly.packages import smollm2
 

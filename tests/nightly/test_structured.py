@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from millrace.compile.builder import build_engine
 from millrace.compile.settings import BuildSettings
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 from tests.e2e.live import MODEL, Live, live
 from tools.nightly.packages import smollm2
 

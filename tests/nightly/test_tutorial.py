@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from tests.support.checkpoints import random_checkpoint
 from tests.support.shared import shared
 from tools.nightly.packages import smollm2

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.copies import copied
-from millrace.evaluate.kept import Chosen, read
 from millrace.evaluate.perplexity import pages
+from millrace.evaluate.resumable_results import Chosen, read
 from tests.support.shared import NOT_BESIDE, SHARED
 from tools.nightly.packages import smollm2
 

@@ -11,7 +11,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from millrace.report.page import is_ours, render
-from millrace.report.scale import Scale, byte_ticks
+from millrace.report.plot_scale import Scale, byte_ticks
 
 BODY = """{% extends "page.html" %}
 {% block title %}{{ name }}{% endblock %}

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.api.offline_generate import CompletionOutput
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
 from millrace.engine.executor import (
     NOTHING_ALLOWED,
     Executor,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.engine.cache_specs import max_window_pages
 from millrace.engine.executor import ExecutorLimits, StepInputs, WindowLimits
-from millrace.engine.kv import max_window_pages
 from millrace.errors import RequestError
 from millrace.runtime.kv.cache_groups import CacheGroups, WindowTable
 from millrace.runtime.kv.pages import Key

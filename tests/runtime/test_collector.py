@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 
 from millrace.api.offline_generate import Collector, CompletionOutput, Logprob, RequestOutput
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 
 

@@ -15,7 +15,7 @@ from millrace import LLM
 from millrace.api.embeddings import EmbeddingRequestOutput
 from millrace.compile.builder import build_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.manifest import Manifest, sealed
+from millrace.engine.artifact.manifest import Manifest, sealed
 from millrace.errors import ConfigError, MillraceError, RequestError
 from tests.support.checkpoints import random_encoder
 from tests.support.vocabularies import corpus

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.engine.encoder_inputs import Ids
 from millrace.engine.executor import ExecutionError
-from millrace.engine.texts import Ids
 from millrace.errors import BusyError, EngineError, MillraceError
 from millrace.runtime.encoder_loop import EncoderLimits, EncoderLoop
 from tests.serve.support import until

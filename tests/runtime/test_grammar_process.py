@@ -123,7 +123,7 @@ FAULTS = {
 WORKER = """
 import sys
 sys.path[:0] = {path!r}
-from millrace.runtime import grammar_worker
+from millrace.runtime.structured_output import grammar_worker
 
 def answer(self, request):
     if request["text"] == "fault":

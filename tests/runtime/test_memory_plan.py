@@ -10,8 +10,8 @@ import pytest
 from millrace.compile.builder import build_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.engine import Engine
-from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.errors import MachineError
 from millrace.machine.cpu import Memory
 from millrace.runtime.memory_plan import KV_SHARE, RESERVE, plan_run

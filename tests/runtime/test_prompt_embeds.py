@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from millrace.api.offline_generate import Prompt, generate
-from millrace.checkpoint.tokenizer import Detokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
 from millrace.runtime.request.prompt_embeds import Rows, to_rows

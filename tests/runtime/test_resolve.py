@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import Resolved, SamplingParams, check_prompt, resolve
 from tests.runtime.fakes import LIMITS, VOCAB, limits

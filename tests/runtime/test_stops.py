@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.errors import RequestError
 from millrace.runtime.request.request import StopStrings, StopTables
 from millrace.runtime.request.sampling_params import (

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.runtime.open_engine import OpenedEncoder, open_encoder
 from millrace.runtime.settings import RunSettings
 from millrace.serve.http import connection

@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace.checkpoint.chat import ChatLimits, ChatTemplate
-from millrace.checkpoint.generation import read_generation
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
+from millrace.checkpoint.config.generation_config import read_generation
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.loop_stats import LoopStats

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
 from millrace.checkpoint.tool_calls.formats import HERMES, Reasoning
-from millrace.checkpoint.tool_calls.reader import Reader, joined
 from millrace.serve.llm.answer_blocks import Blocks, Kind, Turn
 
 TEXT = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.runtime.request.sampling_params import TokenLogprobs
 from millrace.serve.llm.logprobs import Echo, OffsetLogprobs
 from tests.serve.support import Fake, post, running

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.api.embeddings import embed
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.engine.texts import Ids
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.engine.encoder_inputs import Ids
 from millrace.errors import BusyError
 from millrace.runtime.encoder_loop import MAX_INPUTS, EncoderLimits, EncoderLoop
 from millrace.runtime.open_engine import OpenedEncoder

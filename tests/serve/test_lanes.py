@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 import pytest
 from msgspec import UNSET
 
-from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.checkpoint.chat.chat_template import ChatTemplate
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
 from millrace.serve.http import routes, server_context
 from millrace.serve.http.errors import HttpError

@@ -17,7 +17,7 @@ from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.service import ServiceOptions
 from millrace.serve.ops import request_recorder as bounds
 from millrace.serve.ops.request_recorder import RecordedEngine, Recorder
-from millrace.tune.lines import BLOCK
+from millrace.tune.trace_formats import BLOCK
 from tests.runtime.fakes import limits, make_loop
 
 RNG = np.random.default_rng(1)

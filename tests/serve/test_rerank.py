@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.runtime.encoder_loop import MAX_INPUTS
 from millrace.runtime.open_engine import open_encoder
 from millrace.runtime.settings import RunSettings

@@ -9,9 +9,9 @@ import msgspec
 import openai
 import pytest
 
-from millrace.checkpoint.tokenizer import Detokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer
+from millrace.checkpoint.tool_calls.answer_parser import Reader, Said
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, Reasoning, ToolFormat
-from millrace.checkpoint.tool_calls.reader import Reader, Said
 from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.http.server_context import LARGE_STEP
 from millrace.serve.llm import generation_stream

@@ -6,7 +6,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from millrace.checkpoint.generation import LLAMA_CPP, read_generation
+from millrace.checkpoint.config.generation_config import LLAMA_CPP, read_generation
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.protocols.ollama.endpoints import _params

@@ -18,7 +18,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.serve.http import routes
 from millrace.serve.http.routes import Protocol

@@ -17,10 +17,10 @@ import httpx
 import msgspec
 import pytest
 
-from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
-from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.checkpoint.chat.chat_template import ChatTemplate
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
 from millrace.serve.http import server_context
 from millrace.serve.http.server_context import Lane

@@ -2,9 +2,9 @@
 
 import pytest
 
-from millrace.checkpoint.tokenizer import Detokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer
+from millrace.checkpoint.tool_calls.answer_parser import Reader
 from millrace.checkpoint.tool_calls.formats import Reasoning
-from millrace.checkpoint.tool_calls.reader import Reader
 from millrace.runtime.request.sampling_params import Delta, FinishReason
 from millrace.serve.llm.output_parsing import AnswerReader, ThoughtTokens
 from tests.serve.support import tokenizer

@@ -15,8 +15,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.engine.executor import NOTHING_ALLOWED, ExecutorLimits, StepInputs
 from millrace.kernels.sample.ref import unpacked
 from millrace.serve.settings import ServerSettings

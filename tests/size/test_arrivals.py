@@ -24,7 +24,7 @@ from millrace.size.simulation import capacity
 from millrace.size.simulation.capacity import Replica
 from millrace.size.simulation.measured_steps import Profiled
 from millrace.size.simulation.serving_model import computed
-from millrace.tune.recording import read_recording
+from millrace.tune.recorded_requests import read_recording
 from tests.size.test_measured_steps import PROFILE
 
 H100 = find_device("H100")

@@ -22,7 +22,7 @@ from millrace.size.performance.measured_points import read_points, write_points
 from millrace.size.performance.models import find_model
 from millrace.size.performance.operating_point import Point, Source, Waits
 from millrace.size.question.question import Question, read_answers
-from millrace.tune.recording import read_recording
+from millrace.tune.recorded_requests import read_recording
 
 HEAD = b"model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s\n"
 READERS: dict[str, Callable[[Path], object]] = {

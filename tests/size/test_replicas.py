@@ -15,7 +15,7 @@ from millrace.size.load.trace_arrivals import Replay, arrivals
 from millrace.size.simulation.replicas import Router, blind, least_loaded, prefix_aware, simulate, together
 from millrace.size.simulation.simulator import Simulation
 from millrace.size.simulation.virtual_clock import Arrival
-from millrace.tune.recording import read_recording
+from millrace.tune.recorded_requests import read_recording
 from tests.support.shared import shared
 
 ROOMS = ExecutorLimits(

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from benchmarks.gpu.model import LLAMA_8B, graph_of, lowered_graph
-from millrace.engine.cuda import loaded
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda import device_constants
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.random_weights import random_loaded
-from millrace.engine.dummy import dummy_step
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import StepInputs
-from millrace.engine.kv import KvFormat
 from tests.engine.test_cuda import LIMITS, VOCAB, both
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.fake_cuda import DEVICE, executor_like, loaded_there, on_fake_cuda
@@ -79,7 +79,7 @@ def compiled(precision: str) -> list[str]:
     kv = KvFormat.FP8 if precision == "fp8" else None
     with pytest.MonkeyPatch.context() as patched, on_fake_cuda(patched) as device:
         device.warming = device.compiles = True
-        patched.setattr(loaded, "_check_finite", lambda tensors: None)  # nobody knows what is in them
+        patched.setattr(device_constants, "_check_finite", lambda tensors: None)  # nobody knows what is in them
         like = random_loaded(lowered, torch.bfloat16, torch.device("cpu"))
         there = CudaExecutor(lowered, limits, kv=kv, buckets=(1, 24, 64, 512), device=str(DEVICE),
                              load=lambda *_: loaded_there(like))  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from millrace.checkpoint.weights import Tensors
+from millrace.checkpoint.weights.safetensors import Tensors
 
 Array = NDArray[Any]
 

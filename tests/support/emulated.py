@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.kernels.matmul import cuda, cuda_few
 from millrace.kernels.matmul.coded import weights
 from millrace.kernels.matmul.gpu_tiles import EIGHT_OF_WORDS, takes

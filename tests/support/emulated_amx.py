@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import pytest
 
-from millrace.engine import native
-from millrace.engine.native import LoadedProgram, NativeProgram
+from millrace.engine.native import executor
+from millrace.engine.native.executor import LoadedProgram, NativeProgram
 from millrace.kernels.library import library, usable_isas
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,10 @@ def emulation() -> Iterator[None]:
     def loaded(self: LoadedProgram, program: NativeProgram, *, isa: str | None = None, **options: Any) -> None:
         if isa != EMULATED:
             return load(self, program, isa=isa, **options)
-        with patch.object(native, "library", emulated_library), patch.object(native, "usable_isas", lambda: [EMULATED]):
+        with (
+            patch.object(executor, "library", emulated_library),
+            patch.object(executor, "usable_isas", lambda: [EMULATED]),
+        ):
             return load(self, program, isa=isa, **options)
 
     with patch.object(LoadedProgram, "__init__", loaded):

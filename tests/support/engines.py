@@ -10,10 +10,10 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat
 from millrace.engine.executor import SAMPLING, StepInputs
-from millrace.engine.kv import PAGE_TOKENS, KvFormat
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native.executor import NativeExecutor
 from tests.support.one_step import i32
 
 

@@ -23,9 +23,9 @@ from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from millrace.engine.cuda import buckets, transfer
+from millrace.engine.cuda import cuda_graphs, host_device_copy
+from millrace.engine.cuda.device_constants import Loaded
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.loaded import Loaded
 from millrace.engine.executor import ExecutorLimits
 from millrace.kernels.matmul import coded
 from millrace.kernels.matmul.coded import CodedRows
@@ -193,7 +193,7 @@ def on_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         monkeypatch.setattr(torch.cuda, name, value)
     for kind in (InterpretedFunction, JITFunction):
         monkeypatch.setattr(kind, "run", lambda kernel, *args, **given: device.launch(kernel, *args, **given))
-    for module in (transfer, buckets):
+    for module in (host_device_copy, cuda_graphs):
         monkeypatch.setattr(module, "pinned", device.pinned)
     monkeypatch.setattr(torch, "empty", device.empty)
     monkeypatch.setattr(

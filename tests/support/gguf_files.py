@@ -12,7 +12,7 @@ from gguf import TokenType
 
 from benchmarks.peers.gguf_file import ARCHITECTURES, describe, gguf_name, neighbours
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.graph.types import Array
 
 # sizes at which every block type fits, and small

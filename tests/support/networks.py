@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower_cpu.program import Bounds
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.model import ops
 from millrace.model.bert import BertSentences
 from millrace.model.layers import LayerNorm, Linear

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.native import NativeNetwork, NativeProgram
+from millrace.engine.native.executor import NativeNetwork, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import numbered
 from millrace.kernels.declare import MAX_KNOBS, Param, Space

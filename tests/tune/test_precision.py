@@ -11,18 +11,18 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.quantised import FP8
+from millrace.checkpoint.weights.quantized_matrix import FP8
 from millrace.compile.accuracy_pricing import Question
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions, precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.engine.evaluation import Evaluation, Price, rounded
-from millrace.engine.kv import KvFormat
-from millrace.engine.native import NativeExecutor
+from millrace.engine.artifact.accuracy_loss import Evaluation, Price, rounded
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import CheckpointError, ConfigError
-from millrace.evaluate import pieces
+from millrace.evaluate import piecewise_forward
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import compared, log_probabilities
 from millrace.evaluate.sizes import SHORTEST
@@ -100,7 +100,7 @@ def test_the_answer_depends_neither_on_threads_nor_on_the_instruction_set(
     asked, pricer = question(tiny, ["w8a8"]), PrecisionPricer(Calibration(PRICER.calibration.content[:400]))
     found = pricer.answer(asked)
     for way in ({"threads": 1}, {"threads": 1, "isa": "scalar"}):
-        monkeypatch.setattr(pieces, "NativeExecutor", partial(NativeExecutor, **way))
+        monkeypatch.setattr(piecewise_forward, "NativeExecutor", partial(NativeExecutor, **way))
         assert pricer.answer(asked) == found
 
 

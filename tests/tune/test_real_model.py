@@ -7,7 +7,7 @@ import pytest
 
 from millrace.compile.builder import build_engine
 from millrace.compile.settings import BuildSettings
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 from tools.nightly.packages import smollm2
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.tune.hours import apart, day_and_night
-from millrace.tune.occupancy import computed, held, pages, sequences
+from millrace.tune.day_night import apart, day_and_night
+from millrace.tune.kv_occupancy import computed, held, pages, sequences
 from millrace.tune.traffic import FEWEST, Asked, check_enough, percentile, propose
 from tests.tune.traffic_files import line, recording
 

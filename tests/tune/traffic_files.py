@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.tune.recording import Recording, read_recording
+from millrace.tune.recorded_requests import Recording, read_recording
 
 EPOCH_MS = 1_760_000_000_000 // 86_400_000 * 86_400_000  # a midnight in 2025, UTC
 

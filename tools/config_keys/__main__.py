@@ -1,4 +1,4 @@
-"""Write `src/millrace/checkpoint/declared_keys.py`: the keys that transformers' classes and llama.cpp declare.
+"""Write `src/millrace/checkpoint/config/declared_keys.py`: the keys that transformers' classes and llama.cpp declare.
 
 `python -m tools.config_keys` needs the `dev` extra. Run it after a new family is added, or transformers is updated.
 """
@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from millrace.checkpoint.config_keys import FAMILIES
+from millrace.checkpoint.config.config_keys import FAMILIES
 
-OUTPUT = Path(__file__).parents[2] / "src/millrace/checkpoint/declared_keys.py"
+OUTPUT = Path(__file__).parents[2] / "src/millrace/checkpoint/config/declared_keys.py"
 HEAD = '''"""Keys that transformers' configuration class of each family declares, and GGUF's keys that llama.cpp knows.
 
 Written by `python -m tools.config_keys` from transformers {version} and gguf {gguf}; do not edit.

@@ -6,7 +6,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 
 from millrace.api.offline_generate import Progress, Prompt, prompt_tokens
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.runtime.encoder_loop import EncoderLoop, checked_ids, truncated, truncation
 
 PROGRESS_S = 0.2

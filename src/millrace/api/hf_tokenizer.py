@@ -7,8 +7,8 @@ AttributeError for a name, a RequestError for an argument.
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import NAMED_TOKENS, VocabularyTokenizer
+from millrace.checkpoint.chat.chat_template import ChatTemplate
+from millrace.checkpoint.tokenizer.tokenizer import NAMED_TOKENS, VocabularyTokenizer
 from millrace.errors import CheckpointError, ConfigError, RequestError, nearest, plain
 
 Message = Mapping[str, object]

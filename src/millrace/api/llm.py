@@ -16,12 +16,12 @@ from millrace.api import compat_vllm
 from millrace.api.embeddings import EmbeddingRequestOutput, embed
 from millrace.api.hf_tokenizer import HfTokenizer
 from millrace.api.offline_generate import Progress, Prompt, RequestOutput, astream, generate
-from millrace.checkpoint.chat import normalised
-from millrace.checkpoint.chat_prompt import PromptRenderer
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.chat.chat_prompt import PromptRenderer
+from millrace.checkpoint.chat.chat_template import normalised
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.env import is_plain_terminal, read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime.encoder_loop import EncoderLoop
@@ -30,7 +30,7 @@ from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.request.tool_specs import checked_tools
 from millrace.runtime.settings import RunSettings
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 
 Message = Mapping[str, object]
 _LOG = logging.getLogger("millrace")  # what a build has to say; Python shows it to who asks for such lines

@@ -7,20 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatTemplate
+from millrace.checkpoint.chat.template_files import additional_templates, flatten, read_templates
 from millrace.checkpoint.compressed.scheme import KEY as COMPRESSION
 from millrace.checkpoint.compressed.scheme import Compression, is_compressed, read_compression
 from millrace.checkpoint.compressed.tensors import CompressedTensors
-from millrace.checkpoint.config import ModelConfig, read_config
-from millrace.checkpoint.config_reader import family_of
-from millrace.checkpoint.encoder import EncoderConfig, read_encoder
+from millrace.checkpoint.config.config_reader import family_of
+from millrace.checkpoint.config.encoder_config import EncoderConfig, read_encoder
+from millrace.checkpoint.config.generation_config import GENERATION_CONFIG, GenerationDefaults, read_generation
+from millrace.checkpoint.config.model_config import ModelConfig, read_config
+from millrace.checkpoint.config.sentence_transformers import sentence_files, with_sentences
 from millrace.checkpoint.files import Report, file_digest
-from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.checkpoint.sentences import sentence_files, with_sentences
-from millrace.checkpoint.templates import additional_templates, flatten, read_templates
-from millrace.checkpoint.tied_head import resolve_tied_head
-from millrace.checkpoint.tokenizer import (
+from millrace.checkpoint.tokenizer.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
@@ -31,8 +30,9 @@ from millrace.checkpoint.tokenizer import (
     read_files,
     read_json_object,
 )
-from millrace.checkpoint.tokenizer_files import make_tokenizer
-from millrace.checkpoint.weights import FLOAT_NAMES, INDEX, DigestOf, Tensors
+from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer
+from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, INDEX, DigestOf, Tensors
+from millrace.checkpoint.weights.tied_head import resolve_tied_head
 from millrace.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

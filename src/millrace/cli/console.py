@@ -13,7 +13,7 @@ import click
 
 from millrace.env import is_plain_terminal
 from millrace.errors import ConfigError, plain
-from millrace.report.numbers import is_number
+from millrace.report.format_numbers import is_number
 
 _BYTES = 1 << 16  # a total from here on is one of bytes; smaller ones are rounds and shapes
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all

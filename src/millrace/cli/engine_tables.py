@@ -10,12 +10,12 @@ from typing import Any
 from msgspec import to_builtins
 
 from millrace.cli.console import size
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
+from millrace.engine.artifact.manifest import Manifest
+from millrace.engine.artifact.tactics import TacticTable, read_tables, table_for
+from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.engine.engine import Engine
-from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.manifest import Manifest
-from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
-from millrace.engine.tactics import TacticTable, read_tables, table_for
 from millrace.errors import plain
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import with_groups

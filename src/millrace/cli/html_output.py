@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError
 from millrace.report.page import is_ours
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.api.offline_generate import Collector, RequestOutput, new_output
-from millrace.checkpoint.chat import normalised
-from millrace.checkpoint.chat_prompt import PromptRenderer
+from millrace.checkpoint.chat.chat_prompt import PromptRenderer
+from millrace.checkpoint.chat.chat_template import normalised
 from millrace.errors import CheckpointError, MachineError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import Opened

@@ -8,13 +8,13 @@ from millrace.cli.signals import ended_in_order
 from millrace.compile.cache.engine_cache import EngineCache
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import ON_CPU, Place
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cuda.device_lookup import ON_CPU, Place
 from millrace.env import Env
 from millrace.errors import EngineError
 from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any, open_engine
 from millrace.runtime.settings import RunSettings
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 
 
 def engine_of(

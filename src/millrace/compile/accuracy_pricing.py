@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.encoder import EncoderConfig
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.build import BuildOptions, settled
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
-from millrace.engine.evaluation import Evaluation
-from millrace.engine.kv import KvFormat
+from millrace.engine.artifact.accuracy_loss import Evaluation
+from millrace.engine.cache_specs import KvFormat
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 

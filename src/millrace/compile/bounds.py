@@ -1,6 +1,6 @@
 """Checks of the dimensions of an engine, before it is built rather than when it is opened."""
 
-from millrace.engine.manifest import Manifest, contradiction
+from millrace.engine.artifact.manifest import Manifest, contradiction
 from millrace.errors import ConfigError
 from millrace.graph.types import Graph
 

@@ -22,10 +22,9 @@ from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_for
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune.tuner import Tuning, tune_folder
-from millrace.engine.evaluation import Evaluation
-from millrace.engine.hold import building
-from millrace.engine.kv import KvFormat
-from millrace.engine.manifest import (
+from millrace.engine.artifact.accuracy_loss import Evaluation
+from millrace.engine.artifact.folder_lock import building
+from millrace.engine.artifact.manifest import (
     FORMAT,
     GRAPH,
     MANIFEST,
@@ -46,15 +45,16 @@ from millrace.engine.manifest import (
     sealed,
     weights_checksum,
 )  # fmt: skip
-from millrace.engine.slots import Slot, slot
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.io_slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, plain
-from millrace.graph.cuts import cut
+from millrace.graph.graph_json import graph_table
+from millrace.graph.partition import cut
 from millrace.graph.rewrite import LOGITS, head_of, prune
-from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Port, Symbol, find
 from millrace.kernels.catalogue import operators
+from millrace.kernels.operand_places import Packed
 from millrace.kernels.operators import runnable
-from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 from millrace.machine.disk import reserve, write_at

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.compile.accuracy_pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
 from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
 from millrace.compile.cache.file_digests import checkpoint_identity
@@ -21,12 +21,12 @@ from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compile.tune.tuner import Tuning
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, TunedRows
-from millrace.engine.engine import Engine
-from millrace.engine.evaluation import Evaluation
-from millrace.engine.kv import KV_CACHE_DTYPES
-from millrace.engine.manifest import FORMAT
+from millrace.engine.artifact.accuracy_loss import Evaluation
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import FORMAT
+from millrace.engine.cache_specs import KV_CACHE_DTYPES
 from millrace.errors import ConfigError
-from millrace.kernels.identity import kernels_digest
+from millrace.kernels.kernels_digest import kernels_digest
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from millrace.checkpoint.quantised import QuantisedFormat
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat
 from millrace.errors import ConfigError, nearest
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD

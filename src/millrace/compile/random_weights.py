@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import ModelConfig
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compile.source import Source, with_context
 from millrace.model.families import build_model
 from millrace.model.module import Weights

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.checkpoint.tokenizer_files import no_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
 from millrace.compile.cache.engine_cache import CacheEntry, EngineCache
 from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.settings import BuildSettings, Progress, Say
-from millrace.engine.cuda.found import CPU, ON_CPU, Gpu, Place, find_gpu
-from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST, read_manifest
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import MANIFEST, read_manifest
+from millrace.engine.cuda.device_lookup import CPU, ON_CPU, Gpu, Place, find_gpu
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, EngineError, nearest
 from millrace.settings import flag_of

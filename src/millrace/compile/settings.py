@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from millrace.engine.kv import KV_CACHE_DTYPES
+from millrace.engine.cache_specs import KV_CACHE_DTYPES
 from millrace.errors import ConfigError
 from millrace.settings import Settings, setting
 

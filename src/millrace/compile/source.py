@@ -8,12 +8,12 @@ from typing import TypeVar
 import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config import ModelConfig
-from millrace.checkpoint.encoder import EncoderConfig
-from millrace.checkpoint.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from millrace.checkpoint.tokenizer import Files
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.config.model_config import ModelConfig
+from millrace.checkpoint.tokenizer.tokenizer import Files
+from millrace.checkpoint.weights.tied_head import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
-from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.cache_specs import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError
 from millrace.graph.types import Array, DType
 from millrace.kernels.precision import Precision

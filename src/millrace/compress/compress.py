@@ -14,9 +14,9 @@ import numpy as np
 import millrace
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint, GgufCheckpoint
 from millrace.checkpoint.compressed.scheme import KEY
-from millrace.checkpoint.config_writer import written as config_of
-from millrace.checkpoint.tokenizer import read_json_object
-from millrace.checkpoint.weights import Tensors
+from millrace.checkpoint.config.config_writer import written as config_of
+from millrace.checkpoint.tokenizer.tokenizer import read_json_object
+from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.settings import Progress
 from millrace.compress.calibration.layerwise_rounding import Layer
 from millrace.compress.calibration.statistics import InputStatistics

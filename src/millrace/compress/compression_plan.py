@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
-from millrace.checkpoint.encoder import EncoderConfig
-from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, TensorInfo
 from millrace.compress.checkpoint.tensor_layout import NAMES, Form, Spec
 from millrace.compress.methods.quantization_grid import GROUPS
 from millrace.compress.methods.sparsity_2_4 import OF, SPARSEGPT

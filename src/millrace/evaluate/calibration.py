@@ -7,12 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.sizes import LENGTH, SHORTEST
-from millrace.evaluate.texts import read_text
-from millrace.evaluate.windows import Windows, windows_of
+from millrace.evaluate.text_files import read_text
+from millrace.evaluate.text_windows import Windows, windows_of
 
 TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
 VARIED = 4  # different tokens: of one letter again and again, 4 bits would be judged as good as 32

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots, StepInputs, plain_rows
-from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import MachineError, RequestError
 
 LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural

@@ -10,13 +10,13 @@ from itertools import islice
 
 import msgspec
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.settings import Progress
 from millrace.errors import ConfigError
-from millrace.evaluate.kept import RIGHT, Kept, Key
-from millrace.evaluate.paired import Verdict
-from millrace.evaluate.patterns import Pattern
+from millrace.evaluate.paired_comparison import Verdict
 from millrace.evaluate.questions import AskedLine, Numbered, Questions
+from millrace.evaluate.resumable_results import RIGHT, Kept, Key
+from millrace.evaluate.safe_regex import Pattern
 
 _AT_ONCE = 512  # prompts that wait for their turn
 # A sign is one where nothing stands before it: 10-3 and 2024-05 have none. Commas only between thousands.

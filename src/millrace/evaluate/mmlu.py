@@ -15,10 +15,10 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError, nearest
-from millrace.evaluate.choice import Group, Posed, cut_at_the_left, digest
 from millrace.evaluate.likelihood import Question
+from millrace.evaluate.multiple_choice import Group, Posed, cut_at_the_left, digest
 from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.settings import read_given
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.settings import Progress
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Mean, Runs, losses
-from millrace.evaluate.kept import Kept, Key
+from millrace.evaluate.resumable_results import Kept, Key
 from millrace.evaluate.sizes import LENGTH, SHORTEST
-from millrace.evaluate.windows import windows_of
+from millrace.evaluate.text_windows import windows_of
 
 GPTQ, LLAMA_PERPLEXITY, LM_EVAL = "gptq", "llama-perplexity", "lm-eval"
 DEFINITIONS = (GPTQ, LLAMA_PERPLEXITY, LM_EVAL)

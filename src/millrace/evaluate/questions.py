@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError
-from millrace.evaluate.choice import Group, Posed, cut_at_the_left, digest
 from millrace.evaluate.likelihood import Question
+from millrace.evaluate.multiple_choice import Group, Posed, cut_at_the_left, digest
 from millrace.settings import read_given
 
 _MOST_BYTES, _MOST_LINE_BYTES, _MOST_LINES = 64 << 20, 1 << 20, 100_000

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from millrace.graph.trees import Tree, as_tree
+from millrace.graph.expressions import Tree, as_tree
 from millrace.graph.types import Attrs, Graph, Inputs, Node, Operator, Port, Value, find
 
 LOGITS = "logits"  # an output of this name is a ranking: only the order of its largest elements matters

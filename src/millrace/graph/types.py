@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
 from millrace.errors import GraphError
 from millrace.graph.dims import Dim as Dim
 from millrace.graph.dims import Symbol as Symbol

@@ -1,4 +1,4 @@
-"""The register code that the kernels run for an expression (graph/trees.py).
+"""The register code that the kernels run for an expression (graph/expressions.py).
 
 It is a list of op | dst << 8 | left << 16 | right << 24 over 8 registers; inputs start as registers 0, 1, ...; op 0
 ends it and its `left` is the register of the result (kernels/elementwise/native.hpp reads it). A choice has the
@@ -8,7 +8,7 @@ register of its condition three bits above dst. What is in BROADCAST_ONLY the ke
 from collections import Counter
 from collections.abc import Sequence
 
-from millrace.graph.trees import COMPARISONS, WHERE, Tree, as_tree, n_operands
+from millrace.graph.expressions import COMPARISONS, WHERE, Tree, as_tree, n_operands
 from millrace.kernels.declare import MAX_IMMEDIATES, MAX_OPERATIONS, MAX_REGISTERS
 
 # In the order of enum Op in elementwise/native.hpp.

@@ -4,7 +4,7 @@ K (inputs of a matrix product) is cut into groups; each group is zero-padded to 
 always come in pairs of 4. `group` 0 means one group of all K, padded to 2 for bfloat16 pairs.
 """
 
-from millrace.checkpoint.quantised import SUPER_BLOCK
+from millrace.checkpoint.weights.quantized_matrix import SUPER_BLOCK
 from millrace.graph.types import DType
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 

@@ -1,7 +1,8 @@
 """An operator with all that it takes to run: its shape rule, its reference, its lowering. One op.py for each kernel.
 
 What the two rules may ask of whoever applies them is said here, since the rooms that answer come later: `Values` is the
-interpreter (engine/interpreter.py), `Writer` the program while it is written (compile/lower_cpu/program_builder.py).
+interpreter (engine/reference/interpreter.py), `Writer` the program under construction
+(compile/lower_cpu/program_builder.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +16,8 @@ from millrace.graph.types import Dim, Graph, Node, Operator, Shape, Value
 from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import Param
-from millrace.kernels.places import CacheLayer, Operands, Packed, Place, StateLayer, View
-from millrace.kernels.storage import DENSE, Storage
+from millrace.kernels.operand_places import CacheLayer, Operands, Packed, Place, StateLayer, View
+from millrace.kernels.row_storage import DENSE, Storage
 
 Rows = NDArray[np.float64]
 Held = Rows | Quantised | IntArray | NDArray[np.bool_]  # a value, as a kernel would have stored it

@@ -6,7 +6,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
-from millrace.kernels.storage import Storage
+from millrace.kernels.row_storage import Storage
 
 
 class Precision(StrEnum):

@@ -1,6 +1,6 @@
 """What this machine can do at most, measured: bytes a second from each level of its memory, operations a second.
 
-The probes themselves are native code of a later room, so they are arguments here (`engine/probe.py` has them).
+The probes themselves are native code of a later room, so they are arguments here (`engine/roofline_probe.py` has them).
 """
 
 from collections.abc import Callable, Mapping, Sequence

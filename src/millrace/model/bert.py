@@ -5,7 +5,7 @@ T tokens of a run, S sequences, H heads, D head size.
 
 import re
 
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.model import ops
 from millrace.model.layers import Embedding, LayerNorm, Linear
 from millrace.model.module import ENCODER, ENCODER_OF_FIRST, Module, ModuleList

@@ -5,7 +5,7 @@ T tokens of a step, S sequences, R rows whose logits are wanted, H query heads, 
 
 from collections.abc import Sequence
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm, rotary_table
 from millrace.model.module import DECODER, Module, ModuleList, Table

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from millrace.checkpoint.config import ModelConfig
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.errors import CheckpointError, nearest
 from millrace.model.bert import bert_sentences, parameter_name
 from millrace.model.decoder import CausalLM

@@ -5,7 +5,7 @@ of scores and logits. Gemma 3 (arXiv:2503.19786) has windows in five of six laye
 norms of each query and key head in place of the caps of scores.
 """
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model.decoder import Attention, CausalLM, GatedMLP
 from millrace.model.layers import RMSNorm
 from millrace.model.module import Module, Table

@@ -3,7 +3,7 @@
 A layer with a convolution keeps the last rows that went into it, which do not grow with the sequence.
 """
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model import ops
 from millrace.model.decoder import CausalLM
 from millrace.model.layers import Linear, RMSNorm

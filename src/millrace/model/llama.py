@@ -1,6 +1,6 @@
 """Llama 2 and 3 (arXiv:2302.13971, arXiv:2407.21783): pre-norm decoder, rotary positions, grouped queries, SwiGLU."""
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model.decoder import Attention, CausalLM, GatedMLP
 from millrace.model.layers import RMSNorm
 from millrace.model.module import Module, Table

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
 from millrace.errors import CheckpointError, ConfigError, GraphError, nearest
 from millrace.graph.dims import parse_dim
 from millrace.graph.types import Array, Constant, Dim, DType, Graph, Operators, Port, Shape, Value
@@ -211,7 +211,9 @@ def trace_model(
 def _result_of(trace: Trace, name: str, n_inputs: int) -> Value:
     if name in trace.results:
         return trace.results[name]
-    computed = [value for node in trace.nodes for value in node.outputs]  # numbered behind the inputs (graph/table.py)
+    computed = [
+        value for node in trace.nodes for value in node.outputs
+    ]  # numbered behind the inputs (graph/graph_json.py)
     if name.isdecimal() and 0 <= (number := int(name[:9]) - n_inputs) < len(computed):
         return computed[number]
     raise ConfigError(

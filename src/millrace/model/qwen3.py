@@ -1,6 +1,6 @@
 """Qwen3 (arXiv:2505.09388): Llama's layers with an RMSNorm over each query and key head, before the rotation."""
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.model.decoder import Attention, CausalLM, GatedMLP
 from millrace.model.layers import RMSNorm
 from millrace.model.module import Module, Table

@@ -10,9 +10,9 @@ import numpy as np
 
 from millrace.errors import GraphError
 from millrace.graph.dims import divide, product
+from millrace.graph.expressions import Tree
 from millrace.graph.rewrite import make_node
-from millrace.graph.rules import named
-from millrace.graph.trees import Tree
+from millrace.graph.shape_rules import named
 from millrace.graph.types import Dim, Node, Operators, Shape, Value
 
 Number = int | float

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
-from millrace.report.scale import Scale
+from millrace.report.plot_scale import Scale
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 300, 78, 14, 12, 46
 MOST = 2000  # shapes of one kind; of more, every so many-eth is drawn

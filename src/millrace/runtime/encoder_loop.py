@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.engine import Engine
-from millrace.engine.texts import Ids, text_inputs
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.encoder_inputs import Ids, text_inputs
 from millrace.errors import EngineError, MillraceError, RequestError, has_stopped
 from millrace.runtime.scheduling.step import EngineThread
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence as Ordered
 from contextlib import ExitStack
 from functools import partial
 
-from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.config.generation_config import GenerationDefaults
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, StepOutputs
 from millrace.errors import MillraceError, RequestError
 from millrace.runtime.adapters import check_adapter

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from millrace.engine.engine import Engine
-from millrace.engine.kv import split_budget
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import split_budget
 from millrace.errors import MachineError, mib
 from millrace.machine.cpu import Memory
 

@@ -6,15 +6,20 @@ Of language models and encoders: what both have goes by the same name.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.checkpoint import open_chat_template
-from millrace.checkpoint.generation import GENERATION_CONFIG, LLAMA_CPP, GenerationDefaults, read_generation
-from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.config.generation_config import (
+    GENERATION_CONFIG,
+    LLAMA_CPP,
+    GenerationDefaults,
+    read_generation,
+)
+from millrace.checkpoint.tokenizer.tokenizer import VocabularyTokenizer, read_json_object
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.engine.artifact.engine import Engine
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor
-from millrace.engine.native import NativeExecutor, NativeNetwork
+from millrace.engine.native.executor import NativeExecutor, NativeNetwork
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.encoder_loop import EncoderLimits, EncoderLoop, Network

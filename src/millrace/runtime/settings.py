@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from millrace.engine.cuda.found import CPU, Place, check_name
+from millrace.engine.cuda.device_lookup import CPU, Place, check_name
 from millrace.errors import ConfigError
 from millrace.settings import Settings, flag_of, setting
 

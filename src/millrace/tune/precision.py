@@ -14,15 +14,15 @@ from millrace.compile.accuracy_pricing import Question
 from millrace.compile.build import BuildOptions, plan_pieces, settled
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
-from millrace.engine.evaluation import Evaluation, Price, rounded
-from millrace.engine.kv import KEPT, KvFormat
-from millrace.engine.slots import slot
+from millrace.engine.artifact.accuracy_loss import Evaluation, Price, rounded
+from millrace.engine.cache_specs import KEPT, KvFormat
+from millrace.engine.io_slots import slot
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import Score
-from millrace.evaluate.pieces import Answers, ReadText, answers, read, score
+from millrace.evaluate.piecewise_forward import Answers, ReadText, answers, read, score
 from millrace.evaluate.sizes import SHORTEST
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 from millrace.graph.rewrite import LOGITS
 from millrace.kernels.precision import Precision, with_groups
 from millrace.model.families import HEAD

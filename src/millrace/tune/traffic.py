@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, TunedRows
-from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.errors import ConfigError
-from millrace.tune.occupancy import computed, held, pages, sequences
-from millrace.tune.recording import Ints, Recording
+from millrace.tune.kv_occupancy import computed, held, pages, sequences
+from millrace.tune.recorded_requests import Ints, Recording
 
 FEWEST = (
     59  # requests of which the longest is, 19 times of 20, as long as 95 % of all that will come (0.95 ** 59 < 0.05)

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.compressed.packing import pack, unpack, words_of
 from millrace.checkpoint.compressed.scheme import read_compression
-from millrace.checkpoint.quantised import FP8, QuantisedFormat
+from millrace.checkpoint.weights.quantized_matrix import FP8, QuantisedFormat
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.engine.kv import KvFormat
+from millrace.engine.cache_specs import KvFormat
 from millrace.errors import CheckpointError
 from tests.fuzz.originals import write_checkpoint
 from tests.support.compressed_files import (

@@ -6,7 +6,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.gguf.blocks import TYPES, in_codes, stored_format
-from millrace.checkpoint.quantised import QuantisedFormat
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat
 from tests.support.gguf_files import random_blocks
 
 BLOCKS = [number for number, kind in TYPES.items() if kind.dequantise]

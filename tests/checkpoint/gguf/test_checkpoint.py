@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.errors import CheckpointError
 from millrace.kernels.matmul.pack import rounded_codes
 from tests.support.checkpoints import random_checkpoint

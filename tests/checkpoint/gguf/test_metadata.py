@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.generation import read_generation
+from millrace.checkpoint.config.generation_config import read_generation
 from millrace.errors import CheckpointError
 from millrace.model.layers import inverse_frequencies
 from tests.support.checkpoints import random_checkpoint

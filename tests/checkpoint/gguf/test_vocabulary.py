@@ -15,8 +15,8 @@ from gguf import TokenType
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.gguf.metadata import Keys
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.checkpoint.tokenizer_files import make_tokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import make_tokenizer, open_tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import random_checkpoint

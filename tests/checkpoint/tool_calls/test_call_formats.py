@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.tool_calls.families import DEEPSEEK, GENERIC, HERMES, LLAMA
 from millrace.checkpoint.tool_calls.formats import reasoning
 from millrace.checkpoint.tool_calls.prompt import with_tools

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from millrace.checkpoint.tool_calls.answer_parser import Reader, Said, joined
 from millrace.checkpoint.tool_calls.families import (
     DEEPSEEK,
     DEEPSEEK_PLAIN,
@@ -17,7 +18,6 @@ from millrace.checkpoint.tool_calls.families import (
     Reasoning,
     ToolFormat,
 )  # fmt: skip
-from millrace.checkpoint.tool_calls.reader import Reader, Said, joined
 
 TOOLS = ("get_current_weather", "get_weather", "add")
 WEATHER = '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"}'

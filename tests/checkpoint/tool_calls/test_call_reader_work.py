@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from millrace.checkpoint.tool_calls import reader as module
+from millrace.checkpoint.tool_calls import answer_parser as module
+from millrace.checkpoint.tool_calls.answer_parser import Reader, Said
 from millrace.checkpoint.tool_calls.families import DEEPSEEK, HERMES, LLAMA, MISTRAL, Reasoning, ToolFormat
-from millrace.checkpoint.tool_calls.reader import Reader, Said
 
 N, TIMES, MOST = 3000, 4, 8  # characters; so many times as many; may take so many times as long
 FLOOR_S = 0.005  # a shorter time says nothing

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import VocabularyTokenizer
-from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.checkpoint.chat.chat_template import ChatTemplate
+from millrace.checkpoint.tokenizer.tokenizer import VocabularyTokenizer
+from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
+from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
 from millrace.checkpoint.tool_calls.families import (
     DEEPSEEK,
     DEEPSEEK_PLAIN,
@@ -31,9 +32,8 @@ from millrace.checkpoint.tool_calls.families import (
     ToolFormat,
 )  # fmt: skip
 from millrace.checkpoint.tool_calls.formats import reasoning, tool_format
-from millrace.checkpoint.tool_calls.lark import calls_grammar
+from millrace.checkpoint.tool_calls.grammar import calls_grammar
 from millrace.checkpoint.tool_calls.prompt import with_tools
-from millrace.checkpoint.tool_calls.reader import Reader, joined
 from millrace.errors import RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output.grammar import Grammars

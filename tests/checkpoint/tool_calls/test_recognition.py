@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
 from millrace.checkpoint.tool_calls import formats
+from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
 from millrace.checkpoint.tool_calls.families import GENERIC, ToolFormat
 from millrace.checkpoint.tool_calls.formats import tool_format
 from millrace.checkpoint.tool_calls.prompt import with_tools
-from millrace.checkpoint.tool_calls.reader import Reader, joined
 
 CHATML = ("<|im_start|>{role}\n", "<|im_end|>\n")
 LLAMA_3 = ("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")

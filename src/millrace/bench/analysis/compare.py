@@ -30,7 +30,7 @@ from millrace.bench.report.exports import REQUESTS, SUMMARY
 from millrace.bench.run.plan import Plan, measure
 from millrace.bench.run.run import Run
 from millrace.errors import ConfigError
-from millrace.tune.lines import MOST_TOKENS
+from millrace.tune.trace_formats import MOST_TOKENS
 
 Measuring = Callable[[Plan, Callable[[Run], None]], Awaitable[Run]]
 _POWER_Z = 0.8416212335729143  # 80 % of the effects of that size would be seen

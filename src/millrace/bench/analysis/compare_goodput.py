@@ -11,7 +11,7 @@ from millrace.bench.analysis.goodput import Limits
 from millrace.bench.analysis.intervals import Z99, Interval, Z
 from millrace.bench.analysis.metrics import NOT_COUNTED
 from millrace.bench.client.request_record import Answer
-from millrace.evaluate.paired import wilson
+from millrace.evaluate.paired_comparison import wilson
 
 Counts = tuple[int, int]  # requests that keep the limits, and all
 

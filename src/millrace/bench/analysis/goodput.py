@@ -9,7 +9,7 @@ from millrace.bench.client.request_record import Answer
 from millrace.bench.names import READING
 from millrace.bench.run.run import Record
 from millrace.errors import ConfigError, nearest
-from millrace.evaluate.paired import wilson
+from millrace.evaluate.paired_comparison import wilson
 
 SHORT = {
     "ttft": "time_to_first_token", "ttst": "time_to_second_token", "itl": "inter_token_latency",

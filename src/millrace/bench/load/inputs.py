@@ -8,7 +8,7 @@ from millrace.bench.load.distribution import Spread
 from millrace.bench.load.length_histogram import Histogram
 from millrace.bench.load.prompt_text import Words
 from millrace.errors import ConfigError
-from millrace.tune.lines import MOST_TOKENS
+from millrace.tune.trace_formats import MOST_TOKENS
 
 LONG, SHORT = 2048, 128  # tokens, in the four query patterns
 _NAMED = {"short": SHORT, "long": LONG}

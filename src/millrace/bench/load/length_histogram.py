@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from millrace.bench.client.request_record import Answer
 from millrace.errors import ConfigError
-from millrace.tune.lines import MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
 NAME = "histogram.json"
 MOST_BINS = 1 << 20

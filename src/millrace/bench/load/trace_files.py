@@ -22,7 +22,7 @@ import numpy as np
 from millrace.bench.load.inputs import Session, Turn
 from millrace.bench.load.prompt_text import Words
 from millrace.errors import ConfigError
-from millrace.tune.lines import BLOCK, MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
+from millrace.tune.trace_formats import BLOCK, MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
 _TEXTS, _LENGTHS = ("text", "prompt", "text_input"), ("max_tokens", "output_length", "max_completion_tokens")
 

@@ -10,7 +10,7 @@ from millrace.bench.analysis.metrics import NOT_COUNTED, Metrics
 from millrace.bench.client.client_load import Effort
 from millrace.bench.run.run import Record
 from millrace.bench.run.server_load import NOTHING, ServerLoad
-from millrace.evaluate.paired import wilson
+from millrace.evaluate.paired_comparison import wilson
 
 MOST_POINTS = 40
 _CLOSE = 1.15  # levels that differ by less are not told apart

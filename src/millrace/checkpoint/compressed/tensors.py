@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from millrace.checkpoint.compressed.packing import unpack, words_of
 from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import STATIC_FP8, Compression, Scheme
-from millrace.checkpoint.quantised import E4M3, FP8, QuantisedFormat, QuantisedMatrix
-from millrace.checkpoint.weights import FLOAT_NAMES, Array, TensorInfo, Tensors
+from millrace.checkpoint.weights.quantized_matrix import E4M3, FP8, QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
 
 WEIGHT, PACKED, SHAPE = ".weight", ".weight_packed", ".weight_shape"

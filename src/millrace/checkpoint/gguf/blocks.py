@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
 
 Blocks = np.ndarray[Any, np.dtype[Any]]  # (B,) of a type's layout
 Floats = NDArray[np.float32]

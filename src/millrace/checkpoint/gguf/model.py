@@ -6,14 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config import ModelConfig
-from millrace.checkpoint.config_writer import written
-from millrace.checkpoint.generation import GENERATION_CONFIG, LLAMA_CPP, GenerationDefaults, read_generation
+from millrace.checkpoint.config.config_writer import written
+from millrace.checkpoint.config.generation_config import (
+    GENERATION_CONFIG,
+    LLAMA_CPP,
+    GenerationDefaults,
+    read_generation,
+)
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.checkpoint.gguf.metadata import Keys, check_is_model, read_model
 from millrace.checkpoint.gguf.reader import GgufFile
 from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
-from millrace.checkpoint.tokenizer import Files
+from millrace.checkpoint.tokenizer.tokenizer import Files
 from millrace.errors import CheckpointError
 
 _SAMPLING = "general.sampling."

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config import LATER_GEMMAS, ModelConfig
+from millrace.checkpoint.config.model_config import LATER_GEMMAS, ModelConfig
 from millrace.checkpoint.files import read_span
 from millrace.checkpoint.gguf.blocks import BlockType, in_codes
 from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
-from millrace.checkpoint.weights import Array, TensorInfo, Tensors
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, combined
+from millrace.checkpoint.weights.safetensors import Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError, nearest
 
 ROPE_FREQS = "rope_freqs.weight"

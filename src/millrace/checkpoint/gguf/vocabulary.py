@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.checkpoint.gguf.metadata import Keys
 from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, Piece, encode_model
-from millrace.checkpoint.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, parsed_json
+from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, parsed_json
 
 ORIGINAL = "tokenizer.huggingface.json"
 _NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens, as in SentencePiece; UNKNOWN, UNUSED

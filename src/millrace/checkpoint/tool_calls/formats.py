@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
+from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
 from millrace.checkpoint.tool_calls.families import GENERIC, NATIVE
 from millrace.checkpoint.tool_calls.families import HERMES as HERMES
 from millrace.checkpoint.tool_calls.families import LLAMA as LLAMA
@@ -18,7 +19,6 @@ from millrace.checkpoint.tool_calls.families import MISTRAL as MISTRAL
 from millrace.checkpoint.tool_calls.families import MISTRAL_ARGS as MISTRAL_ARGS
 from millrace.checkpoint.tool_calls.families import Reasoning as Reasoning
 from millrace.checkpoint.tool_calls.families import ToolFormat as ToolFormat
-from millrace.checkpoint.tool_calls.reader import Reader, joined
 from millrace.errors import CheckpointError, RequestError
 
 _NAME, _ARGUMENTS, _ABOUT = "look_up_tides", {"harbour_number": 47119}, "when the water is high at a harbour"

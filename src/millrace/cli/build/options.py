@@ -8,7 +8,7 @@ import click
 from millrace.cli.build.flags import TrafficSettings
 from millrace.cli.options import GroupedCommand, json_option, settings_options
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import CPU
+from millrace.engine.cuda.device_lookup import CPU
 
 EPILOG = """\b
 Examples:

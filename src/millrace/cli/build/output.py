@@ -7,10 +7,10 @@ from typing import Any
 from millrace.cli.build.traffic import Choice, Chosen, percent, span
 from millrace.cli.console import heading, pairs, size
 from millrace.cli.engine_tables import Tables
-from millrace.engine.kv import PAGE_TOKENS, KvFormat, page_bytes
+from millrace.engine.cache_specs import PAGE_TOKENS, KvFormat, page_bytes
 from millrace.machine.cpu import memory
 from millrace.runtime.memory_plan import RESERVE
-from millrace.tune.hours import Part
+from millrace.tune.day_night import Part
 from millrace.tune.traffic import BUSY, Proposal
 
 NAMES = {"max_context": "max context", "max_batch": "max batch", "tune_rows": "tuned rows", "tune": "tuning"}

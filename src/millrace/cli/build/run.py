@@ -22,13 +22,13 @@ from millrace.compile.disk_space_check import check_new
 from millrace.compile.lower_gpu.precision_check import check_gpu_has
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import CPU
-from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import MANIFEST
+from millrace.engine.cuda.device_lookup import CPU
 from millrace.errors import ConfigError
-from millrace.report.numbers import count
+from millrace.report.format_numbers import count
 from millrace.settings import once, read_given
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 
 
 def run(

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.cli.build.flags import TrafficSettings
 from millrace.compile.build import DEFAULT_BATCH, STEP_TOKENS
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import contexts
 from millrace.compile.tune.tuning_cases import USUAL_ROWS
 from millrace.errors import ConfigError
-from millrace.tune.hours import Part, apart, day_and_night
-from millrace.tune.recording import Recording, read_recording
+from millrace.tune.day_night import Part, apart, day_and_night
+from millrace.tune.recorded_requests import Recording, read_recording
 from millrace.tune.traffic import BUSY, Asked, Proposal, check_enough, propose
 
 

@@ -14,7 +14,7 @@ from millrace.compile.builder import build_engine
 from millrace.compile.disk_space_check import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from millrace.compress.search.candidates import rounding_seconds, stored_formats
 from millrace.compress.search.search import Goal, most_bytes
 from millrace.errors import CheckpointError
 from millrace.evaluate.sizes import LENGTH
-from millrace.report.numbers import count
+from millrace.report.format_numbers import count
 
 WORST = 3  # layers that are named
 

@@ -28,10 +28,10 @@ from millrace.compress.report.page import write_page
 from millrace.env import Env
 from millrace.errors import ConfigError, MillraceError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.kept import RIGHT, beside
 from millrace.evaluate.mmlu import LM_EVAL, read_subjects
-from millrace.evaluate.paired import wilson
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.paired_comparison import wilson
+from millrace.evaluate.resumable_results import RIGHT, beside
+from millrace.evaluate.text_windows import Windows
 from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.settings import RunSettings
 

@@ -26,12 +26,12 @@ from millrace.compress.checkpoint.checkpoint_writer import beside
 from millrace.compress.compression_plan import Job
 from millrace.compress.measure.accuracy import why_not
 from millrace.compress.presets import SAMPLES
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.artifact.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.sizes import LENGTH
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 
 
 @dataclass(frozen=True, slots=True)

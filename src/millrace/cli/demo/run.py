@@ -17,14 +17,14 @@ from millrace.cli.engine_tables import Tables
 from millrace.compile.builder import build_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.bound import DecodeWork
-from millrace.engine.engine import Engine
-from millrace.engine.probe import roofline_here
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.decode_roofline import DecodeWork
+from millrace.engine.roofline_probe import roofline_here
 from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, load, usable_cores
 from millrace.machine.roofline import Roofline
-from millrace.report.numbers import count
+from millrace.report.format_numbers import count
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import open_engine
 from millrace.runtime.request.sampling_params import SamplingParams

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.console import heading, note, pairs, print_json, size, table
-from millrace.engine.cuda.found import Gpu, known_gpu
-from millrace.engine.cuda.precisions import abilities
+from millrace.engine.cuda.device_lookup import Gpu, known_gpu
+from millrace.engine.cuda.precision_support import abilities
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB, TERA, Device, multiplied
 from millrace.size.performance.hardware import named_hardware
 
 if TYPE_CHECKING:  # PyTorch is imported where there is a GPU
-    from millrace.engine.cuda.rates import DeviceRates
+    from millrace.engine.cuda.device_roofline import DeviceRates
 
 _NO_MORE = {True: "fp32", False: "what layers do"}  # float32 all multiply, and codes of INT8 become floats
 
@@ -49,7 +49,7 @@ def examined(device: str, as_json: bool) -> None:
 
 
 def _measured(gpu: Gpu, precisions: tuple[str, ...]) -> "DeviceRates":
-    from millrace.engine.cuda.rates import measured  # and with it PyTorch
+    from millrace.engine.cuda.device_roofline import measured  # and with it PyTorch
 
     return measured(gpu, precisions)
 

@@ -7,8 +7,8 @@ import click
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.cli.doctor.gpu import examined
 from millrace.compile.cache.rooflines import keep_roofline
-from millrace.engine.cuda.found import CPU
-from millrace.engine.probe import roofline_here
+from millrace.engine.cuda.device_lookup import CPU
+from millrace.engine.roofline_probe import roofline_here
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
 from millrace.kernels.library import usable_isas

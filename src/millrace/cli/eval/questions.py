@@ -14,12 +14,23 @@ from millrace.cli.local_generation import chat_ids
 from millrace.cli.open_model import opened
 from millrace.compile.settings import BuildSettings
 from millrace.errors import MachineError
-from millrace.evaluate import choice, generation
+from millrace.evaluate import generation, multiple_choice
 from millrace.evaluate.generation import Ask, Generates, Judge, Said, asks, judges
-from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, check_same, check_whole, read
 from millrace.evaluate.mmlu import ORIGINAL, Mmlu, read_subjects
-from millrace.evaluate.paired import Paired, Verdict, wilson
+from millrace.evaluate.paired_comparison import Paired, Verdict, wilson
 from millrace.evaluate.questions import Questions, read_questions
+from millrace.evaluate.resumable_results import (
+    PER_BYTE,
+    RIGHT,
+    Chosen,
+    J,
+    Kept,
+    Results,
+    beside,
+    check_same,
+    check_whole,
+    read,
+)
 from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open_engine import Opened
@@ -41,7 +52,7 @@ class _Task(Generic[J]):
 class _Grouped(Protocol):
     """MMLU, or questions of one's own."""
 
-    def groups(self, tokenizer: Any, room: int) -> Sequence[choice.Group]: ...
+    def groups(self, tokenizer: Any, room: int) -> Sequence[multiple_choice.Group]: ...
 
 
 def of_mmlu(asked: Asked) -> None:
@@ -75,7 +86,7 @@ def of_a_file(asked: Asked) -> None:
 
 def _choose(of: _Grouped, found: Opened, kept: Kept[Chosen], report: Progress) -> None:
     groups = of.groups(found.tokenizer, found.executor.limits.context_tokens)
-    choice.answer(found.native, groups, kept, report)
+    multiple_choice.answer(found.native, groups, kept, report)
 
 
 def _generate(of: Questions, judged: Sequence[Judge], found: Opened, kept: Kept[Said], report: Progress) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.artifact.manifest import MANIFEST
 from millrace.env import Env
-from millrace.evaluate.choice import digest
 from millrace.evaluate.divergence import Mean
-from millrace.evaluate.kept import About
+from millrace.evaluate.multiple_choice import digest
+from millrace.evaluate.resumable_results import About
 from millrace.runtime.open_engine import Opened
 from millrace.runtime.settings import RunSettings
 

@@ -8,7 +8,7 @@ from millrace.cli.eval.request import Asked
 from millrace.cli.eval.texts import agreement_with, perplexity_of
 from millrace.cli.options import made
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.found import CPU
+from millrace.engine.cuda.device_lookup import CPU
 from millrace.env import Env
 from millrace.errors import ConfigError, nearest
 from millrace.evaluate import mmlu, perplexity

@@ -11,16 +11,16 @@ from millrace.cli.eval.request import Asked, about, as_json, precision_of, told,
 from millrace.cli.open_model import opened
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.source import Source
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.artifact.manifest import MANIFEST
 from millrace.errors import ConfigError
-from millrace.evaluate.agreement import Agreement, Told, agreement, check_window, compare
-from millrace.evaluate.choice import digest
 from millrace.evaluate.divergence import Mean
-from millrace.evaluate.kept import About, Kept
+from millrace.evaluate.kl_agreement import Agreement, Told, agreement, check_window, compare
+from millrace.evaluate.multiple_choice import digest
 from millrace.evaluate.perplexity import LM_EVAL, Cut, Sums, cut, measure, perplexities, window_of
+from millrace.evaluate.resumable_results import About, Kept
 from millrace.evaluate.sizes import LENGTH
-from millrace.evaluate.texts import read_text
-from millrace.evaluate.windows import Windows, windows
+from millrace.evaluate.text_files import read_text
+from millrace.evaluate.text_windows import Windows, windows
 from millrace.runtime.open_engine import Opened
 
 _MOST_BYTES = 16 << 20

@@ -10,12 +10,12 @@ from typing import Any
 
 from millrace.cli.console import size
 from millrace.cli.engine_tables import Tables, fusions_by_place, kernel_of, note_of, priced
-from millrace.engine.bound import DecodeWork
-from millrace.engine.tables import Buffer, Call
+from millrace.engine.artifact.engine_tables import Buffer, Call
+from millrace.engine.decode_roofline import DecodeWork
 from millrace.machine.roofline import Roofline
-from millrace.report.numbers import count
+from millrace.report.format_numbers import count
 from millrace.report.page import render
-from millrace.report.scale import Scale, byte_ticks
+from millrace.report.plot_scale import Scale, byte_ticks
 
 # What is shown of an engine that somebody else wrote is bounded: so many calls, weights and fusions, and characters.
 MOST, MANY, FEW, LONGEST = 4096, 64, 6, 120

@@ -13,13 +13,13 @@ from millrace.cli.html_output import write_page
 from millrace.cli.inspect.engine_page import engine_page, layers_of
 from millrace.compile.cache.rooflines import kept_roofline
 from millrace.compile.resolve_model import find_built
-from millrace.engine.engine import Engine
-from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
-from millrace.report.numbers import count
+from millrace.report.format_numbers import count
 
 THE_MODEL = "(the model)"  # the origin of what its own forward() does
 

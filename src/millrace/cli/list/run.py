@@ -5,8 +5,8 @@ from typing import Any
 
 from millrace.cli.console import note, print_json, size, table
 from millrace.compile.cache.engine_cache import DEFAULT_LIMIT, CacheEntry, EngineCache, age
-from millrace.engine.manifest import read_manifest
-from millrace.engine.tables import read_program_table
+from millrace.engine.artifact.engine_tables import read_program_table
+from millrace.engine.artifact.manifest import read_manifest
 from millrace.env import Env
 from millrace.errors import EngineError, plain
 from millrace.model.families import HEAD

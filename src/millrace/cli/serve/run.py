@@ -18,12 +18,12 @@ from millrace.cli.serve.flags import ListenFlags, ProfileFlags, QueueFlags, Serv
 from millrace.cli.serve.repository import repository_model
 from millrace.compile.cache.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
-from millrace.engine.bound import DecodeWork
 from millrace.engine.cuda.engine import GpuEngine
+from millrace.engine.decode_roofline import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
-from millrace.machine.process import age_s
+from millrace.machine.process_info import age_s
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.tracing.trace_flags import FLAG, TraceFlags

@@ -10,7 +10,7 @@ import click
 from millrace.cli.console import heading, note, pairs, print_json, table
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.report.numbers import four, things
+from millrace.report.format_numbers import four, things
 from millrace.size.answer.sizing import instance_of
 from millrace.size.fit.device import Residual
 from millrace.size.fit.overhead import Held, Run

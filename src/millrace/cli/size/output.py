@@ -3,7 +3,7 @@
 import click
 
 from millrace.cli.console import heading, pairs, table
-from millrace.report.numbers import four
+from millrace.report.format_numbers import four
 from millrace.size.answer.answer import Answer
 from millrace.size.answer.multi_model import Shared
 from millrace.size.report.answer_json import cut_short, headline

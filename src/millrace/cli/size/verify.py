@@ -16,7 +16,7 @@ from millrace.cli.options import made
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.report.numbers import four
+from millrace.report.format_numbers import four
 from millrace.runtime.scheduling.step_cost_model import write_profile
 from millrace.size.fit.verify import MEDIAN, P90, Load, Verified, verify
 from millrace.size.question.settings import VerifySettings

@@ -9,7 +9,7 @@ from millrace.cli.engine_tables import Tables, tuned
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.resolve_model import find_built
 from millrace.compile.tune.tuner import Tuning, tune_folder
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
 from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
 

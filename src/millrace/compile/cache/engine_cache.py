@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.engine.hold import Hold, hold, in_use, lock, remove, sweep
+from millrace.engine.artifact.folder_lock import Hold, hold, in_use, lock, remove, sweep
 from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30

@@ -17,8 +17,8 @@ import msgspec
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.files import FileState, Report, file_digest, unreadable
 from millrace.compile.settings import Progress
-from millrace.engine.manifest import UNREADABLE
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.manifest import UNREADABLE
+from millrace.engine.artifact.tactics import write_whole
 
 SETTLED_S = 2.0  # the coarsest times that a file system in use has
 _MOST, _LIMIT = 4096, 1 << 20  # files, and bytes of the table

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from millrace.compile.cache.timing_cache import machine_key
-from millrace.engine.manifest import UNREADABLE
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.manifest import UNREADABLE
+from millrace.engine.artifact.tactics import write_whole
 from millrace.machine.roofline import Roofline
 
 _MOST, _LIMIT = 16, 1 << 18  # machines, and bytes of the file

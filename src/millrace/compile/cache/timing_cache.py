@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.engine.hold import WRITING_S, lock
-from millrace.engine.manifest import UNREADABLE
-from millrace.engine.tactics import Choice, knob_values, write_whole
+from millrace.engine.artifact.folder_lock import WRITING_S, lock
+from millrace.engine.artifact.manifest import UNREADABLE
+from millrace.engine.artifact.tactics import Choice, knob_values, write_whole
 from millrace.errors import MachineError
 from millrace.kernels.library import library_path
 from millrace.machine.cpu import fingerprint

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.lower_cpu.program_builder import Placement
-from millrace.engine.kv import KvFormat
+from millrace.engine.cache_specs import KvFormat
 from millrace.graph.types import Graph, Symbol
 from millrace.kernels.operators import runnable
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millrace.compile.lower_cpu.memory import MemoryPlan
-from millrace.engine.kv import CacheSpec, StateSpec
-from millrace.engine.slots import Size, Slot
+from millrace.engine.cache_specs import CacheSpec, StateSpec
+from millrace.engine.io_slots import Size, Slot
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import Param, Space
 from millrace.kernels.encode import Ref, encode
-from millrace.kernels.places import Packed, Place
+from millrace.kernels.operand_places import Packed, Place
 
 
 @dataclass(frozen=True, slots=True)

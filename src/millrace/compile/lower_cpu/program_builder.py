@@ -8,17 +8,17 @@ import numpy as np
 from millrace.compile.lower_cpu.memory import Buffer, plan_memory
 from millrace.compile.lower_cpu.program import Bounds, Call, Program
 from millrace.compile.lower_cpu.sizes import SizeTable
-from millrace.engine.kv import PAGE_TOKENS, CacheSpec, KvFormat, StateSpec
-from millrace.engine.slots import Slot
+from millrace.engine.cache_specs import PAGE_TOKENS, CacheSpec, KvFormat, StateSpec
+from millrace.engine.io_slots import Slot
 from millrace.errors import GraphError
 from millrace.graph.dims import Product, has_divisor
 from millrace.graph.types import NUMPY, Dim, DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
+from millrace.kernels.operand_places import CacheLayer, Operands, Packed, Place, StateLayer, View, pack_array
 from millrace.kernels.operators import Writer, runnable, whole
-from millrace.kernels.places import CacheLayer, Operands, Packed, Place, StateLayer, View, pack_array
-from millrace.kernels.storage import DENSE, Storage
+from millrace.kernels.row_storage import DENSE, Storage
 
 
 @dataclass(slots=True)

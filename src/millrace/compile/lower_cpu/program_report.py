@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.compile.lower_cpu.program import Call, Program
-from millrace.graph.trees import formula
+from millrace.graph.expressions import formula
 from millrace.kernels.declare import Space
 from millrace.kernels.expression import tree_of
-from millrace.kernels.places import Place
+from millrace.kernels.operand_places import Place
 
 
 def program_table(program: Program, checksums: Mapping[int, str]) -> dict[str, Any]:

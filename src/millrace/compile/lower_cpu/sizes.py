@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from millrace.compile.lower_cpu.program import Bounds
-from millrace.engine.slots import Size
+from millrace.engine.io_slots import Size
 from millrace.errors import ConfigError
 from millrace.graph.dims import Dim, NotWholeError, Symbol, operands, range_of, symbols_of, value_of
 from millrace.graph.types import Graph, Value

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.encoder import EncoderConfig
-from millrace.checkpoint.tokenizer_files import no_tokenizer
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
 from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled, slot_entry
 from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
@@ -28,17 +28,17 @@ from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.compile.random_weights import random_source
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.compile.source import Source
-from millrace.engine.cuda.buckets import usual_buckets
+from millrace.engine.artifact.accuracy_loss import Evaluation
+from millrace.engine.artifact.folder_lock import Hold
+from millrace.engine.artifact.manifest import FORMAT, CpuSection, FileEntry, Manifest, SymbolEntry
+from millrace.engine.cache_specs import KV_CACHE_DTYPES, PAGE_TOKENS, KvFormat
+from millrace.engine.cuda.capability_check import check_runs, precisions_used
+from millrace.engine.cuda.cuda_graphs import usual_buckets
+from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.engine import Files, GpuEngine, GpuModel
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.cuda.gpu import check_runs, precisions_used
-from millrace.engine.cuda.memory import Needs
-from millrace.engine.evaluation import Evaluation
+from millrace.engine.cuda.memory_plan import Needs
 from millrace.engine.executor import ExecutorLimits
-from millrace.engine.hold import Hold
-from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS, KvFormat
-from millrace.engine.manifest import FORMAT, CpuSection, FileEntry, Manifest, SymbolEntry
-from millrace.engine.slots import Slot
+from millrace.engine.io_slots import Slot
 from millrace.errors import ConfigError, plain
 from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.types import Graph, find

@@ -27,16 +27,16 @@ from millrace.compile.lower_gpu.from_checkpoint import (
 from millrace.compile.lower_gpu.precision import GpuPrecision
 from millrace.compile.precision import PrecisionMap, plain_format, precision_map
 from millrace.compile.settings import BuildSettings, Say
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import read_graph_table
+from millrace.engine.artifact.manifest import GRAPH, Manifest, damaged
+from millrace.engine.artifact.weights import EngineWeights
+from millrace.engine.cache_specs import KEPT, KV_CACHE_DTYPES, KvFormat
+from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.engine import Engine
-from millrace.engine.kv import KEPT, KV_CACHE_DTYPES, KvFormat
-from millrace.engine.manifest import GRAPH, Manifest, damaged
-from millrace.engine.tables import read_graph_table
-from millrace.engine.weights import EngineWeights
 from millrace.errors import ConfigError, EngineError
+from millrace.graph.graph_json import read_graph
 from millrace.graph.rewrite import LOGITS, head_of
-from millrace.graph.table import read_graph
 from millrace.graph.types import DType, Graph, Port, Shape, find
 from millrace.kernels.catalogue import operators
 from millrace.kernels.operators import size

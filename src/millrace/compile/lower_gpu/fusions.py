@@ -6,7 +6,7 @@ from millrace.engine.cuda.lowered import Fusions
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.matmul.coded import AS_E4M3, Coding, coding_of
 from millrace.kernels.matmul.op import PRODUCTS, is_silu_mul
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 
 
 def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:

@@ -7,12 +7,12 @@ each value the bytes that it has, as long as somebody will read it, and room for
 import math
 from collections.abc import Mapping, Sequence
 
+from millrace.engine.cache_specs import SLOTS_PER_SEQUENCE, KvFormat, max_window_pages
+from millrace.engine.cuda.attention_partition import PROGRAMS, aligned, bounds, bucket_parts, room, windows_in
 from millrace.engine.cuda.layers import ATTENTION, STATE, embedding_width, kinds_of, state_shape
 from millrace.engine.cuda.lowered import LoweredGraph, Placement
-from millrace.engine.cuda.memory import Needs, WindowNeeds
-from millrace.engine.cuda.work import PROGRAMS, aligned, bounds, bucket_parts, room, windows_in
+from millrace.engine.cuda.memory_plan import Needs, WindowNeeds
 from millrace.engine.executor import SAMPLING, ExecutorLimits
-from millrace.engine.kv import SLOTS_PER_SEQUENCE, KvFormat, max_window_pages
 from millrace.graph.dims import value_of
 from millrace.graph.types import Graph, Node, Symbol, Value
 from millrace.kernels.attention.op import window_of
@@ -20,9 +20,9 @@ from millrace.kernels.declare import RowFormat
 from millrace.kernels.layout import SLAB, n_groups
 from millrace.kernels.matmul.op import PRODUCTS, group_of, matrices_of, matrix_size, precision_of, transform_of
 from millrace.kernels.matmul.pack import kept_format
+from millrace.kernels.operand_places import constant_of
 from millrace.kernels.operators import size, whole
-from millrace.kernels.places import constant_of
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 
 # Operators whose results are in the engine's type. Others are counted as float32, which no result is wider than.
 NARROW = ("attention", "full_attention", "gated_linear", "linear", "rms_norm", "rope_attention", "short_conv")

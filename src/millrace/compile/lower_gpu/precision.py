@@ -11,7 +11,7 @@ from millrace.compile.accuracy_pricing import AUTO
 from millrace.compile.precision import MEANT, PrecisionMap, StoredMatrix, plain_format
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.engine.manifest import GpuSection
+from millrace.engine.artifact.manifest import GpuSection
 from millrace.errors import ConfigError, EngineError
 from millrace.graph.rewrite import head_of
 from millrace.graph.types import Graph

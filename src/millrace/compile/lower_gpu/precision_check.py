@@ -9,9 +9,9 @@ from millrace.compile.builder import asked_precision
 from millrace.compile.lower_gpu.precision import gpu_precision
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.engine.cuda.found import known_gpu
-from millrace.engine.cuda.precisions import check_keeps, multiplied_by
-from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.cache_specs import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.cuda.device_lookup import known_gpu
+from millrace.engine.cuda.precision_support import check_keeps, multiplied_by
 from millrace.machine.devices import check_architecture
 from millrace.model.families import HEAD
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from millrace.graph.expression_types import is_integer
+from millrace.graph.expressions import Tree, evaluate, substitute
 from millrace.graph.rewrite import Instead, Live, joined_origins, make_node, rewrite, tree_of
-from millrace.graph.tree_types import is_integer
-from millrace.graph.trees import Tree, evaluate, substitute
 from millrace.graph.types import Array, Constant, DType, Graph, Node, Value
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.elementwise.op import ELEMENTWISE

@@ -10,7 +10,7 @@ from millrace.kernels.matmul.op import LINEAR, precision_of
 from millrace.kernels.operators import runnable, whole
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
-from millrace.kernels.storage import DENSE, Storage, storage_of
+from millrace.kernels.row_storage import DENSE, Storage, storage_of
 
 
 def fuse_epilogue(graph: Graph) -> Graph:

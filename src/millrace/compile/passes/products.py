@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, combined
 from millrace.compile.precision import PrecisionMap
 from millrace.graph.rewrite import Instead, Live, head_of, joined_origins, make_node, rewrite, tree_of
 from millrace.graph.types import Array, Constant, DType, Graph, Node, Value

@@ -21,10 +21,10 @@ from triton.runtime.errors import OutOfResources
 
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.tune.tuner import PLENTY, SAMPLES, choose, summary
+from millrace.engine.artifact.tactics import Choice, Comparison
+from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.found import Gpu
-from millrace.engine.cuda.transfer import there
-from millrace.engine.tactics import Choice, Comparison
+from millrace.engine.cuda.host_device_copy import there
 from millrace.kernels.matmul import cuda, cuda_few, gpu_tiles
 from millrace.kernels.matmul.coded import CodedRows, Matrix
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, region_of, takes, tiles

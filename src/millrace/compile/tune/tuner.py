@@ -18,10 +18,8 @@ from millrace.compile.cache.timing_cache import TimingCache, machine_key
 from millrace.compile.settings import Progress
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, cases_of, filling, input_bytes, pages_of
 from millrace.compile.tune.tuning_regions import Work, regions_of
-from millrace.engine.engine import Engine
-from millrace.engine.executor import ExecutionError
-from millrace.engine.native import NativeExecutor, NativeNetwork
-from millrace.engine.tactics import (
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.tactics import (
     Choice,
     Comparison,
     Region,
@@ -32,6 +30,8 @@ from millrace.engine.tactics import (
     table_for,
     write_tactics,
 )
+from millrace.engine.executor import ExecutionError
+from millrace.engine.native.executor import NativeExecutor, NativeNetwork
 from millrace.errors import EngineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, memory, usable_cores

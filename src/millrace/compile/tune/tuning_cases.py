@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.dummy import dummy_step
-from millrace.engine.engine import Engine
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.manifest import Manifest, SlotEntry, dims_of
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.encoder_inputs import text_inputs
 from millrace.engine.executor import StepInputs
-from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.manifest import Manifest, SlotEntry, dims_of
-from millrace.engine.texts import text_inputs
 from millrace.errors import ConfigError
 from millrace.graph.dims import Symbol, value_of
 from millrace.graph.types import NUMPY

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, deepest
-from millrace.engine.engine import Engine
-from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
-from millrace.engine.tables import Call, read_program_table
-from millrace.engine.tactics import Choice
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.artifact.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
+from millrace.engine.artifact.tactics import Choice
 from millrace.errors import plain
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.declare import Scaling, WeightFormat

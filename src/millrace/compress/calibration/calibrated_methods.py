@@ -24,8 +24,8 @@ from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.sizes import LENGTH
-from millrace.evaluate.texts import read_text
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_files import read_text
+from millrace.evaluate.text_windows import Windows
 
 _MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
 _FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone

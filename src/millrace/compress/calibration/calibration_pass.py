@@ -1,6 +1,6 @@
 """The one pass over calibration text: what goes into each matrix product, as methods need it, a piece at a time.
 
-The model is cut at its residual stream (graph/cuts.py), and a piece's executor gives what its matrix products read.
+The model is cut at its residual stream (graph/partition.py); a piece's executor outputs what its matmuls read.
 Memory holds one piece's weights, its Gram matrices, and some windows of rows; what goes on to the next piece is in a
 file. W windows of n tokens.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.build import BuildOptions, plan_pieces
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap
@@ -33,10 +33,10 @@ from millrace.compress.calibration.statistics import (
 from millrace.compress.presets import SAMPLES
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate.divergence import not_finite, step_of
-from millrace.evaluate.pieces import Piece, loaded
+from millrace.evaluate.piecewise_forward import Piece, loaded
 from millrace.evaluate.sizes import LENGTH
-from millrace.evaluate.windows import Windows, windows_of
-from millrace.graph.cuts import CARRIED
+from millrace.evaluate.text_windows import Windows, windows_of
+from millrace.graph.partition import CARRIED
 from millrace.graph.rewrite import head_of
 from millrace.graph.types import Graph, Port, Value
 from millrace.kernels.precision import Precision

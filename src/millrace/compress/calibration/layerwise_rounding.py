@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compress.calibration.statistics import InputStatistics, Statistics
 from millrace.compress.measure.layer_diagnostics import Figures, figures
 from millrace.compress.measure.reconstruction_error import clipped, relative_error

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.weights import INDEX, SINGLE
+from millrace.checkpoint.weights.safetensors import INDEX, SINGLE
 from millrace.compress.checkpoint.compression_record import RECORD
 from millrace.compress.checkpoint.tensor_layout import NAMES, WIDTHS, Spec
 from millrace.compress.methods.quantization_grid import Array

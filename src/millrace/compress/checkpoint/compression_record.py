@@ -14,7 +14,7 @@ import msgspec
 from millrace.compress.measure.accuracy import Loss
 from millrace.compress.measure.layer_diagnostics import Figures
 from millrace.compress.measure.speed import Speeds
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, MachineError
 from millrace.settings import read_given
 

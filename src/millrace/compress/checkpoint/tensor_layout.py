@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import pack, words_of
 from millrace.checkpoint.compressed.scheme import FLOATS, INTEGERS, PACKED, kv_scheme
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compress.methods.e4m3 import Fp8Matrix
 from millrace.compress.methods.quantization_grid import Array
 

@@ -11,15 +11,15 @@ from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import Progress
 from millrace.compile.source import Source
-from millrace.engine.kv import KvFormat
+from millrace.engine.cache_specs import KvFormat
 from millrace.errors import MachineError
-from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.divergence import BLOCK, Score
-from millrace.evaluate.pieces import ReadText, answers, read, score
-from millrace.evaluate.simulated import fp8_rows, read_with_fp8
+from millrace.evaluate.fake_quant_activations import fp8_rows, read_with_fp8
+from millrace.evaluate.kl_agreement import agreement
+from millrace.evaluate.piecewise_forward import ReadText, answers, read, score
 from millrace.evaluate.sizes import LENGTH, SHORTEST
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 from millrace.kernels.precision import Precision
 
 _ROWS = 64  # of logits in a step

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from millrace.compile.settings import Progress
 from millrace.compress.compression_plan import WEIGHT, Job, kept_dtype
 from millrace.compress.search.candidates import FLOAT, TREATMENTS, bytes_of, offered
-from millrace.engine.probe import Product, seconds_of
+from millrace.engine.roofline_probe import Product, seconds_of
 from millrace.kernels.layout import up
 from millrace.kernels.precision import Precision
 

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compress.calibration.statistics import InputStatistics
 from millrace.compress.checkpoint.tensor_layout import Matrix
 from millrace.compress.measure.reconstruction_error import relative_error

@@ -7,9 +7,9 @@ from statistics import median
 import msgspec
 
 from millrace.compile.settings import Progress
-from millrace.engine.dummy import dummy_step
-from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.native import NativeExecutor
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.engine.dummy_step import dummy_step
+from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError
 
 PROMPT, AT, NEW = 512, 128, 16  # tokens: of a prompt; in the context while decoding; that are decoded

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compress.methods.e4m3 import BF16, E4M3, Fp8Matrix, rounded_to, scales_for
 from millrace.compress.methods.quantization_grid import (
     WHOLE_ROW,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.errors import CheckpointError, ConfigError
 from millrace.kernels.matmul.pack import finite
 

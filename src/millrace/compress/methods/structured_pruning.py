@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compress.calibration.statistics import Statistics
 from millrace.compress.measure.layer_diagnostics import Figures, figures
 from millrace.compress.measure.reconstruction_error import relative_error

@@ -16,7 +16,7 @@ import msgspec
 from millrace.compress.measure.accuracy import Loss
 from millrace.compress.measure.speed import Pace, Rate, Speeds
 from millrace.compress.recipe import Recipe
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 from millrace.report.page import render

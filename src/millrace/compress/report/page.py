@@ -10,7 +10,7 @@ from millrace.compress.measure.accuracy import Loss, Simulated
 from millrace.compress.measure.layer_diagnostics import Figures, reasons, usual
 from millrace.compress.measure.speed import Rate, Speeds
 from millrace.compress.recipe import FP8_GPTQ, FP8_TENSOR
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.report.page import render
 
 PAGE = "compression.html"

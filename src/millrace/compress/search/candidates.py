@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace as replaced
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compile.settings import Progress
 from millrace.compress.calibration.calibrated_methods import fp8_by_gptq, method_of
 from millrace.compress.calibration.layerwise_rounding import before, rounding

@@ -22,7 +22,7 @@ from millrace.compress.search.candidates import FLOAT, Shelf, bytes_of, recipe_o
 from millrace.compress.search.loss_bound import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
 from millrace.compress.search.mixed_precision import Mix, frontier
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.text_windows import Windows
 
 RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same again
 

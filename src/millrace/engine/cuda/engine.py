@@ -9,18 +9,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
-from millrace.engine.cuda.found import CPU, Gpu, first_line
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.cache_specs import SLOTS_PER_SEQUENCE, KvFormat
+from millrace.engine.cuda.device_lookup import CPU, Gpu, first_line
 from millrace.engine.cuda.lowered import LoweredGraph
-from millrace.engine.cuda.memory import DevicePlan, Needs, check_fits, plan_device
-from millrace.engine.engine import Engine
+from millrace.engine.cuda.memory_plan import DevicePlan, Needs, check_fits, plan_device
 from millrace.engine.executor import Executor, ExecutorLimits, WindowLimits
-from millrace.engine.kv import SLOTS_PER_SEQUENCE, KvFormat
 from millrace.errors import MachineError, mib
 
 if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
+    from millrace.engine.cuda.encoder_executor import CudaNetwork
     from millrace.engine.cuda.executor import CudaExecutor
-    from millrace.engine.cuda.network import CudaNetwork
-    from millrace.engine.cuda.walk import Load
+    from millrace.engine.cuda.graph_executor import Load
     from millrace.kernels.matmul.gpu_tiles import Tiles
 
 
@@ -47,7 +47,7 @@ class GpuModel:
 
     @property
     def load(self) -> "Load":
-        from millrace.engine.cuda.loaded import load
+        from millrace.engine.cuda.device_constants import load
         from millrace.engine.cuda.random_weights import random_loaded
 
         return random_loaded if self.random else load
@@ -118,7 +118,7 @@ class GpuEngine(Engine):
 
     def network_on_gpu(self) -> "CudaNetwork":
         """Of an encoder. Raises as `on_gpu`, MachineError also where it does not fit, naming what would"""
-        from millrace.engine.cuda.network import CudaNetwork  # and with it PyTorch
+        from millrace.engine.cuda.encoder_executor import CudaNetwork  # and with it PyTorch
 
         check_fits(self.needs, self.gpu.free_bytes, self.smaller())
         model = self.model

@@ -13,8 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.buckets import Bucket, Graphs, Tables, bucket_of, captured
-from millrace.engine.cuda.gpu import CODES, check_runs
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda.attention_partition import Kind, Processors, joined, windows_in
+from millrace.engine.cuda.capability_check import CODES, check_runs
+from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, Tables, bucket_of, captured
+from millrace.engine.cuda.device_constants import load
+from millrace.engine.cuda.graph_executor import Load, Walk
+from millrace.engine.cuda.host_device_copy import OnItsWay, on_device, there
 from millrace.engine.cuda.layers import (
     ATTENTION,
     STATE,
@@ -25,16 +30,11 @@ from millrace.engine.cuda.layers import (
     n_adapters,
     state_shape,
 )  # fmt: skip
-from millrace.engine.cuda.loaded import load
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.cuda.sampling import Rows, Way, drawn_plainly, sample, tokens_alone, way_of
-from millrace.engine.cuda.step import check_given, rotary_of, step_slots, step_tables
-from millrace.engine.cuda.transfer import OnItsWay, on_device, there
-from millrace.engine.cuda.walk import Load, Walk
-from millrace.engine.cuda.work import Kind, Processors, joined, windows_in
-from millrace.engine.dummy import dummy_step
+from millrace.engine.cuda.step_tables import check_given, rotary_of, step_slots, step_tables
+from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, WindowPages
-from millrace.engine.kv import KvFormat
 from millrace.graph.types import Graph, Node
 from millrace.kernels.attention.op import softcap_of, window_of
 from millrace.kernels.attention.paged import LayerPages, StepTables

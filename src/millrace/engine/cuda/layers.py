@@ -1,6 +1,6 @@
 """What a language model's layers keep and take, by its graph."""
 
-from millrace.engine.cuda.work import Kind
+from millrace.engine.cuda.attention_partition import Kind
 from millrace.graph.types import Graph, Node, find
 from millrace.kernels.attention.op import window_of
 from millrace.kernels.operators import size

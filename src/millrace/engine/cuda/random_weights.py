@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.loaded import Loaded, load, together
+from millrace.engine.cuda.device_constants import Loaded, load, together
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.graph.types import Node, Value
 from millrace.kernels.matmul.coded import E4M3, LARGEST, CodedRows

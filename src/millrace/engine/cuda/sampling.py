@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.engine.cuda.transfer import on_device
+from millrace.engine.cuda.host_device_copy import on_device
 from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, StepInputs
 
 GREEDY_BELOW = 1e-5  # a temperature

@@ -5,16 +5,16 @@ import math
 import numpy as np
 
 from millrace.errors import GraphError
-from millrace.graph.rules import check_positions, illegal
+from millrace.graph.shape_rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.attention.ref import attention
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.declare import MAX_HEAD, MAX_PARAM, RowFormat
+from millrace.kernels.operand_places import Operands, View
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
-from millrace.kernels.places import Operands, View
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.kernels.rope.op import rotated
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 
 
 def _heads(op: str, inputs: Inputs) -> tuple[Shape, ...]:

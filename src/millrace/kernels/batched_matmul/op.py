@@ -1,6 +1,6 @@
 """The operator batched_matmul: products of matrices that are both computed."""
 
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.operators import Held, Runnable, Values, Writer
 

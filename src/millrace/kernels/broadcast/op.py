@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from millrace.errors import nearest
-from millrace.graph.rules import illegal, same_shape
-from millrace.graph.tree_types import is_integer
-from millrace.graph.trees import Tree
+from millrace.graph.expression_types import is_integer
+from millrace.graph.expressions import Tree
+from millrace.graph.shape_rules import illegal, same_shape
 from millrace.graph.types import NUMPY, Attrs, Dim, DType, Inputs, Node, Shape, Value
 from millrace.kernels.broadcast.ref import as_type
 from millrace.kernels.declare import MAX_RANK
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import TYPES
+from millrace.kernels.operand_places import Place, View, pack_array
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
-from millrace.kernels.places import Place, View, pack_array
 
 
 def lower_broadcast(node: Node, writer: Writer, tree: Tree) -> None:

@@ -4,12 +4,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.graph.dims import product
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.channel_affine.ref import scale_and_shift
 from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
-from millrace.kernels.places import Operands, Packed, as_bytes, constant_of
 
 _F32 = np.dtype(np.float32)
 

@@ -1,11 +1,11 @@
 """The operator convert: the same rows as bfloat16 or int8 groups; and which kernels can do that by the way."""
 
-from millrace.graph.rules import same_shape
+from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import Node
 from millrace.kernels.declare import RowFormat
+from millrace.kernels.operand_places import View
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
-from millrace.kernels.places import View
-from millrace.kernels.storage import Storage, storage_of
+from millrace.kernels.row_storage import Storage, storage_of
 
 
 def _reference(node: Node, values: Values) -> Held:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from millrace.graph.types import Node
 from millrace.kernels.matmul.coded import CodedRows, Coding, Matrix, coding_of
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 from millrace.kernels.torch_operators import Run
 
 

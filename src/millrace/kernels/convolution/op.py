@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.graph.dims import window_count
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.convolution.ref import convolution
 from millrace.kernels.layout import up
 from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
 from millrace.kernels.operators import Held, Runnable, Values, Writer, size, whole
-from millrace.kernels.places import Operands, Packed, as_bytes, constant_of
 
 LANES = 16
 _F32 = np.dtype(np.float32)

@@ -3,15 +3,15 @@
 import numpy as np
 
 from millrace.graph.dims import product
-from millrace.graph.rules import broadcast_shape, check_tree
-from millrace.graph.tree_types import is_integer, type_of
-from millrace.graph.trees import as_tree, evaluate
+from millrace.graph.expression_types import is_integer, type_of
+from millrace.graph.expressions import as_tree, evaluate
+from millrace.graph.shape_rules import broadcast_shape, check_tree
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.broadcast.op import lower_broadcast
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.expression import compile_tree, needs_broadcast
+from millrace.kernels.operand_places import Place, View
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
-from millrace.kernels.places import Place, View
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace.graph.trees import Tree, as_tree
+from millrace.graph.expressions import Tree, as_tree
 from millrace.graph.types import DType, Node
 from millrace.kernels.convert.torch_ref import as_wanted
 from millrace.kernels.matmul.coded import Coding, Matrix
@@ -22,7 +22,7 @@ _BINARY: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
-    """The tree's value, as graph/trees.py means it."""
+    """The tree's value, as graph/expressions.py means it."""
     if isinstance(tree, int):
         return inputs[tree]
     if isinstance(tree, float):

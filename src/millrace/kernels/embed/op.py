@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.convert.ref import to_bf16
+from millrace.kernels.operand_places import pack_array
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
-from millrace.kernels.places import pack_array
 
 _DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 

@@ -1,6 +1,6 @@
 """The operator gather_rows."""
 
-from millrace.graph.rules import rows_of_matrix
+from millrace.graph.shape_rules import rows_of_matrix
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.operators import Held, Runnable, Values, Writer
 

@@ -1,12 +1,12 @@
 """The operator layer_norm."""
 
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params, packs_rows
 from millrace.kernels.layer_norm.ref import layer_norm
+from millrace.kernels.operand_places import Operands
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number
-from millrace.kernels.places import Operands
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:

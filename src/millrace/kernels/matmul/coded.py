@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.kernels.declare import NOTHING, RowFormat
 from millrace.kernels.matmul.pack import hadamard
-from millrace.kernels.storage import Storage
+from millrace.kernels.row_storage import Storage
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # that E4M3 has

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
-from millrace.graph.rules import check_tree, illegal
-from millrace.graph.trees import Tree, as_tree, evaluate
+from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
+from millrace.graph.expressions import Tree, as_tree, evaluate
+from millrace.graph.shape_rules import check_tree, illegal
 from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.convert.ref import Quantised
@@ -28,10 +28,10 @@ from millrace.kernels.matmul.pack import (
     scaling_of,
     stored_codes,
 )
+from millrace.kernels.operand_places import Packed, Place, View, constant_of
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size, whole
-from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
-from millrace.kernels.storage import Storage, storage_of
+from millrace.kernels.row_storage import Storage, storage_of
 
 PRODUCTS = ("linear", "gated_linear")
 SILU_MUL: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)

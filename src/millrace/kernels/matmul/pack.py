@@ -19,7 +19,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import E4M3, FP8, SUPER_BLOCK, QuantisedFormat, QuantisedMatrix, combined
+from millrace.checkpoint.weights.quantized_matrix import (
+    E4M3,
+    FP8,
+    SUPER_BLOCK,
+    QuantisedFormat,
+    QuantisedMatrix,
+    combined,
+)
 from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.kernels.arrays import Array
 from millrace.kernels.convert.ref import Quantised, to_bf16, to_e4m3
 

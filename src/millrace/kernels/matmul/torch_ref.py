@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millrace.graph.trees import as_tree
+from millrace.graph.expressions import as_tree
 from millrace.graph.types import Node
 from millrace.kernels.elementwise.torch_ref import evaluate
 from millrace.kernels.matmul.coded import Matrix

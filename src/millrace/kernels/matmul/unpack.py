@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import SUPER_BLOCK, QuantisedMatrix
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import Scaling, WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up

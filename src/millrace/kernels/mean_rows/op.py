@@ -1,6 +1,6 @@
 """The operator mean_rows."""
 
-from millrace.graph.rules import rows_of_matrix
+from millrace.graph.shape_rules import rows_of_matrix
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.mean_rows.ref import mean_rows
 from millrace.kernels.operators import Held, Runnable, Values, Writer

@@ -1,6 +1,6 @@
 """The operator normalise."""
 
-from millrace.graph.rules import same_shape
+from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import Node
 from millrace.kernels.normalise.ref import normalise
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number

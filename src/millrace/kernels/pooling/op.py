@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from millrace.graph.dims import times
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.arrays import Array
 from millrace.kernels.convolution.op import pair, plane_sizes, window_counts

@@ -3,15 +3,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.graph.rules import illegal
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.layout import byte_row_bytes
 from millrace.kernels.matmul.op import precision_of
 from millrace.kernels.matmul.pack import Run, rounded_codes
+from millrace.kernels.operand_places import Operands, Packed, constant_of
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
-from millrace.kernels.places import Operands, Packed, constant_of
 from millrace.kernels.precision import HADAMARD
 from millrace.kernels.rescore.pack import pack_byte_rows
 from millrace.kernels.rescore.ref import rescore

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.kernels.layout import byte_row_bytes, n_groups, padded_k, up
 
 

@@ -1,11 +1,11 @@
 """The operator rms_norm."""
 
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params, packs_rows
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
 from millrace.kernels.rms_norm.ref import rms_norm
-from millrace.kernels.storage import storage_of
+from millrace.kernels.row_storage import storage_of
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from millrace.graph.rules import check_positions, illegal
+from millrace.graph.shape_rules import check_positions, illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.kernels.operand_places import Operands
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
-from millrace.kernels.places import Operands
 from millrace.kernels.rope.ref import rope
 
 

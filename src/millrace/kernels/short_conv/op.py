@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import GraphError
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
 from millrace.kernels.operators import Held, Runnable, Values, Writer, size, whole
-from millrace.kernels.places import Operands, Packed, as_bytes, constant_of
 from millrace.kernels.short_conv.declare import MAX_TAPS
 from millrace.kernels.short_conv.ref import short_conv
 

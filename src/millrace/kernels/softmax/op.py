@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.operators import Held, Runnable, Values, Writer
 

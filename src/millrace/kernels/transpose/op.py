@@ -4,12 +4,12 @@ from typing import cast
 
 import numpy as np
 
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.broadcast.op import check_rank
 from millrace.kernels.layout import TYPES
+from millrace.kernels.operand_places import Operands
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
-from millrace.kernels.places import Operands
 
 
 def _order(attrs: Attrs) -> tuple[int, ...]:

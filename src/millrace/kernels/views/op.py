@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.graph.dims import product
-from millrace.graph.rules import illegal
+from millrace.graph.shape_rules import illegal
 from millrace.graph.types import NUMPY, Attrs, DType, Inputs, Node, Shape
+from millrace.kernels.operand_places import ELEMENT_BYTES
 from millrace.kernels.operators import Held, Runnable, Values, Writer
-from millrace.kernels.places import ELEMENT_BYTES
 
 
 def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:

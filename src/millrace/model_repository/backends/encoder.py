@@ -12,9 +12,9 @@ from pathlib import Path
 
 from millrace.api.offline_generate import prompt_tokens
 from millrace.checkpoint.checkpoint import CONFIG
-from millrace.checkpoint.config_reader import family_of
-from millrace.checkpoint.tokenizer import read_json_object
-from millrace.engine.manifest import MANIFEST, read_manifest
+from millrace.checkpoint.config.config_reader import family_of
+from millrace.checkpoint.tokenizer.tokenizer import read_json_object
+from millrace.engine.artifact.manifest import MANIFEST, read_manifest
 from millrace.errors import BusyError, EngineError
 from millrace.model_repository.backends.backend import InstanceGiven
 from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, texts_of

@@ -35,7 +35,7 @@ from millrace.runtime.request.request import Request
 from millrace.runtime.request.sampling_params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import RunSettings
 from millrace.settings import Settings, parse_size, plain_type
-from millrace.tune.pricing import pricing
+from millrace.tune.accuracy_pricing import pricing
 
 TEXT, OUT = "text_input", "text_output"
 _CHECKPOINT = ("config.json", "manifest.json")

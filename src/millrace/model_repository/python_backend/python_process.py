@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.machine.cpu import usable_cores
-from millrace.machine.process import resident_bytes
+from millrace.machine.process_info import resident_bytes
 from millrace.model_repository.backends.backend import Instance, InstanceGiven, InstanceGoneError
 from millrace.model_repository.python_backend.python_host import HereAsking, ServerHost, status_of
 from millrace.model_repository.python_backend.python_interpreter import Child, Python

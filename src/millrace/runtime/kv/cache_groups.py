@@ -14,8 +14,8 @@ from collections.abc import Sequence as Ordered
 
 import numpy as np
 
+from millrace.engine.cache_specs import max_window_pages
 from millrace.engine.executor import ExecutorLimits, IntArray, StateSlots, WindowPages
-from millrace.engine.kv import max_window_pages
 from millrace.errors import ConfigError
 from millrace.runtime.kv.int_buffer import IntBuffer
 from millrace.runtime.kv.pages import Key

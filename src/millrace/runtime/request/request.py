@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import NOTHING_ALLOWED, IntArray
 from millrace.errors import RequestError
 from millrace.runtime.kv.cache_groups import NO_CACHES, SequenceCaches

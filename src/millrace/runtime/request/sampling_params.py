@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import ContextError, RequestError, alike, nearest
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams, structured

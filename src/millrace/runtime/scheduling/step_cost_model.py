@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, plain
 from millrace.runtime.scheduling.step_features import StepWork
 from millrace.runtime.step_history import StepSeen

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.grammar_limits import parser_limits
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import MachineError, RequestError
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker, unavailable
 from millrace.checkpoint.grammar_limits import limits
+from millrace.checkpoint.worker_process import EndedError, FrameProcess, LateError, Worker, unavailable
 from millrace.errors import MachineError, RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output.grammar_worker import MEMORY_BYTES, STACK_BYTES

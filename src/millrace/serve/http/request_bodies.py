@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope
 
-from millrace.machine.process import release_free_memory
+from millrace.machine.process_info import release_free_memory
 from millrace.model_repository.request.concatenation import LARGE, concatenated
 from millrace.serve.http.errors import ClientGoneError, HttpError
 from millrace.serve.http.http_request import header

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from millrace.checkpoint.tool_calls.reader import CallPart, Said
+from millrace.checkpoint.tool_calls.answer_parser import CallPart, Said
 
 
 class Kind(Enum):

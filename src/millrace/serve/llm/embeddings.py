@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.engine.texts import Ids
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.engine.encoder_inputs import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.encoder_loop import (
     MAX_INPUTS,

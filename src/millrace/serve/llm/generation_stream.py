@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace import __version__
-from millrace.checkpoint.tool_calls.reader import Said
+from millrace.checkpoint.tool_calls.answer_parser import Said
 from millrace.engine.executor import IntArray
 from millrace.runtime.request.prompt_embeds import EmbeddedPrompt
 from millrace.runtime.request.request import FREELY, StopTables, Terms

@@ -15,12 +15,12 @@ import msgspec
 from prometheus_client.core import Metric
 
 from millrace import __version__
-from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.chat_prompt import PromptRenderer
-from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
-from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.engine.bound import DecodeWork
-from millrace.engine.kv import PAGE_TOKENS
+from millrace.checkpoint.chat.chat_prompt import PromptRenderer
+from millrace.checkpoint.chat.chat_template import ChatTemplate
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer, check_unicode
+from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.engine.decode_roofline import DecodeWork
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
 from millrace.runtime.loop_stats import LoopStats

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import msgspec
 
-from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
-from millrace.checkpoint.tool_calls.reader import Said
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer
+from millrace.checkpoint.tool_calls.answer_parser import Said
 from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.llm.response_types import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.tokenizer import read_json_object
+from millrace.checkpoint.tokenizer.tokenizer import read_json_object
 from millrace.errors import RequestError
 from millrace.runtime.encoder_loop import Vectors
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 
-from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, VocabularyTokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer, VocabularyTokenizer
+from millrace.checkpoint.tool_calls.answer_parser import Reader, Said, joined
 from millrace.checkpoint.tool_calls.formats import Reasoning, reasoning, tool_format
-from millrace.checkpoint.tool_calls.reader import Reader, Said, joined
 from millrace.runtime.request.sampling_params import Delta, SamplingParams
 from millrace.runtime.structured_output.grammar import Thoughts
 from millrace.serve.llm.tools import Tools

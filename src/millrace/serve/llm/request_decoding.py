@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, Struct
 
-from millrace.checkpoint.chat import normalised
+from millrace.checkpoint.chat.chat_template import normalised
 from millrace.errors import RequestError, nearest
 from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
 from millrace.runtime.request.queue_options import NO_CLAIM, Claim

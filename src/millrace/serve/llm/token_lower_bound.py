@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.runtime.request.sampling_params import context_exceeded
 
 # What a tokenizer may make shorter before it cuts: white space, composed and compatible characters, rare ones in a row.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.checkpoint.tool_calls.formats import ToolFormat
-from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
+from millrace.checkpoint.tool_calls.grammar import calls_grammar, free_grammar
 from millrace.errors import RequestError, nearest
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.request.tool_specs import OPENAI, ToolShape, checked_functions

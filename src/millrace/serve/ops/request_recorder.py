@@ -23,7 +23,7 @@ from millrace.errors import ConfigError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.request import Request
 from millrace.runtime.service import STOP_S, AsyncEngine, ServiceOptions
-from millrace.tune.lines import BLOCK
+from millrace.tune.trace_formats import BLOCK
 
 MOST_BYTES, MOST_KNOWN = 1 << 30, 1 << 20  # of a file; of beginnings, of which the oldest are forgotten
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from millrace.errors import RequestError
 from millrace.machine.cpu import machine_name
 from millrace.report.page import render
-from millrace.report.scale import Scale
+from millrace.report.plot_scale import Scale
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.scheduling.step_features import StepWork, turns_s
 from millrace.runtime.step_history import StepSeen

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import PROCESSOR, Device, find_device
-from millrace.report.numbers import exact, four
+from millrace.report.format_numbers import exact, four
 from millrace.size.fit.overhead_file import OwnStack
 from millrace.size.load.peak_load import DAY_S
 from millrace.size.performance.closed_form import served, shares

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, nearest, plain
 from millrace.settings import once, read_given
 from millrace.size.money.prices import number

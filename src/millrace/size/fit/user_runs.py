@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.errors import ConfigError, plain
 from millrace.machine.devices import find_device
-from millrace.report.numbers import things
+from millrace.report.format_numbers import things
 from millrace.settings import read_given
 from millrace.size.answer.sizing import instance_of
 from millrace.size.fit.overhead import Held, Replayed, Run, fit_stack, judged, replay

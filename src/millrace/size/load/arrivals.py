@@ -11,8 +11,8 @@ from millrace.size.load.trace_arrivals import Replay, arrivals
 from millrace.size.performance.roofline_cost import Floats
 from millrace.size.question.question import Question
 from millrace.size.simulation.virtual_clock import Arrival
-from millrace.tune.lines import BLOCK
-from millrace.tune.recording import Recording
+from millrace.tune.recorded_requests import Recording
+from millrace.tune.trace_formats import BLOCK
 
 PREFIX_AWARE = "prefix-aware"
 _MOST_TOKENS = 1 << 26  # of all prompts of a simulation

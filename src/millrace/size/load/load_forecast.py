@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.report.numbers import exact, four, things
+from millrace.report.format_numbers import exact, four, things
 from millrace.size.load.peak_load import DAY_S, PERIODS, Peak, peak, per_second
 from millrace.size.question.settings import LoadSettings
-from millrace.tune.recording import Recording, read_recording
+from millrace.tune.recorded_requests import Recording, read_recording
 
 _CALLS = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e\d+)?)\s*([kMB]?)\s*(?:/|\s+(?:per|a)\s+)\s*([a-z]+)")
 _TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}

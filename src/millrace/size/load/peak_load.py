@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError
-from millrace.report.numbers import exact, four
+from millrace.report.format_numbers import exact, four
 
 WORDS_A_TOKEN = 0.75  # of English prose, by most tokenizers
 CHARACTERS_A_TOKEN = 4.0

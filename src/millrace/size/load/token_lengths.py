@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError, nearest
-from millrace.report.numbers import exact
+from millrace.report.format_numbers import exact
 from millrace.size.load.peak_load import tokens
 from millrace.size.performance.models import ModelShape
 from millrace.size.question.settings import LENGTHS, RequestSettings

@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.errors import ConfigError
 from millrace.size.simulation.virtual_clock import Arrival
-from millrace.tune.recording import Recording
+from millrace.tune.recorded_requests import Recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from millrace.engine.probe import roofline_here
+from millrace.engine.roofline_probe import roofline_here
 from millrace.errors import ConfigError, plain
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, memory, usable_cores

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from millrace.engine.tactics import write_whole
+from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, plain
-from millrace.report.numbers import exact, four
+from millrace.report.format_numbers import exact, four
 from millrace.settings import read_given
 from millrace.size.fit.user_runs import check_point
 from millrace.size.performance.models import PRESETS, ModelShape

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from millrace.checkpoint.decoder_sizes import SIZES, DecoderSizes, read_config_file, read_sizes
+from millrace.checkpoint.config.decoder_sizes import SIZES, DecoderSizes, read_config_file, read_sizes
 from millrace.errors import ConfigError, nearest, plain
 
 _TUNED = re.compile(r"(-(instruct|chat|it|hf|base|v0\.[12]))+$")  # of one size, other weights

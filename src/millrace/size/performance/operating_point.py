@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.errors import ConfigError
-from millrace.report.numbers import exact, four
+from millrace.report.format_numbers import exact, four
 
 SYSTEM = 8  # devices of the machines that are bought, where nobody says
 _MOST_S = 1e7  # that a limit allows: settings take 1e6, of which twice as much is looked at, too

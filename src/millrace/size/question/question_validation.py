@@ -1,7 +1,7 @@
 """What answers say against each other, or beside what makes no use of it: refused before anything is computed."""
 
 from millrace.errors import ConfigError, nearest
-from millrace.report.numbers import exact
+from millrace.report.format_numbers import exact
 from millrace.settings import Settings
 from millrace.size.answer.sizing import PPS, TPS
 from millrace.size.load.peak_load import WORDS_A_TOKEN

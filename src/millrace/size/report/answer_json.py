@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from millrace.report.numbers import four
+from millrace.report.format_numbers import four
 from millrace.size.answer.alternatives import Alternative
 from millrace.size.answer.answer import Answer
 from millrace.size.answer.sizing import Plan

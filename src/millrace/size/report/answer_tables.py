@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from millrace.machine.devices import GB
-from millrace.report.numbers import count, four, things
+from millrace.report.format_numbers import count, four, things
 from millrace.size.answer.answer import Answer
 from millrace.size.performance.operating_point import P95_OF_CALLS, Point
 from millrace.size.report.answer_json import band, read_as

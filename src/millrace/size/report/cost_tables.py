@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from millrace.report.numbers import four
+from millrace.report.format_numbers import four
 from millrace.size.answer.alternatives import Alternative
 from millrace.size.money.tco import DAY_HOURS, Money
 from millrace.size.report.table import Table, few

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from millrace.report.numbers import exact, four
+from millrace.report.format_numbers import exact, four
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 from millrace.size.answer.answer import Answer

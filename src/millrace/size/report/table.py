@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.report.numbers import is_number
+from millrace.report.format_numbers import is_number
 
 
 @dataclass(frozen=True, slots=True)

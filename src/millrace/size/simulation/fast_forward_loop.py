@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from heapq import heappop, heappush
 
-from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.runtime.kv.pages import PagePool
 from millrace.runtime.request.request import AnswerText, Request, Sequence, StopTables, Timings

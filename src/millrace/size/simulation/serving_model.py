@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.executor import ExecutorLimits
-from millrace.engine.kv import PAGE_TOKENS
 from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.load.token_lengths import Lengths

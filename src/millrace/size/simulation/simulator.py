@@ -19,7 +19,7 @@ from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.simulation.fast_forward_loop import QuickLoop
 from millrace.size.simulation.stepwise_loop import SteppedLoop
 from millrace.size.simulation.virtual_clock import TOKEN, Arrival, Seen, VirtualClock, at_once
-from millrace.tune.lines import BLOCK
+from millrace.tune.trace_formats import BLOCK
 
 Floats = NDArray[np.float64]
 _VOCAB = 1 << 15  # ids that prompts are told apart by; equal blocks are equal text

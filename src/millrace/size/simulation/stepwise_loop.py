@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.checkpoint.tokenizer.tokenizer import Specials, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.machine.process import resident_bytes
+from millrace.machine.process_info import resident_bytes
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, serving_with

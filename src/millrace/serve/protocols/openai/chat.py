@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.checkpoint.tool_calls.reader import CallPart, Said
+from millrace.checkpoint.tool_calls.answer_parser import CallPart, Said
 from millrace.runtime.request.sampling_params import Delta, TokenLogprobs
 from millrace.serve.http.http_request import Call
 from millrace.serve.http.server_context import LARGE_BODY

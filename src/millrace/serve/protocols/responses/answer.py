@@ -4,7 +4,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from millrace.checkpoint.tool_calls.reader import Said
+from millrace.checkpoint.tool_calls.answer_parser import Said
 from millrace.runtime.request.sampling_params import Delta
 from millrace.serve.http.errors import GenerationFailedError, HttpError, Problem
 from millrace.serve.llm.answer_blocks import Block, Blocks, Happening, Kind, Turn

@@ -1,0 +1,110 @@
+"""Conversations as prompts: in turns that the chat template renders, with native calls if it writes them."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from millrace.checkpoint.chat.chat_template import DEFAULT, ChatTemplate
+from millrace.checkpoint.tool_calls.formats import ToolFormat, tool_format
+from millrace.checkpoint.tool_calls.prompt import with_tools
+
+Message = Mapping[str, object]
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+
+
+class PromptRenderer:
+    """Renders conversations through a model's chat templates, which stay its owner's to close."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._formats: dict[str, ToolFormat] = {}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the prompt's text. Turns that the template refuses are merged, and a system message that it does not
+        render joins the first message of the user.
+
+        messages: normalised; tools: as OpenAI's clients describe them; the rest: as for `ChatTemplate.render`, which
+        says what is raised
+        """
+        preamble, variables = "", dict(extra or {})
+        if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            messages = [_with_text_arguments(message) for message in messages]
+            form, shows_tools, shows_calls = self._form(bool(tools))
+            if form.short_ids:
+                messages = [_with_short_ids(message) for message in messages]
+            messages = with_tools(messages, (), replace(form, native=shows_calls))
+            if tools and shows_tools:
+                variables["tools"] = list(tools)
+            if tools and not (shows_tools and form.tells):
+                preamble = self._told(tools, form)
+        return self.template.render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            extra=variables, preamble=preamble, merges=True,
+        )  # fmt: skip
+
+    def _form(self, has_tools: bool) -> tuple[ToolFormat, bool, bool]:
+        """Return how calls are written, whether the template is given the tools, and whether it writes calls."""
+        name = self.template.name_for(has_tools)
+        form = self._format(name)
+        if form.native:
+            return form, True, True
+        if name != DEFAULT:  # made for tools, though its calls are of no known format
+            shows_tools, shows_calls = self.template.renders_tools()
+            if shows_tools:
+                return replace(form, tells=True), True, shows_calls
+            form = self._format(DEFAULT)
+        return form, form.native, form.native
+
+    def _format(self, name: str) -> ToolFormat:
+        if name not in self._formats:
+            self._formats[name] = tool_format(self.template.sources[name])
+        return self._formats[name]
+
+    @staticmethod
+    def _told(tools: Sequence[Mapping[str, object]], form: ToolFormat) -> str:
+        """Return the text that describes the tools to a model whose template does not."""
+        (message,) = with_tools((), tools, replace(form, tells=False))
+        return str(message["content"])
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return the message with arguments of calls as JSON text: users of Python also write objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [{**call, "function": _as_text(call["function"])} for call in calls]}
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Return the message with ids of calls as Mistral's templates take them: nine letters and digits."""
+    changed = dict(message)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in calls]
+    if isinstance(answered := message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short_id(answered)
+    return changed
+
+
+def _short_id(call_id: object) -> str:
+    text = str(call_id)
+    if _SHORT_ID.fullmatch(text):
+        return text
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]
+
+
+def _as_text(function: Mapping[str, object]) -> Mapping[str, object]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        return function
+    return {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}

@@ -1,0 +1,238 @@
+"""Chat templates: messages to the text that the model was trained on.
+
+A template is a Jinja2 program that comes with the checkpoint. It runs in Jinja2's sandbox, and in a process of its own
+(`chat_worker.py`) that has a memory limit and is killed when it takes too long; the next rendering starts a new one.
+A checkpoint may have several, by name: "tool_use" is taken for conversations with tools, else "default".
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from millrace.checkpoint.worker_process import EndedError, FrameProcess, LateError, Worker, unavailable
+from millrace.errors import CheckpointError, RequestError
+
+_WORKER = Path(__file__).with_name("chat_worker.py")
+_START_S = 30.0  # a fresh process on a busy machine: an interpreter and Jinja2
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    """For one rendering."""
+
+    timeout_s: float = 5.0
+    memory_bytes: int = 512 * 2**20  # address space of the process
+    max_characters: int = 16 * 2**20
+
+
+class ChatTemplate:
+    """The templates of a model. Safe to use from several threads, which take turns; the process starts with the first
+    rendering."""
+
+    def __init__(
+        self, source: str | Mapping[str, str], variables: Mapping[str, str], limits: ChatLimits | None = None
+    ) -> None:
+        """Hold one template, or several by name, of which one is called "default".
+
+        variables: the named special tokens, `{"bos_token": "<s>", ...}`
+        """
+        self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        self._variables = dict(variables)
+        self._limits = limits or ChatLimits()
+        self._worker = Worker(_WORKER, partial(_greet, self.sources, self._variables, self._limits))
+
+    @property
+    def source(self) -> str:
+        """The template of conversations without tools."""
+        return self.sources[DEFAULT]
+
+    def name_for(self, has_tools: bool) -> str:
+        """Return the name of the template that is taken, as transformers chooses it."""
+        return TOOL_USE if has_tools and TOOL_USE in self.sources else DEFAULT
+
+    def source_for(self, has_tools: bool) -> str:
+        return self.sources[self.name_for(has_tools)]
+
+    def another(self) -> "ChatTemplate":
+        """The same template with a process of its own, for those who must not wait for others' renderings."""
+        return ChatTemplate(self.sources, self._variables, self._limits)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, object] | None = None,
+        preamble: str = "",
+        merges: bool = False,
+    ) -> str:
+        """The prompt's text. Special tokens are in it already: encode it with `add_special_tokens=False`.
+
+        messages: `{"role", "content", ...}`, content a string, null, or a list of `{"type": "text", "text": ...}`. Each
+            content goes to the template in a form that it renders: a list as it is, or its texts joined by line ends
+        continue_final_message: end where the last message's content ends, so that the model goes on with it
+        extra: further variables for the template (`enable_thinking`, `tools`, ...)
+        preamble: text of the server in front of the conversation; it joins the first message of the user if the
+            template renders no system message
+        merges: neighbouring messages of one role, and system messages, may be merged if the template refuses them
+        raises RequestError (param "messages") where the template refuses or cannot render them;
+            CheckpointError where it is broken, or stopped at a limit of time, memory or size
+        """
+        checked = [_checked(i, message) for i, message in enumerate(messages)]
+        if continue_final_message and checked:
+            checked[-1] = _marked(checked[-1])
+        extra = dict(extra or {})
+        if not checked:
+            raise _refused("there are no messages", "at least one message")
+        reply = self._exchange(
+            {
+                "template": self.name_for(extra.get("tools") is not None),
+                "messages": checked,
+                "add_generation_prompt": add_generation_prompt,
+                "extra": extra,
+                "preamble": preamble,
+                "merges": merges,
+                "max_characters": self._limits.max_characters,
+            }
+        )
+        match reply:
+            case {"text": str(text)}:
+                return _up_to_mark(text) if continue_final_message else text
+            case {"error": "messages", "what": what}:
+                raise _refused(
+                    f"the model's chat template refuses these messages: {what}", "messages that it can render"
+                )
+            case {"error": "template", "what": what}:
+                raise _broken(f"the chat template is broken: {what}")
+        raise _broken(f"the chat template was stopped at its limits: {reply.get('what')}")
+
+    def renders_tools(self) -> tuple[bool, bool]:
+        """Whether the template for conversations with tools describes them, and whether it writes calls and results.
+
+        raises CheckpointError as `render`
+        """
+        reply = self._exchange({"template": self.name_for(True), "probe": True})
+        return bool(reply.get("tools")), bool(reply.get("calls"))
+
+    def _exchange(self, request: dict[str, object]) -> dict[str, object]:
+        try:
+            payload = json.dumps(request | {"timeout_s": self._limits.timeout_s}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refused(f"messages or template variables are not JSON: {error}", "JSON values") from error
+        with _said(self._limits, self._limits.timeout_s):
+            return cast(dict[str, object], json.loads(self._worker.exchange(payload, self._limits.timeout_s)))
+
+    def close(self) -> None:
+        """Stop the process, also in the middle of a rendering; a later one would start it again."""
+        self._worker.stop()
+
+
+def normalised(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Messages as OpenAI's clients write them, in the words that templates know: `developer` is the newer name of
+    `system`, null is what is not there.
+
+    raises RequestError (param "messages") for a system or user message without a content (null is one), or for one that
+    is no text
+    """
+    plain = [_checked(i, message) for i, message in enumerate(messages)]
+    for i, message in enumerate(plain):
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if "content" not in messages[i] and message["role"] in ("system", "user"):
+            raise _refused(f"messages[{i}] has no content", "a string or a list of text parts")
+    return plain
+
+
+def _greet(sources: Mapping[str, str], variables: Mapping[str, str], limits: ChatLimits, process: FrameProcess) -> None:
+    """Give a new process its memory limit, then the template. raises CheckpointError if the template is broken"""
+    process.exchange(json.dumps({"memory_bytes": limits.memory_bytes}).encode(), _START_S)
+    load = {"templates": dict(sources), "first": DEFAULT, "variables": dict(variables)}
+    with _said(limits, limits.timeout_s):
+        reply = json.loads(process.exchange(json.dumps(load).encode(), limits.timeout_s))
+    if reply.get("error"):
+        raise _broken(f"the chat template is broken: {reply.get('what')}")
+
+
+@contextmanager
+def _said(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
+    """Say what became of the process. raises CheckpointError; MachineError if something else killed it"""
+    try:
+        yield
+    except LateError:
+        raise _broken(
+            f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)"
+        ) from None
+    except EndedError as error:
+        if error.is_from_outside:
+            raise unavailable("the process that renders the chat template was killed") from None
+        limit = limits.memory_bytes // 2**20
+        raise _broken(
+            f"the process that renders the chat template ended (does it need more than {limit} MB?)"
+        ) from None
+
+
+def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise _refused(f"{where} is {str(message)[:100]}", 'an object with a "role" and a "content"')
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise _refused(f"{where}.content has the part {str(part)[:100]}", '{"type": "text", "text": "..."}')
+    elif content is not None and not isinstance(content, str):
+        raise _refused(f"{where}.content is {str(content)[:100]}", "a string or a list of text parts")
+    for call in _listed(message.get("tool_calls"), f"{where}.tool_calls"):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        given = function if isinstance(function, Mapping) else {}
+        if not isinstance(given.get("name"), str) or not isinstance(given.get("arguments"), str | Mapping | None):
+            expected = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise _refused(f"{where}.tool_calls has {str(call)[:100]}", expected)
+    # OpenAI's clients send null for what is not there, and many templates would print it (transformers does the same)
+    # But of a message of calls alone, templates ask whether its content is null.
+    calls = message.get("tool_calls")
+    return {key: value for key, value in message.items() if value is not None or (key == "content" and calls)}
+
+
+def _listed(value: object, where: str) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise _refused(f"{where} is {str(value)[:100]}", "a list of calls")
+    return value or []
+
+
+_MARK = "\u2063millrace: continue here\u2063"  # nobody writes that
+
+
+def _marked(message: dict[str, object]) -> dict[str, object]:
+    """With a mark where its content ends. raises RequestError where it has none that is a text"""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
+    if not isinstance(content, str):
+        raise _refused("the last message has no content to be continued", "one with a text")
+    return {**message, "content": content + _MARK}
+
+
+def _up_to_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(_MARK)
+    if not mark:
+        raise _refused("the chat template leaves out the last message, which is to be continued", "another last one")
+    return before
+
+
+def _refused(what: str, expected: str) -> RequestError:
+    return RequestError(what, expected, "change the messages", param="messages")
+
+
+def _broken(what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        "a chat template that renders in time and memory",
+        "correct chat_template.jinja or chat_template in tokenizer_config.json, or use plain completions",
+    )

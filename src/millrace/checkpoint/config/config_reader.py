@@ -1,0 +1,212 @@
+"""What reading a `config.json` needs, of whatever family: typed access, and a check of every key."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from millrace.checkpoint.config.config_keys import (
+    FAMILIES,
+    GENERATION_KEYS,
+    HARMLESS,
+    ONLY_AT,
+    Family,
+    Neutral,
+)
+from millrace.checkpoint.config.declared_keys import DECLARED
+from millrace.errors import CheckpointError, alike, plain
+
+CONFIG = "config.json"
+MAX_LAYERS = 4096  # far beyond any model, and soon enough said
+MAX_KEYS = 40  # that a note lists
+DTYPES = ("float32", "float16", "bfloat16")
+Raw = Mapping[str, object]
+
+
+def wrong(key: str, value: object, expected: str, mend: str = "", source: str = CONFIG) -> CheckpointError:
+    mend = mend or f"check that {source} belongs to this model and is complete"
+    return CheckpointError(f"{source}: {key} is {value!r:.200}", expected, mend)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Typed access to a config.json. Every method raises CheckpointError that names the key that it read.
+
+    source: what errors call the file
+    """
+
+    raw: Raw
+    source: str = field(default=CONFIG, kw_only=True)
+
+    def get(self, key: str) -> object:
+        return self.raw.get(key)
+
+    def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
+        """`missing` is what null stands for; where there is none, null is an error."""
+        value = self.get(key)
+        if value is None and missing is not None:
+            return missing
+        return self._integer(key, value, 1, most)
+
+    def first_int(self, *keys: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1) -> int:
+        """The integer under the first of several names, as families spell one size in several ways."""
+        for key in keys:
+            if (value := self.get(key)) is not None:
+                return self._integer(key, value, low, most)
+        if default is None:
+            raise CheckpointError(f"{self.source} has no {keys[0]}", "the sizes of a decoder", "complete it")
+        return default
+
+    def positive_float(self, key: str) -> float:
+        return positive_number(key, self.get(key))
+
+    def boolean(self, key: str, missing: bool | None = None) -> bool:
+        """`missing` as of positive_int."""
+        value = self.get(key)
+        if value is None and missing is not None:
+            return missing
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def name(self, key: str) -> str:
+        """Empty where there is none."""
+        value = self.get(key)
+        if not isinstance(value, str | None):
+            raise self._wrong(key, value, "a name")
+        return value or ""
+
+    def names(self, key: str) -> list[str]:
+        """Empty where there is no list."""
+        value = self.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise self._wrong(key, value, "a list of names")
+        return value or []
+
+    def _integer(self, key: str, value: object, low: int, most: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+            raise self._wrong(key, value, f"an integer from {low} to {most}")
+        return value
+
+    def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+        return wrong(key, value, expected, source=self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader(Keys):
+    """Typed access with a family's defaults."""
+
+    family: Family
+
+    def get(self, key: str) -> object:
+        return self.raw.get(key, self.family.defaults.get(key))
+
+
+def positive_number(key: str, value: object) -> float:
+    """A finite number above zero (a bool is not a number here)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise wrong(key, value, "a positive number")
+    return float(value)
+
+
+def family_of(raw: Raw) -> Family:
+    """By its architecture, else by its model type. raises CheckpointError for one that is not supported"""
+    by_architecture = {name: family for family in FAMILIES.values() for name in (family.architecture, *family.also)}
+    supported = "one of " + ", ".join(sorted(by_architecture))
+    names = raw.get("architectures")
+    model_type = raw.get("model_type")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if names is not None and (not isinstance(name, str) or name not in by_architecture):
+        shown = names if name is None else name
+        raise CheckpointError(
+            f"config.json: the architecture is {shown!r}, which is not supported",
+            supported,
+            "choose a checkpoint of a supported family",
+        )
+    if isinstance(name, str):
+        family = by_architecture[name]
+        if model_type not in (None, family.name):
+            raise wrong("model_type", model_type, f'"{family.name}", because architectures says {name}')
+        return family
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: no architectures, and model_type is {model_type!r}",
+            f"architectures with {supported}",
+            "choose a checkpoint of a supported family, or add architectures to config.json",
+        )
+    return FAMILIES[model_type]
+
+
+def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
+    """Check that every key is used, changes nothing, or is at a value that changes nothing; return notes.
+
+    A key that transformers' configuration class declares and that is in no table here must have its default.
+    A key that the class does not declare is not read by transformers either: all of these are listed in one note.
+    """
+    used = {"architectures", "model_type", "dtype", "torch_dtype", *family.defaults}
+    declared = DECLARED.get(family.name, {})
+    notes: list[str] = []
+    undeclared: list[str] = []
+    for key, value in raw.items():
+        if key in family.only_at:
+            _check_neutral(key, value, family.only_at[key])
+        elif key in used or key in HARMLESS:
+            continue
+        elif key in GENERATION_KEYS:
+            notes.append(f"config.json's {key} is not used: generation defaults are read from generation_config.json")
+        elif key in ONLY_AT:
+            _check_neutral(key, value, ONLY_AT[key])
+        elif key in declared:
+            _check_neutral(key, value, ((None, declared[key]), f"this key of {family.architecture} is not supported"))
+        else:
+            undeclared.append(key)
+    if undeclared:
+        notes.append(unread_keys("config.json", undeclared, used))
+    return tuple(notes)
+
+
+def unread_keys(where: str, keys: Sequence[str], used: Collection[str]) -> str:
+    """Return the note that `keys` change nothing, with the key that may be meant where one is misspelt."""
+    shown = [
+        key if (meant := alike(key, used)) is None else f"{key} (did you mean {meant}?)" for key in keys[:MAX_KEYS]
+    ]
+    more = f" and {len(keys) - MAX_KEYS} more" if len(keys) > MAX_KEYS else ""
+    return plain(f"{where}: not read, because no model of this type uses them: {', '.join(shown)}{more}")
+
+
+def _check_neutral(key: str, value: object, known: Neutral) -> None:
+    neutral, why = known
+    if not any(value == v and type(value) is type(v) for v in neutral):
+        words = {"None": "null", "True": "true", "False": "false"}
+        allowed = " or ".join(words.get(str(v), str(v)) for v in neutral)
+        raise wrong(key, value, f"{allowed}: {why}", "choose a checkpoint without it")
+
+
+HEAD_SIZES = "a multiple of 8, at most 512: no kernel takes others"
+
+
+def head_fits(head_dim: int) -> bool:
+    """Whether it is one of HEAD_SIZES."""
+    return head_dim % 8 == 0 and head_dim <= 512
+
+
+def read_dtype(raw: Raw) -> str:
+    """`dtype` wins over `torch_dtype`, as in transformers; float32 where nothing is said."""
+    value = raw.get("dtype")
+    value = raw.get("torch_dtype") if value is None else value
+    name = "float32" if value is None else str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise wrong("dtype", value, "one of " + ", ".join(DTYPES), "convert the weights to one of these")
+    return name
+
+
+MOST_IDS = 1024  # that end an answer; published models have up to a dozen
+
+
+def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
+    """An id, a list of ids or null, as a tuple. raises CheckpointError"""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if len(values) > MOST_IDS:
+        raise CheckpointError(f"{file}: {key} has {len(values)} ids", f"at most {MOST_IDS}", f"correct {key}")
+    for i in values:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
+            raise CheckpointError(f"{file}: {key} is {value!r}", "an id, a list of ids or null", f"correct {key}")
+    return tuple(dict.fromkeys(values))

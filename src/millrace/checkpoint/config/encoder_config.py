@@ -1,0 +1,67 @@
+"""`config.json` of an encoder as a frozen `EncoderConfig`: every key is used, known to be harmless, or an error."""
+
+from dataclasses import dataclass
+
+from millrace.checkpoint.config.config_keys import ENCODER_ACTIVATIONS
+from millrace.checkpoint.config.config_reader import (
+    HEAD_SIZES,
+    MAX_LAYERS,
+    ConfigReader,
+    Raw,
+    check_keys,
+    family_of,
+    head_fits,
+    read_dtype,
+    wrong,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """What the architecture of an encoder needs to know of a checkpoint.
+
+    The last three are not config.json's: `checkpoint/config/sentence_transformers.py` reads them.
+    """
+
+    architecture: str  # "BertModel"
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_positions: int  # tokens of the longest text that the model can read
+    n_types: int
+    norm_eps: float
+    activation: str  # "gelu" | "gelu_tanh" | "relu" | "silu"
+    dtype: str = "float32"
+    notes: tuple[str, ...] = ()  # to be said aloud to the user
+    pooling: str = "mean"  # of a text's rows: "mean" | "cls"
+    normalised: bool = True  # the vector of a text, to a length of 1
+    max_context: int = 0  # tokens of the longest text that the model's authors meant it for
+
+
+def read_encoder(raw: Raw) -> EncoderConfig:
+    """`raw` is the parsed config.json. Raises CheckpointError naming the key, its value and what was expected."""
+    family = family_of(raw)
+    notes = check_keys(raw, family)
+    read = ConfigReader(raw, family)
+    hidden_size, n_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
+    if hidden_size % n_heads:
+        raise wrong("hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}")
+    if not head_fits(hidden_size // n_heads):
+        raise wrong("num_attention_heads", n_heads, f"hidden_size {hidden_size} divided by it {HEAD_SIZES}")
+    activation = read.get("hidden_act")
+    if not isinstance(activation, str) or activation not in ENCODER_ACTIVATIONS:
+        raise wrong("hidden_act", activation, "one of " + ", ".join(sorted(ENCODER_ACTIVATIONS)))
+    names = raw.get("architectures") or [family.architecture]
+    if isinstance(names, list) and names != [family.architecture]:
+        notes += (f"the head of {names[0]} is not used: this model gives a vector for each text",)
+    max_positions = read.positive_int("max_position_embeddings")
+    return EncoderConfig(
+        architecture=family.architecture, hidden_size=hidden_size,
+        intermediate_size=read.positive_int("intermediate_size"),
+        n_layers=read.positive_int("num_hidden_layers", most=MAX_LAYERS), n_heads=n_heads,
+        vocab_size=read.positive_int("vocab_size"), max_positions=max_positions,
+        n_types=read.positive_int("type_vocab_size"), norm_eps=read.positive_float("layer_norm_eps"),
+        activation=ENCODER_ACTIVATIONS[activation], dtype=read_dtype(raw), notes=notes, max_context=max_positions,
+    )  # fmt: skip

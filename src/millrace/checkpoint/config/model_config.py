@@ -1,0 +1,385 @@
+"""`config.json` as a typed, frozen `ModelConfig`: every key is used, refused, or listed in a note.
+
+Both of today's spellings are read: `rope_theta`, `rope_scaling`, `torch_dtype`, and `rope_parameters`, `dtype`.
+Defaults of missing keys are those of the family's configuration class in transformers 5.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from millrace.checkpoint.config.config_keys import ACTIVATIONS
+from millrace.checkpoint.config.config_reader import (
+    HEAD_SIZES,
+    MAX_LAYERS,
+    ConfigReader,
+    Raw,
+    check_keys,
+    family_of,
+    head_fits,
+    positive_number,
+    read_dtype,
+    token_ids,
+    unread_keys,
+    wrong,
+)
+
+ROPE_KINDS = ("default", "linear", "llama3")
+LATER_GEMMAS = ("gemma2", "gemma3_text")
+WINDOWED = ("mistral", *LATER_GEMMAS)  # by default; Qwen has use_sliding_window
+MOST_TAPS = 8  # of a short convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding over the whole head, halves rotated against each other (not interleaved).
+
+    inverse frequency i of D/2: theta ** (-2i/D); `linear` divides it by `factor`; `llama3` as transformers does.
+    sources: arXiv:2104.09864; arXiv:2306.15595 (linear); Llama 3.1's reference code (llama3)
+    """
+
+    theta: float
+    kind: str = "default"  # one of ROPE_KINDS
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int | None = None  # only llama3
+    divisors: tuple[float, ...] = ()  # (D/2,) of GGUF's rope_freqs.weight: each frequency's own, beside `factor`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What the architecture needs to know of a checkpoint, under one set of names for all families."""
+
+    architecture: str  # "LlamaForCausalLM"
+    family: str  # a name of config_keys.FAMILIES
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int  # tokens
+    norm_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    attention_bias: bool  # on q_proj, k_proj, v_proj
+    attention_output_bias: bool  # on o_proj
+    mlp_bias: bool
+    activation: str  # "silu" | "gelu_tanh"
+    dtype: str  # "float32" | "float16" | "bfloat16"
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...]  # to be said aloud to the user
+    # per layer: window size in tokens, including the token itself; 0: full attention. (): full attention in all layers
+    windows: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as of the others
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # at which scores saturate; 0: nowhere
+    logits_softcap: float = 0.0  # likewise of logits
+    # Of each layer, whether it convolves the last `conv_taps` tokens in place of attention. (): none does.
+    convolves: tuple[bool, ...] = ()
+    conv_taps: int = 0
+    conv_bias: bool = False
+
+    def window_of(self, layer: int) -> int:
+        """Its window; 0: it has none, or one in which every sequence has room."""
+        window = self.windows[layer] if self.windows else 0
+        return window if window < self.max_context else 0
+
+
+def read_config(raw: Raw) -> ModelConfig:
+    """`raw`: the parsed config.json of a decoder. Raises CheckpointError naming the key, its value, what it may be."""
+    family = family_of(raw)
+    assert not family.is_encoder, family  # checkpoint/config/encoder_config.py reads these
+    notes = check_keys(raw, family)
+    read = ConfigReader(raw, family)
+    n_layers = read.positive_int("num_hidden_layers", most=MAX_LAYERS)
+    n_heads = read.positive_int("num_attention_heads")
+    hidden_size = read.positive_int("hidden_size")
+    vocab_size = read.positive_int("vocab_size")
+    n_kv_heads = read.positive_int("num_key_value_heads", missing=n_heads)
+    if n_heads % n_kv_heads:
+        raise wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
+    max_positions = read.positive_int("max_position_embeddings")
+    attention_bias, output_bias = _attention_bias(read)
+    head_dim = _head_dim(read, hidden_size, n_heads)
+    bos, eos, token_notes = _tokens(read, vocab_size)
+    (rope, local_rope), rope_notes = _ropes(read, max_positions)
+    return ModelConfig(
+        architecture=family.architecture,
+        family=family.name,
+        hidden_size=hidden_size,
+        intermediate_size=_lfm2_inner(read) if family.name == "lfm2" else read.positive_int("intermediate_size"),
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_context=max_positions,
+        norm_eps=read.positive_float("norm_eps" if family.name == "lfm2" else "rms_norm_eps"),
+        rope=rope,
+        tie_embeddings=_tied(read),
+        attention_bias=attention_bias,
+        attention_output_bias=output_bias,
+        mlp_bias=family.name == "llama" and read.boolean("mlp_bias"),
+        activation=_activation(read),
+        windows=_windows(read, n_layers),
+        local_rope=local_rope,
+        attention_scale=_attention_scale(read, head_dim),
+        attention_softcap=_softcap(read, "attn_logit_softcapping"),
+        logits_softcap=_softcap(read, "final_logit_softcapping"),
+        **(_lfm2_convolutions(read, n_layers) if family.name == "lfm2" else {}),
+        dtype=read_dtype(raw),
+        bos_token_id=bos,
+        eos_token_ids=eos,
+        notes=(*notes, *rope_notes, *token_notes),
+    )
+
+
+def _attention_scale(read: ConfigReader, head_dim: int) -> float | None:
+    if read.family.name not in LATER_GEMMAS:
+        return None
+    size = read.positive_float("query_pre_attn_scalar")
+    return None if size == head_dim else size**-0.5
+
+
+def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
+    usual = read.family.defaults.get("head_dim")
+    value = read.raw.get("head_dim", usual)
+    if value is None and usual is None:
+        if hidden_size % n_heads:
+            raise wrong(
+                "hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}, or an explicit head_dim"
+            )
+        head_dim = hidden_size // n_heads
+    else:
+        head_dim = read.positive_int("head_dim")
+    if not head_fits(head_dim):
+        raise wrong("head_dim", head_dim, HEAD_SIZES)
+    return head_dim
+
+
+def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
+    """On q/k/v and on o. Qwen2 has the first by architecture; Mistral has none; the rest say it in config.json."""
+    if read.family.name in ("qwen2", "mistral", "lfm2"):
+        return read.family.name == "qwen2", False
+    has = read.boolean("attention_bias")
+    return has, has
+
+
+def _lfm2_inner(read: ConfigReader) -> int:
+    """As transformers' Lfm2MLP derives it."""
+    inner = read.positive_int("intermediate_size" if read.get("block_ff_dim") is None else "block_ff_dim")
+    if not read.boolean("block_auto_adjust_ff_dim"):
+        return inner
+    inner = int(2 * inner / 3)
+    if read.get("block_ffn_dim_multiplier") is None:
+        return inner
+    inner, multiple = (
+        int(read.positive_float("block_ffn_dim_multiplier") * inner),
+        read.positive_int("block_multiple_of"),
+    )
+    return -(-inner // multiple) * multiple
+
+
+def _lfm2_convolutions(read: ConfigReader, n_layers: int) -> dict[str, Any]:
+    types, attending = read.get("layer_types"), read.get("full_attn_idxs")
+    if types is None:
+        idxs = list(range(n_layers)) if attending is None else attending
+        if not isinstance(idxs, list) or not all(type(i) is int and 0 <= i < n_layers for i in idxs):
+            raise wrong("full_attn_idxs", idxs, f"a list of layers, from 0 to {n_layers - 1}")
+        types = ["full_attention" if layer in idxs else "conv" for layer in range(n_layers)]
+    if not isinstance(types, list) or len(types) != n_layers or not set(map(str, types)) <= {"conv", "full_attention"}:
+        raise wrong("layer_types", types, f"a list of {n_layers} names, conv or full_attention")
+    taps = read.positive_int("conv_L_cache")
+    if not 2 <= taps <= MOST_TAPS:
+        raise wrong("conv_L_cache", taps, f"2 to {MOST_TAPS}: no kernel takes others")
+    return {
+        "convolves": tuple(kind == "conv" for kind in types),
+        "conv_taps": taps,
+        "conv_bias": read.boolean("conv_bias"),
+    }
+
+
+def _tied(read: ConfigReader) -> bool:
+    """LFM2's files have another name for it, which wins as in transformers."""
+    other = read.family.name == "lfm2" and read.get("tie_embedding") is not None
+    return read.boolean("tie_embedding" if other else "tie_word_embeddings")
+
+
+def _softcap(read: ConfigReader, key: str) -> float:
+    """0 for a family whose model has none."""
+    return 0.0 if key not in read.family.defaults or read.get(key) is None else read.positive_float(key)
+
+
+def _activation(read: ConfigReader) -> str:
+    if read.family.name == "lfm2":
+        return "silu"
+    if read.family.name in LATER_GEMMAS:
+        if (said := read.get("hidden_activation")) != "gelu_pytorch_tanh":
+            raise wrong("hidden_activation", said, "gelu_pytorch_tanh, the activation of every Gemma")
+        return "gelu_tanh"
+    name = read.get("hidden_act")
+    gemma = read.family.name == "gemma"
+    if gemma and name == "gelu":
+        name = "gelu_pytorch_tanh"  # the official Gemma files say "gelu" and mean the tanh form (transformers PR 29402)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise wrong("hidden_act", name, "one of " + ", ".join(sorted(ACTIVATIONS)))
+    if gemma:
+        # transformers 4 obeyed hidden_activation and ignored hidden_act, transformers 5 does the opposite
+        for key in ("hidden_act", "hidden_activation"):
+            value = name if key == "hidden_act" else read.get(key)
+            if value is not None and ACTIVATIONS.get(str(value)) != "gelu_tanh":
+                raise wrong(key, value, "gelu_pytorch_tanh, the activation of every Gemma")
+    return ACTIVATIONS[name]
+
+
+def _windows(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
+    """Of each layer, as transformers' configuration classes have them; 0: none."""
+    if read.family.name == "lfm2":
+        return ()
+    types = read.get("layer_types")
+    named = isinstance(types, list) and len(types) == n_layers and all(isinstance(kind, str) for kind in types)
+    if types is not None and not named:
+        raise wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
+    name, first, window = read.family.name, 0, 0
+    if name in WINDOWED or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False)):
+        window = 0 if read.get("sliding_window") is None else read.positive_int("sliding_window")
+    if types is not None:
+        kinds = cast(list[str], types)
+        allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+        if name == "mistral" and window:
+            allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
+        if not set(kinds) <= allowed:
+            if not window and name in WINDOWED and "sliding_attention" in kinds:
+                raise wrong("sliding_window", read.get("sliding_window"), "tokens of the layers with sliding_attention")
+            raise wrong("layer_types", sorted(set(kinds)), "only " + " and ".join(sorted(allowed)))
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
+    if name in ("qwen2", "qwen3") and window:
+        found = read.get("max_window_layers")
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise wrong("max_window_layers", found, "a number of layers")
+        first = found
+    if name in LATER_GEMMAS:
+        every = 2 if name == "gemma2" else read.positive_int("sliding_window_pattern", missing=6)
+        return tuple(window if (layer + 1) % every else 0 for layer in range(n_layers)) if window else ()
+    return tuple(window if layer >= first else 0 for layer in range(n_layers)) if window else ()
+
+
+def _ropes(read: ConfigReader, max_positions: int) -> tuple[tuple[RopeConfig, RopeConfig | None], tuple[str, ...]]:
+    """Return the rotary embedding and that of layers with a window, if they have one of their own; with notes."""
+    if read.family.name != "gemma3_text":
+        rope, unread = _rope(read.raw, max_positions, 1e6 if read.family.name == "lfm2" else 10_000.0)
+        return (rope, None), unread
+    said = read.raw.get("rope_parameters")
+    if said is not None and not isinstance(said, dict):
+        raise wrong("rope_parameters", said, "an object or null")
+    of_kinds = cast(dict[str, object], said or {})
+    if unknown := sorted(of_kinds.keys() - {"full_attention", "sliding_attention"}):
+        raise wrong("rope_parameters", said, f"full_attention and sliding_attention alone, not {unknown[0]}")
+    found, notes = list[RopeConfig](), list[str]()
+    for kind, scaling, key, usual in (
+        ("full_attention", read.raw.get("rope_scaling"), "rope_theta", 1e6),
+        ("sliding_attention", None, "rope_local_base_freq", 10_000.0),
+    ):
+        own = of_kinds.get(kind)
+        if own is not None and not isinstance(own, dict):
+            raise wrong(f"rope_parameters.{kind}", own, "an object or null")
+        flat = read.raw.get(key)
+        has_own = bool(own) and "rope_theta" in cast(dict[str, object], own)
+        beside = {} if flat is None and has_own else {"rope_theta": usual if flat is None else flat}
+        if flat is not None:
+            positive_number(key, flat)  # under the name that it has here
+        rope, more = _rope({"rope_parameters": own, "rope_scaling": scaling, **beside}, max_positions)
+        found.append(rope)
+        notes += more
+    return (found[0], found[1]), tuple(notes)
+
+
+def _rope(raw: Raw, max_positions: int, usual: float = 10_000.0) -> tuple[RopeConfig, tuple[str, ...]]:
+    """Return the rotary embedding, with a note on the keys that transformers does not read for its type.
+
+    Two spellings of one value must agree.
+    """
+    old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, dict):
+            raise wrong(key, value, "an object or null")
+    if old and new and old != new:
+        raise wrong("rope_scaling", old, f"the same as rope_parameters, which is {new!r}", "remove one of the two")
+    key = "rope_scaling" if old else "rope_parameters"
+    rope = {k: v for k, v in cast(dict[str, object], old or new or {}).items() if v is not None}
+    nested = sorted(k for k, v in rope.items() if isinstance(v, dict))
+    if nested:
+        raise wrong(
+            key,
+            rope,
+            "one set of values for all layers",
+            f"a different RoPE per layer type ({nested[0]}) is not supported",
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if "type" in rope and rope["type"] != kind:
+        raise wrong(f"{key}.type", rope["type"], f"the same as rope_type, which is {kind!r}", "remove one of the two")
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        raise wrong(
+            f"{key}.rope_type", kind, "one of " + ", ".join(ROPE_KINDS), "choose a checkpoint without this scaling"
+        )
+    beside = raw.get("rope_theta")
+    theta = rope.get("rope_theta", usual if beside is None else beside)
+    if beside is not None and beside != theta:
+        raise wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_KEYS[kind]}
+    unread = [name for name in rope if name not in known]
+    notes = (unread_keys(f"config.json: {key} (rope_type {kind})", unread, known),) if unread else ()
+    return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions), notes
+
+
+# What transformers' functions of modeling_rope_utils.py read of a scaling, by its type.
+_SCALING_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
+    for name in _SCALING_KEYS[kind]:
+        if name not in rope and name != "original_max_position_embeddings":
+            raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
+    factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))
+    if factor < 1:
+        raise wrong(f"{key}.factor", factor, "at least 1")
+    if kind != "llama3":
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    low = positive_number(f"{key}.low_freq_factor", rope["low_freq_factor"])
+    high = positive_number(f"{key}.high_freq_factor", rope["high_freq_factor"])
+    if high <= low:
+        raise wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor {low}")
+    original = rope.get("original_max_position_embeddings", max_positions)
+    if isinstance(original, bool) or not isinstance(original, int) or not 0 < original < 2**31:
+        raise wrong(f"{key}.original_max_position_embeddings", original, "an integer from 1 to 2147483647")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=original,
+    )
+
+
+def _tokens(read: ConfigReader, vocab_size: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
+    bos = token_ids("config.json", "bos_token_id", read.get("bos_token_id"))
+    eos = token_ids("config.json", "eos_token_id", read.get("eos_token_id"))
+    if len(bos) > 1:
+        raise wrong("bos_token_id", list(bos), "one id or null")
+    notes = tuple(
+        f"{name} {i} lies outside the vocabulary of {vocab_size}: it can never be produced"
+        for name, ids in (("bos_token_id", bos), ("eos_token_id", eos))
+        for i in ids
+        if i >= vocab_size
+    )
+    return (bos[0] if bos else None), eos, notes

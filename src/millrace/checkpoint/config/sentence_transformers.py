@@ -1,0 +1,179 @@
+"""What sentence-transformers keeps beside an encoder: how rows become a vector, and how long a text may be.
+
+modules.json lists the steps: the transformer, a pooling, and perhaps a normalisation. A folder without it is a
+transformer alone: sentence-transformers then takes the mean and does not normalise, and so do we, aloud.
+source: sentence-transformers 6.2, and the older spellings that it reads
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from millrace.checkpoint.config.config_reader import Raw
+from millrace.checkpoint.config.encoder_config import EncoderConfig
+from millrace.checkpoint.tokenizer.tokenizer import (
+    SENTENCE_CONFIG,
+    TOKENIZER_CONFIG,
+    parsed_json,
+    read_files,
+    read_json_object,
+)
+from millrace.errors import CheckpointError, nearest
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+POOLINGS = ("mean", "cls")
+# Older folders have a key for each way of pooling.
+_POOLING_KEYS = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}  # fmt: skip
+_POOLING_KNOWN = {
+    *_POOLING_KEYS, "pooling_mode", "embedding_dimension", "word_embedding_dimension",
+    "include_prompt",  # of no matter where no prompt is put before a text
+}  # fmt: skip
+# Keys of sentence_bert_config.json that change nothing at these values.
+_TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",),
+    "modality_config": (_TEXT,), "unpad_inputs": (None, True, False),
+    **dict.fromkeys(("query_length", "document_length", "query_expansion"), (None,)),
+    **dict.fromkeys(("model_args", "tokenizer_args", "config_args", "processing_kwargs"), (None, {})),
+    **dict.fromkeys(("model_kwargs", "processor_kwargs", "config_kwargs"), (None, {})),
+}  # fmt: skip
+_LONGEST_NAME = 60  # of a module's folder
+_AGAIN = "download the checkpoint again, or choose another encoder"
+
+
+def with_sentences(config: EncoderConfig, folder: Path) -> EncoderConfig:
+    """The configuration with what these files say. raises CheckpointError for what is damaged, or not supported"""
+    pooling, normalised, notes = _pooling(folder, config.hidden_size)
+    return replace(
+        config, pooling=pooling, normalised=normalised, max_context=_longest_text(folder, config.max_positions),
+        notes=(*config.notes, *notes, *_prompt_notes(folder)),
+    )  # fmt: skip
+
+
+def sentence_files(folder: Path) -> dict[str, bytes]:
+    """The files that decide what a text's vector is, besides config.json, the tokenizer and the weights."""
+    if not (folder / MODULES).is_file():
+        return {}
+    return read_files(folder, (MODULES, *(f"{where}/config.json" for _, where in _modules(folder / MODULES) if where)))
+
+
+def _pooling(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[str, ...]]:
+    """Which, whether the vector is normalised, and notes."""
+    path = folder / MODULES
+    if not path.is_file():
+        what = "a text's vector is the mean of its rows and is not normalised, as in sentence-transformers"
+        return "mean", False, (f"there is no {MODULES}: {what}",)
+    modules = _modules(path)
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise CheckpointError(
+            f"{path} lists {', '.join(kinds) or 'nothing'}", "Transformer, Pooling, and perhaps Normalize",
+            "choose an encoder of these modules",
+        )  # fmt: skip
+    if modules[0][1]:
+        raise CheckpointError(
+            f"{path}: the transformer lies in {modules[0][1]!r}", "its files beside modules.json",
+            "save the model again with a newer sentence-transformers",
+        )  # fmt: skip
+    kind = _pooling_kind(folder / modules[1][1] / "config.json", hidden_size)
+    for _, where in modules[2:]:
+        _check_normalize(folder / where / "config.json" if where else None)
+    return kind, len(kinds) == 3, ()
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """(the last word of its type, its folder) of each module, in order."""
+    try:
+        raw = parsed_json(read_files(path.parent, [path.name])[path.name])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", "a list of modules", _AGAIN) from error
+    found = []
+    for entry in raw if isinstance(raw, list) else [raw]:
+        kind, where = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
+        named = isinstance(where, str) and len(where) <= _LONGEST_NAME and where.isprintable()
+        beside = named and (not where or (Path(str(where)).name == where and where != ".."))
+        if not isinstance(kind, str) or not beside:
+            shown = '{"type": its class, "path": a folder beside this file, or ""}'
+            raise CheckpointError(f"{path} has the module {entry!r:.200}", shown, _AGAIN)
+        found.append((kind.rsplit(".", 1)[-1], str(where)))
+    return found
+
+
+def _pooling_kind(path: Path, hidden_size: int) -> str:
+    if not path.is_file():
+        raise CheckpointError(f"there is no {path}", "the pooling that modules.json names", _AGAIN)
+    raw = read_json_object(path)
+    _check_known(path, raw, _POOLING_KNOWN)
+    for key in ("embedding_dimension", "word_embedding_dimension"):
+        if raw.get(key, hidden_size) != hidden_size:
+            raise CheckpointError(
+                f"{path}: {key} is {raw[key]!r:.60}", f"{hidden_size}, the hidden_size of config.json",
+                "check that both files belong to the same model",
+            )  # fmt: skip
+    for key in _POOLING_KEYS:
+        if not isinstance(raw.get(key, False), bool):
+            raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", "true or false", "correct it")
+    older = [name for key, name in _POOLING_KEYS.items() if raw.get(key)]
+    unsaid = "pooling_mode_mean_tokens" not in raw  # then it is on, where nothing else is
+    asked = raw.get("pooling_mode", older or ("mean" if unsaid else []))
+    kinds = asked if isinstance(asked, list) else [asked]
+    if len(kinds) != 1 or kinds[0] not in POOLINGS:
+        shown = " and ".join(f"{kind!s:.60}" for kind in kinds) or "nothing"
+        raise CheckpointError(f"{path}: the pooling is {shown}", " or ".join(POOLINGS), "choose an encoder with these")
+    return str(kinds[0])
+
+
+def _check_normalize(path: Path | None) -> None:
+    for key, value in read_json_object(path).items() if path else ():
+        if value not in ("sentence_embedding", None):
+            raise CheckpointError(
+                f"{path}: {key} is {value!r:.60}", '"sentence_embedding"', "choose an encoder without it"
+            )
+
+
+def _longest_text(folder: Path, max_positions: int) -> int:
+    """In tokens: max_seq_length of sentence_bert_config.json, else the tokenizer's limit, else all positions."""
+    path = folder / SENTENCE_CONFIG
+    raw = read_json_object(path)
+    _check_known(path, raw, {"max_seq_length", "do_lower_case", *_NEUTRAL})
+    for key, values in _NEUTRAL.items():
+        if key in raw and raw[key] not in values:
+            allowed = " or ".join(map(str, values))
+            raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", allowed, "choose an encoder without it")
+    length = raw.get("max_seq_length")
+    if length is not None:
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 < length <= max_positions:
+            allowed = f"1 to {max_positions}, the positions of config.json"
+            raise CheckpointError(f"{path}: max_seq_length is {length!r:.60}", allowed, "correct max_seq_length")
+        return length
+    limit = read_json_object(folder / TOKENIZER_CONFIG).get("model_max_length")
+    if isinstance(limit, int) and not isinstance(limit, bool) and 0 < limit < max_positions:
+        return limit
+    return max_positions  # where a tokenizer has no limit, it is said to be 1e30
+
+
+def _prompt_notes(folder: Path) -> tuple[str, ...]:
+    """Prompts go before texts of some kind; of which kind a text is, only its sender knows."""
+    path = folder / PROMPTS
+    raw = read_json_object(path)
+    prompts, name = raw.get("prompts") or {}, raw.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not (name is None or isinstance(name, str)):
+        raise CheckpointError(f"{path} has the prompts {prompts!r:.200}", "an object of texts", _AGAIN)
+    if name is not None and prompts.get(name):
+        raise CheckpointError(
+            f"{path} puts its prompt {name!r} before every text", "no default prompt",
+            "make default_prompt_name null, and send the prompt with your texts",
+        )  # fmt: skip
+    names = ", ".join(str(key) for key, text in prompts.items() if text)
+    return (f"the model's prompts ({names}) are not put before texts: send them with the text",) if names else ()
+
+
+def _check_known(path: Path, raw: Raw, known: set[str]) -> None:
+    for key in raw:
+        if key not in known:
+            raise CheckpointError(f"{path}: unknown key {key!r}", nearest(key, known), "correct the key, or remove it")

@@ -1,0 +1,336 @@
+"""`tokenizer.json` through the tokenizers library: byte-level BPE, BPE or Unigram with byte fallback, and WordPiece."""
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+from tokenizers import normalizers
+
+from millrace.checkpoint.address_space import check_address_space
+from millrace.checkpoint.tokenizer.sentencepiece_tokenizer import MOST_GROWTH, grows, longest_replacement
+from millrace.checkpoint.tokenizer.tokenizer import Specials, TokenizerConfig, VocabularyTokenizer, check_unicode
+from millrace.errors import CheckpointError
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class JsonTokenizer(VocabularyTokenizer):
+    """Encodes as the library does; decodes by bytes (see `tokenizer.py`).
+
+    The file's post-processor decides whether a text begins with bos; add_bos_token and add_eos_token of
+    tokenizer_config.json do not (as in transformers 5; they are for `tokenizer.model`).
+    """
+
+    def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
+        """`data`: the file's contents; `path` is for messages."""
+        _check_whole(data, path)
+        _check_normalizer(data, path)
+        _check_prefix(data, path)
+        check_address_space(data, _ROOM_PER_BYTE, path)
+        with _failures_told(path):
+            library = tokenizers.Tokenizer.from_buffer(data)
+            library.no_truncation()  # of training; a prompt is never cut silently
+            library.no_padding()
+            _set_normaliser(library, config)
+            library.encode_special_tokens = config.split_special
+            _add_tokens(library, config)
+        added = library.get_added_tokens_decoder()
+        vocab_size = max(library.get_vocab().values(), default=-1) + 1
+        bos, eos = (self._named_id(library, path, config, name) for name in ("bos_token", "eos_token"))
+        ids = frozenset(i for i, token in added.items() if token.special)
+        super().__init__(vocab_size, Specials(named=config.named, bos_token_id=bos, eos_token_id=eos, ids=ids))
+        self._library, self._path = library, path
+        self._decoding = _read_decoder(path, library)
+
+    @staticmethod
+    def _named_id(library: tokenizers.Tokenizer, path: Path, config: TokenizerConfig, name: str) -> int | None:
+        text = config.named.get(name)
+        found: int | None = None if text is None else library.token_to_id(text)
+        if text is not None and found is None:
+            raise CheckpointError(
+                f"tokenizer_config.json: {name} {text!r} is not in {path}",
+                "a token of the vocabulary",
+                "check that both files belong to the same model",
+            )
+        return found
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # as a batch of one: `encode` holds the interpreter lock, for 0.1 s where a text has 100 KB
+        with _failures_told(self._path):
+            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        text = self.token(token_id)
+        return b"" if text is None else self._decoding.to_bytes(text)
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        text = self.token(token_id)
+        return b"" if text is None else self._decoding.first_to_bytes(text)
+
+    def ids(self) -> Iterable[int]:
+        ids: Iterable[int] = self._library.get_vocab().values()
+        return ids
+
+    @property
+    def n_trained(self) -> int:
+        return int(self._library.get_vocab_size(with_added_tokens=False))
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self._library.get_vocab_size(with_added_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        check_unicode(token)
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+    def token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < 2**32:  # else the library raises OverflowError
+            return None
+        text: str | None = self._library.id_to_token(token_id)
+        return text
+
+
+@contextmanager
+def _failures_told(path: Path) -> Iterator[None]:
+    """The library raises bare Exception or ValueError for every kind of bad file, when it reads it or uses it.
+
+    On some it panics: that is no Exception, and its class has no importable name.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) not in (Exception, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise _unreadable(path, str(error)) from error
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {why}", "a tokenizer.json", "download or copy the file again")
+
+
+class _Outline(msgspec.Struct):
+    """As much of a tokenizer.json as is looked at before the library reads it."""
+
+    normalizer: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Model(msgspec.Struct):
+    type: msgspec.Raw = msgspec.Raw(b"null")
+    continuing_subword_prefix: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _ModelOutline(msgspec.Struct):
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Address space that the library takes while it reads a file, per byte of it. Measured: 17 (WordPiece), 21 (BPE), 67
+# (Unigram).
+_ROOM_PER_BYTE = 100
+
+
+def _check_whole(data: bytes, path: Path) -> None:
+    """Refuse what is not JSON before the library allocates memory for the part that is."""
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except _NOT_JSON as error:
+        raise _unreadable(path, f"it is not JSON: {error}") from error
+
+
+def _check_prefix(data: bytes, path: Path) -> None:
+    """The library's BPE cuts merged tokens behind so many bytes, in mid-character too, and then aborts."""
+    try:
+        model = msgspec.json.decode(data, type=_ModelOutline).model
+        kind, prefix = msgspec.json.decode(model.type), msgspec.json.decode(model.continuing_subword_prefix)
+    except _NOT_JSON:
+        return  # the library will say where
+    if prefix and kind in ("BPE", None):
+        raise _unreadable(path, "its BPE has a continuing_subword_prefix, which no supported model has")
+
+
+def _check_normalizer(data: bytes, path: Path) -> None:
+    """Refuse one whose tables are damaged, or that could make a short text take the machine's memory."""
+    try:
+        normalizer = msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)
+    except _NOT_JSON:
+        return  # the library will say where
+    _check_charsmaps(normalizer, path)
+    if (growth := _growth(normalizer)) > MOST_GROWTH:
+        raise _unreadable(path, grows(growth))
+
+
+def _check_charsmaps(normalizer: Any, path: Path) -> None:
+    """A normalizer of SentencePiece says how large its table is; the library allocates whatever it says, and may abort.
+
+    4 bytes of size, the table of so many bytes, texts. source: sentencepiece, src/normalizer.cc
+    """
+    pending = [normalizer]
+    while pending:
+        value = pending.pop()
+        pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        text = value.get("precompiled_charsmap") if isinstance(value, dict) else None
+        if isinstance(text, str):
+            try:
+                charsmap = base64.b64decode(text)
+            except ValueError as error:
+                raise _unreadable(path, f"its precompiled_charsmap is not base64: {error}") from error
+            size = int.from_bytes(charsmap[:4], "little")
+            if len(charsmap) < 4 or size > len(charsmap) - 4:
+                raise _unreadable(path, f"its precompiled_charsmap of {len(charsmap)} bytes has a table of {size}")
+
+
+def _growth(normalizer: Any) -> float:
+    """Return how many times as long a text becomes at most, in bytes; what is added once is counted like one byte's."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    if isinstance(parts := normalizer.get("normalizers"), list):
+        return math.prod(map(_growth, parts))
+    if isinstance(charsmap := normalizer.get("precompiled_charsmap"), str):
+        return longest_replacement(base64.b64decode(charsmap))
+    content, pattern = normalizer.get("content"), normalizer.get("pattern")
+    if not isinstance(content, str):
+        return 1.0
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(literal, str) and literal:
+        return max(1.0, len(content.encode()) / len(literal.encode()))
+    return 1.0 + len(content.encode())  # of a pattern that may match nothing, before each byte
+
+
+def _set_normaliser(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """What other files than tokenizer.json say of it. source: transformers' BertTokenizer, sentence-transformers"""
+    state = None if library.normalizer is None else json.loads(library.normalizer.__getstate__())
+    if config.bert and state and state["type"] == "BertNormalizer":
+        state = {**state, **config.bert}
+        library.normalizer = normalizers.BertNormalizer(**{k: v for k, v in state.items() if k != "type"})
+    if config.lowercase and not _lowers(state):
+        library.normalizer = normalizers.Sequence([normalizers.Lowercase(), *filter(None, [library.normalizer])])
+
+
+def _lowers(state: Any) -> bool:
+    if isinstance(state, dict):
+        return state.get("type") == "Lowercase" or state.get("lowercase") is True or _lowers(list(state.values()))
+    return isinstance(state, list) and any(map(_lowers, state))
+
+
+def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """Tokens that tokenizer_config.json calls special are so, whatever tokenizer.json says (as in transformers)."""
+    held = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    size, more = library.get_vocab_size(), dict[str, tokenizers.AddedToken]()
+    for i, token in sorted(config.added.items()):
+        known = library.token_to_id(token.content)
+        new = token.content and token.content not in held and token.content not in more
+        # ids follow on in order; one that would come to lie elsewhere than the file says is left out
+        if new and (known == i or (known is None and size == i)):
+            flags = {
+                name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+            }
+            more[token.content] = tokenizers.AddedToken(token.content, **flags)
+            size += known is None
+    library.add_tokens(list(more.values()))  # at once: the library looks at all that it has whenever some are added
+    special = [
+        text for text in dict.fromkeys((*config.named.values(), *config.special))
+        if library.token_to_id(text) is not None and not (text in held and held[text].special)
+    ]  # fmt: skip
+    library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
+
+
+# What the library's WordPiece decoder does to each token, in its order.
+_CLEANED = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """The decoder of a tokenizer.json, reduced to what it does to one token."""
+
+    byte_level: bool = False  # every character of a token stands for a byte (GPT-2's alphabet)
+    byte_fallback: bool = False  # `<0xNN>` is a byte
+    replace: tuple[tuple[str, str], ...] = ()
+    strips_space: bool = False  # one space at the very start
+    drops: str = ""  # this character in the first token (Metaspace)
+    pieces: str | None = None  # what a token begins with that belongs to the word before it (WordPiece)
+    cleans: bool = False  # no space before punctuation and English endings (WordPiece)
+
+    def to_bytes(self, text: str) -> bytes:
+        if self.pieces is not None:
+            whole = text.removeprefix(self.pieces) if text.startswith(self.pieces) else f" {text}"
+            return self._cleaned(whole).encode("utf-8")
+        for old, new in self.replace:
+            text = text.replace(old, new)
+        if self.byte_level:
+            table = _byte_alphabet()
+            if all(c in table for c in text):
+                return bytes(table[c] for c in text)
+        if self.byte_fallback and (byte := _BYTE.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        return text.encode("utf-8")
+
+    def first_to_bytes(self, text: str) -> bytes:
+        if self.pieces is not None:
+            return self._cleaned(text).encode("utf-8")
+        data = self.to_bytes(text.replace(self.drops, "") if self.drops else text)
+        return data.removeprefix(b" ") if self.strips_space else data
+
+    def _cleaned(self, text: str) -> str:
+        for old, new in _CLEANED if self.cleans else ():
+            text = text.replace(old, new)
+        return text
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of every byte. source: openai/gpt-2 `encoder_config.py`, bytes_to_unicode"""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def _read_decoder(path: Path, library: tokenizers.Tokenizer) -> _Decoding:
+    raw = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+    steps = [] if raw is None else raw["decoders"] if raw["type"] == "Sequence" else [raw]
+    byte_level = byte_fallback = strips_space = False
+    replace: list[tuple[str, str]] = []
+    drops = ""
+    if len(steps) == 1 and steps[0]["type"] == "WordPiece":
+        return _Decoding(pieces=steps[0]["prefix"], cleans=steps[0]["cleanup"])
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"}:
+                byte_level = True
+            case {"type": "ByteFallback"}:
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                replace.append((old, new))
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
+                strips_space = start == 1
+            case {"type": "Metaspace", "replacement": mark}:
+                replace.append((mark, " "))
+                drops = "" if step.get("prepend_scheme") == "never" else mark
+            case _:
+                raise _unsupported(path, json.dumps(step))
+    if not steps:
+        raise _unsupported(path, "null")
+    return _Decoding(byte_level, byte_fallback, tuple(replace), strips_space, drops)
+
+
+def _unsupported(path: Path, decoder: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the decoder {decoder} is not supported",
+        "ByteLevel, or Metaspace, or WordPiece, or a sequence of Replace, ByteFallback, Fuse and Strip",
+        "choose a checkpoint with a byte-level, SentencePiece-like or WordPiece tokenizer",
+    )

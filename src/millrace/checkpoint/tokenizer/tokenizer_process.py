@@ -1,0 +1,69 @@
+"""Long texts are tokenised in a process of their own, at the lowest priority.
+
+In a thread of the server they hold up every stream twice: they take a core from one of a kernel's workers, for whom the
+others wait, and a thread of low priority that holds the interpreter's lock is waited for by the one of high priority.
+"""
+
+import base64
+import json
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_FILES, Files, read_files
+from millrace.checkpoint.worker_process import EndedError, FrameProcess, LateError, Worker
+from millrace.errors import CheckpointError
+
+_WORKER = Path(__file__).with_name("tokenizer_worker.py")
+
+
+class TokenizerProcess:
+    """The tokenizer of a folder. Safe to use from several threads, which take turns; starts with the first text.
+
+    The folder is read now and not then: all processes tokenise alike, whatever becomes of its files.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float = 120.0) -> None:
+        self._timeout_s = timeout_s
+        files = read_files(folder, TOKENIZER_FILES)
+        self._worker = Worker(_WORKER, partial(_greet, folder, files, timeout_s))
+        self.hold = self._worker.hold
+
+    def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        """Return the tokens of a text without halves of surrogate pairs. raises CheckpointError if it cannot be done
+
+        They are an array, because millions of Python's integers take long to make and to free, with its lock held.
+        """
+        payload = (b"\1" if add_special_tokens else b"\0") + text.encode()
+        with _tokenising(f"a text of {len(text):,} characters was not tokenised", self._timeout_s):
+            answer = self._worker.exchange(payload, self._timeout_s)
+        ids = array("i")
+        ids.frombytes(answer)
+        return ids
+
+    def close(self) -> None:
+        """Stop the process, also in the middle of a text; a later one would start it again."""
+        self._worker.stop()
+
+
+def _greet(folder: Path, files: Files, timeout_s: float, process: FrameProcess) -> None:
+    contents = {name: base64.b64encode(data).decode() for name, data in files.items()}
+    hello = {"folder": str(folder), "files": contents, "path": sys.path}
+    with _tokenising("the tokenizer's files were not read", timeout_s):
+        process.exchange(json.dumps(hello).encode(), timeout_s)
+
+
+@contextmanager
+def _tokenising(what_failed: str, timeout_s: float) -> Iterator[None]:
+    """raises CheckpointError if the process ends or takes too long"""
+    try:
+        yield
+    except (LateError, EndedError) as error:
+        raise CheckpointError(
+            f"{what_failed}: the process for it {'took too long' if isinstance(error, LateError) else 'ended'}",
+            f"tokens within {timeout_s:g} s and the machine's memory",
+            "send a shorter text, or try again when the machine is less busy",
+        ) from None

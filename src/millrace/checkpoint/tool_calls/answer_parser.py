@@ -1,0 +1,313 @@
+"""An answer as it comes, taken apart: what was thought, what is said, and which tools are called.
+
+However the text is cut into pieces, the parts together are the same. What begins like a call and is none stays text.
+The work grows with the text and no faster: white space that decides nothing is set aside unread; what turns out to be
+no call is read once more, in pieces, and not again and again.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from millrace.checkpoint.tool_calls.families import Reasoning, ToolFormat
+from millrace.checkpoint.tool_calls.incremental_json import CallObject, JsonValue, behind_blank
+
+MAX_HEADER = 512  # characters of a name and what is around it
+MAX_AGAIN = 256 * 1024  # characters of an answer's calls that were none, which are read twice; behind it has no calls
+_WINDOW = 4096  # characters that are looked at together: taking some off copies the others
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """Of the answer's call number `index`: its name, in the first part; and more of its arguments' JSON text."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a piece of text adds to each part of an answer.
+
+    spans: where the content stands in the answer's text, in characters; None: all of the text is content
+    n_settled: no more content comes of so many characters from the beginning on
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
+    n_settled: int = field(default=0, compare=False)
+
+
+def joined(a: Said, b: Said) -> Said:
+    """One after the other, of one reader."""
+    spans, n_settled = (a.spans or ()) + (b.spans or ()), max(a.n_settled, b.n_settled)
+    return Said(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls, spans, n_settled)
+
+
+class Reader:
+    """Of one answer.
+
+    calls: None: they are text like all else. tools: names, of which a call without a mark must have one
+    most_calls: that are wanted: those behind them are left out
+    thinks: the prompt ended within the model's thoughts
+    """
+
+    def __init__(
+        self,
+        calls: ToolFormat | None,
+        thoughts: Reasoning | None,
+        *,
+        tools: Collection[str] = (),
+        most_calls: int = sys.maxsize,
+        thinks: bool = False,
+    ) -> None:
+        self._format, self._thoughts, self._tools, self._most_calls = calls, thoughts, tools, most_calls
+        self._text = ""  # not decided yet
+        self._coming: list[tuple[str, int]] = []  # what follows it, the next at the end: each from there on
+        self._n_come, self._n_coming = 0, 0  # characters of the answer so far, and of `_coming`
+        self._waits = False  # it is white space, with which no state does more than wait
+        self._blanks: list[str] = []  # white space behind it that decides nothing
+        self._flushed = False
+        self._state: Callable[[], bool] = self._begin_thinking if thinks else self._begin
+        self._pending: list[str] | None = None  # what seemed to open calls, while none has begun
+        self._seemed_at: int | None = None  # where in the answer begins what seems to be a call, and may be text
+        self._n_again = 0  # characters
+        self._is_marked = False  # such a mark has been there
+        self._object, self._value = CallObject(), JsonValue()
+        self._content: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        self._reasoning: list[str] = []
+        self._parts: list[CallPart] = []
+        self.n_calls = 0
+
+    def push(self, text: str) -> Said:
+        """What this adds."""
+        if self._waits and text.isspace():
+            self._blanks.append(text)
+            return _NOTHING
+        self._come("".join([*self._blanks, text]))
+        return self._read()
+
+    def flush(self) -> Said:
+        """No more is coming."""
+        self._flushed = True
+        self._come("".join(self._blanks))
+        return self._read()
+
+    @property
+    def _ended(self) -> bool:
+        """There is nothing behind the text."""
+        return self._flushed and not self._coming
+
+    def _come(self, text: str) -> None:
+        """This follows what is not decided yet."""
+        self._blanks = []
+        self._n_come += len(text)
+        self._to_come(text, 0)
+        self._advance()
+
+    def _to_come(self, text: str, at: int) -> None:
+        self._n_coming += len(text) - at
+        self._coming.append((text, at))
+
+    @property
+    def _at(self) -> int:
+        """Where in the answer the text begins that is not decided yet."""
+        return self._n_come - self._n_coming - len(self._text)
+
+    def _advance(self) -> bool:
+        if not self._coming:
+            return False
+        text, at = self._coming.pop()
+        some = text[at : at + _WINDOW]
+        self._text += some
+        self._n_coming -= len(some)
+        if at + _WINDOW < len(text):
+            self._coming.append((text, at + _WINDOW))
+        return True
+
+    def _read(self) -> Said:
+        while self._state() or self._advance():
+            pass
+        n_settled = self._at if self._seemed_at is None else self._seemed_at
+        content, thoughts = "".join(self._content), "".join(self._reasoning)
+        said = Said(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
+        self._content, self._spans, self._reasoning, self._parts = [], [], [], []
+        self._waits = self._text.isspace()
+        return said
+
+    # Each state takes what it can of the text, and says whether another may go on.
+
+    def _begin(self) -> bool:
+        text = self._text.lstrip()
+        begin = self._thoughts.begin if self._thoughts else ""
+        if begin and text.startswith(begin):
+            return self._enter(self._begin_thinking, text[len(begin) :])
+        if begin and begin.startswith(text) and not self._ended:
+            return False
+        return self._enter(self._begin_answer, self._text)
+
+    def _begin_thinking(self) -> bool:
+        text = self._text.lstrip()
+        return bool(text) and self._enter(self._think, text)
+
+    def _think(self) -> bool:
+        assert self._thoughts is not None
+        before, end, behind = self._text.partition(self._thoughts.end)
+        if end:
+            self._reasoning.append(before.rstrip())
+            return self._enter(self._pause, behind)
+        self._reasoning.append(self._certain((self._thoughts.end,)))
+        return False
+
+    def _pause(self) -> bool:
+        """Between thoughts and answer there is white space, which belongs to neither."""
+        text = self._text.lstrip()
+        return bool(text) and self._enter(self._begin_answer, text)
+
+    def _begin_answer(self) -> bool:
+        text = self._text.lstrip()
+        if self._format is None or not self._format.bare or (text and text[0] != "{") or (self._ended and not text):
+            self._pending = self._seemed_at = None
+            return self._enter(self._talk, self._text)
+        self._pending, self._seemed_at = [self._text[: len(self._text) - len(text)]], self._at
+        return bool(text) and self._begin_object(text)
+
+    def _talk(self) -> bool:
+        opens = self._format.opens if self._format and self._n_again < MAX_AGAIN else ()
+        found = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
+        if not found:
+            self._say(self._at, self._certain(opens) if opens else self._take_all())
+            return False
+        at, mark = min(found)
+        before = self._text[:at].rstrip()
+        self._say(self._at, before)
+        self._pending, self._is_marked = [self._text[len(before) : at + len(mark)]], True
+        self._seemed_at = self._at + len(before)
+        return self._enter(self._between, self._text[at + len(mark) :])
+
+    def _between(self) -> bool:
+        """Calls were opened: one begins, or there is what may stand around them, or they are over."""
+        assert self._format is not None
+        marks, at = (*self._format.opens, *self._format.between), behind_blank(self._text, 0)
+        while not self._may_begin(marks, at):
+            mark = next((m for m in marks if self._text.startswith(m, at)), None)
+            if mark is None:
+                break
+            self._pass(at + len(mark))
+            at = behind_blank(self._text, 0)
+        else:
+            return False  # an answer that ends here was cut off behind its calls
+        text = self._text[at:]
+        if not text:
+            return self._pending is not None and self._not_a_call(self._text, 1)
+        if text[0] == "{" and (self._format.header is None or self._format.mixed):
+            self._pass(at)
+            return self._begin_object(text)
+        header = self._format.header.match(text[:MAX_HEADER]) if self._format.header else None
+        if header is not None:
+            self._call(header["name"])
+            return self._enter(self._arguments, text[header.end() :])
+        if self._format.header and len(text) < MAX_HEADER and not self._ended:
+            return False
+        return self._not_a_call(self._text, MAX_HEADER if self._format.header else 1)
+
+    def _may_begin(self, marks: Sequence[str], at: int) -> bool:
+        """From there on the text may be the beginning of a mark, or there is none."""
+        n = len(self._text) - at
+        short = n < MAX_HEADER and any(len(m) > n and m.startswith(self._text[at:]) for m in marks)
+        return short and bool(self.n_calls or not self._ended)
+
+    def _begin_object(self, text: str) -> bool:
+        self._object = CallObject()
+        self._seemed_at = self._at if self._seemed_at is None else self._seemed_at
+        return self._enter(self._in_object, text)
+
+    def _in_object(self) -> bool:
+        call = self._object
+        is_begun = call.name is not None
+        call.push(self._take_all())
+        if call.name is None:
+            was_cut_off = self._ended and not call.broken and self.n_calls > 0
+            return (call.broken or self._ended) and not was_cut_off and self._not_a_call(call.text, call.n_taken)
+        if not is_begun:
+            if not self._is_marked and call.name not in self._tools:
+                return self._not_a_call(call.text, call.n_taken)
+            self._call(call.name)
+        is_over = call.complete or call.broken
+        self._add(call.last_arguments() if is_over else call.arguments())
+        return is_over and self._enter(self._between, call.rest)  # else it goes on, or was cut off here
+
+    def _arguments(self) -> bool:
+        end = self._value.take(self._text, 0)
+        self._add(self._text[:end])
+        self._text = self._text[end:]
+        return self._value.complete and self._enter(self._between, self._text)
+
+    def _enter(self, state: Callable[[], bool], text: str) -> bool:
+        self._state, self._text = state, text
+        return True
+
+    def _pass(self, n: int) -> None:
+        """Over characters that are no part of a call, nor of the text unless no call comes."""
+        if self._pending is not None:
+            self._pending.append(self._text[:n])
+        self._text = self._text[n:]
+
+    def _not_a_call(self, text: str, n_read: int) -> bool:
+        """It stays text, and so does what seemed to open it. n_read: characters of it, however it was cut"""
+        begin = self._at if self._seemed_at is None else self._seemed_at
+        self._say(begin, "".join([*(self._pending or ()), text[:1]]))
+        self._pending = self._seemed_at = None
+        self._n_again += n_read
+        self._enter(self._talk, "")
+        self._to_come(text, 1)
+        return self._advance()
+
+    def _call(self, name: str) -> None:
+        self._value, self._pending, self._seemed_at = JsonValue(), None, None
+        if self.n_calls < self._most_calls:
+            self._parts.append(CallPart(self.n_calls, name, ""))
+        self.n_calls += 1
+
+    def _add(self, arguments: str) -> None:
+        if not arguments or self.n_calls > self._most_calls:
+            return
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.index == self.n_calls - 1:
+            self._parts[-1] = CallPart(last.index, last.name, last.arguments + arguments)
+        else:
+            self._parts.append(CallPart(self.n_calls - 1, None, arguments))
+
+    def _say(self, at: int, content: str) -> None:
+        """at: where in the answer it stands"""
+        if not content:
+            return
+        self._content.append(content)
+        begin = self._spans.pop()[0] if self._spans and self._spans[-1][1] == at else at
+        self._spans.append((begin, at + len(content)))
+
+    def _take_all(self) -> str:
+        text, self._text = self._text, ""
+        return text
+
+    def _certain(self, marks: Iterable[str]) -> str:
+        """What belongs to the part that is being read whatever comes; white space at its end may belong to nothing."""
+        if self._ended:
+            return self._take_all()
+        text = self._text
+        n_held = max((_overlap(text, mark) for mark in marks), default=0)
+        end = len(text[: len(text) - n_held].rstrip())
+        self._text = text[end:]
+        return text[:end]
+
+
+_NOTHING = Said(spans=())
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How much of the text's end may be the beginning of the mark."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

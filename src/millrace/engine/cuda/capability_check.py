@@ -1,0 +1,65 @@
+"""The GPU at hand: whether there is one, and whether it multiplies what an engine wants."""
+
+from collections.abc import Collection
+
+import torch
+
+from millrace.engine.cache_specs import KvFormat
+from millrace.engine.cuda.device_lookup import first_line
+from millrace.engine.cuda.layers import ATTENTION
+from millrace.engine.cuda.lowered import LoweredGraph
+from millrace.engine.cuda.precision_support import WIDE, check_keeps, multiplied_by
+from millrace.errors import EngineError, MachineError
+from millrace.graph.types import Graph
+from millrace.kernels.elementwise.torch_ref import unsupported
+from millrace.kernels.matmul.coded import E4M3
+from millrace.kernels.matmul.op import precision_of
+from millrace.kernels.operators import size
+from millrace.kernels.torch_operators import torch_operators
+from millrace.machine.devices import check_multiplies
+
+CODES = {KvFormat.INT8: torch.int8, KvFormat.FP8: E4M3}
+
+
+def precisions_used(lowered: LoweredGraph, kv: KvFormat | None = None) -> tuple[str, ...]:
+    """What a GPU must multiply to run it, as machine/devices.py calls it; float32 they all do."""
+    dtype = lowered.dtype
+    found = {} if dtype in WIDE else {dtype: True}
+    for node in lowered.placement.coded:
+        precision = precision_of(node)
+        meets_fp8 = not precision.takes_bytes and node in lowered.e4m3
+        found |= dict.fromkeys(multiplied_by(precision, dtype, meets_fp8=meets_fp8), True)
+    if kv == KvFormat.FP8:
+        found["fp8"] = True
+    return tuple(found)
+
+
+def check_runs(graph: Graph, kv: KvFormat | None) -> None:
+    """raises EngineError for an operator, or keys and values, that have no kernel here. kv: as of CudaExecutor"""
+    known = torch_operators()
+    unknown = sorted({node.op for node in graph.nodes} - known.keys())
+    if unknown:
+        raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(known))}",
+                          "run it on the CPU")  # fmt: skip
+    for node in graph.nodes:
+        if node.op == "elementwise" and (wrong := unsupported(node)):
+            raise EngineError(f"element-wise {wrong} of this model on a GPU", "arithmetic of f32", "run it on the CPU")
+    check_keeps(kv)
+    sizes = {size(n.inputs[1], 2) for n in graph.nodes if n.op in ATTENTION}
+    if kv == KvFormat.FP8 and (odd := [n for n in sorted(sizes) if n & n - 1]):
+        raise EngineError(f"keys and values in fp8 of heads of {odd[0]} on a GPU", "heads of a power of two",
+                          "keep them in int8")  # fmt: skip
+
+
+def check_gpu(device: torch.device, needed: Collection[str]) -> None:
+    """raises MachineError where CUDA finds none, ConfigError where it lacks a precision"""
+    try:
+        torch.cuda.init()
+        found = torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError) as error:  # no driver, one too old, no such GPU; PyTorch without CUDA
+        raise MachineError(
+            f"no GPU to run on: {first_line(error)}",
+            f"an NVIDIA GPU with a driver, and PyTorch for CUDA (this is {torch.__version__})",
+            "run on the CPU, or see what nvidia-smi says",
+        ) from error
+    check_multiplies(found.name, (found.major, found.minor), needed)

@@ -1,0 +1,162 @@
+"""What a graph has constant, on a device: each read once."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
+from millrace.engine.cuda.host_device_copy import kept_on_device, rows_on_device
+from millrace.engine.cuda.lowered import LoweredGraph
+from millrace.errors import CheckpointError
+from millrace.graph.types import DType, Graph, Node, Value
+from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
+from millrace.kernels.matmul.op import (
+    PRODUCTS,
+    codes_of,
+    group_of,
+    matrices_of,
+    matrix_size,
+    precision_of,
+    transform_of,
+)
+from millrace.kernels.operand_places import constant_of
+from millrace.machine.cpu import usable_cores
+
+AHEAD = 2, 8  # matrices that are read at a time, by cores, and so lie in the host's memory: at least, at most
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """tensors: tables, biases and weights of products in the engine's type, others in float32
+
+    coded: of products by node: codes and scales of their matrices, of which those that are coded alike are one
+    joined: of products with several matrices in the engine's type, these in one piece, of which `tensors` has parts
+    """
+
+    tensors: dict[Value, Tensor]
+    coded: dict[Node, tuple[CodedRows, ...]]
+    joined: dict[Node, Tensor] = field(default_factory=dict)
+
+    def matrices(self, node: Node) -> tuple[Matrix, ...]:
+        """Of a product: what lies together is one."""
+        if node in self.joined:
+            return (self.joined[node],)
+        return self.coded.get(node) or tuple(self.tensors[w] for w in matrices_of(node))
+
+
+def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given: Loaded | None = None) -> Loaded:
+    """given: what is there already, and is not read
+
+    raises CheckpointError for weights that are not finite, or too large for the engine's type
+    """
+    placement, held = lowered.placement, given or Loaded({}, {})
+    coded = {node: held.coded[node] for node in placement.coded if node in held.coded}
+    matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
+    read = _ahead([partial(_codes, *matrix) for matrix in matrices])
+    parts: list[CodedRows] = []
+    for (node, _, _), matrix in zip(matrices, read, strict=True):
+        parts.append(weights(matrix))
+        if len(parts) == len(matrices_of(node)):
+            coded[node] = tuple(_placed(alike, device) for alike in _alike(parts))
+            parts.clear()
+    kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
+    tensors = {value: held.tensors[value] for value in kinds if value in held.tensors}
+    new = [value for value in kinds if value not in tensors]
+    joined = {**held.joined, **together(lowered.graph, tensors, placement.coded, dtype, device)}
+    for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
+        kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
+        if value not in tensors:
+            tensors[value] = torch.empty(array.shape, dtype=kind, device=device)
+        kept_on_device(array, tensors[value])
+    _check_finite({value: tensors[value] for value in new if tensors[value].is_floating_point()})
+    return Loaded(tensors, coded, joined)
+
+
+def together(
+    graph: Graph, tensors: dict[Value, Tensor], coded: Collection[Node], dtype: torch.dtype, device: torch.device
+) -> dict[Node, Tensor]:
+    """Room for the floats of each product with several matrices, where these have none; `tensors` gets its parts.
+
+    coded: products that have codes
+    """
+    found = {}
+    for node in graph.nodes:
+        matrices = matrices_of(node) if node.op in PRODUCTS and node not in coded else ()
+        if len(set(matrices)) > 1 and not any(w in tensors for w in matrices):
+            sizes = [matrix_size(w) for w in matrices]
+            found[node] = torch.empty((sum(n for n, _ in sizes), sizes[0][1]), dtype=dtype, device=device)
+            tensors.update(zip(matrices, found[node].split([n for n, _ in sizes]), strict=True))
+    return found
+
+
+def _alike(parts: Sequence[CodedRows]) -> list[list[CodedRows]]:
+    """Neighbours that differ in nothing but their codes and scales are one."""
+    found: list[list[CodedRows]] = []
+    for part in parts:
+        if found and _format(found[-1][0]) == _format(part):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def _format(rows: CodedRows) -> tuple[object, ...]:
+    minimums = None if rows.minimums is None else rows.minimums.dtype
+    return rows.codes.dtype, rows.scales.dtype, minimums, rows.width, rows.group, rows.zero
+
+
+def _placed(parts: Sequence[CodedRows], device: torch.device) -> CodedRows:
+    """One behind the other, in one allocation."""
+    minimums = [part.minimums for part in parts if part.minimums is not None]
+    return replace(
+        parts[0], codes=rows_on_device([part.codes for part in parts], device),
+        scales=rows_on_device([part.scales for part in parts], device),
+        minimums=rows_on_device(minimums, device) if minimums else None,
+    )  # fmt: skip
+
+
+def _ahead(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
+    """What each gives, in turn: files are read, and weights rounded, while what came before goes to the device."""
+    flights, ahead = deque[Future[_T]](), min(max(usable_cores() // 2, AHEAD[0]), AHEAD[1])
+    with ThreadPoolExecutor(ahead) as pool:
+        for work in works:
+            flights.append(pool.submit(work))
+            if len(flights) > ahead:
+                yield flights.popleft().result()
+        while flights:
+            yield flights.popleft().result()
+
+
+def _codes(node: Node, w: Value, rows: Node | None) -> QuantisedMatrix:
+    """rows: what made those that the weights meet"""
+    constant = constant_of(w)
+    return codes_of(constant, constant.load, precision_of(node).bits, group_of(node), transform_of(rows))
+
+
+def _read(value: Value) -> NDArray[Any]:
+    """float64 becomes what a CPU makes of it, which is rounded twice."""
+    array = constant_of(value).load()
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _check_finite(tensors: Mapping[Value, Tensor]) -> None:
+    """On the device, and waited for once; the least and the largest of what has no number in it would be none."""
+    if not tensors:
+        return
+    ends = torch.stack([torch.stack([x.min(), x.max()]).float() for x in tensors.values()])
+    for value, finite in zip(tensors, ends.isfinite().all(1).tolist(), strict=True):
+        if not finite:
+            kind = str(tensors[value].dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{'+'.join(constant_of(value).origin)} has weights that are not finite, or too large for {kind}",
+                "numbers", "correct them, download the checkpoint again, or choose another",
+            )  # fmt: skip

@@ -1,0 +1,77 @@
+"""An encoder on a GPU: whole texts in, packed one behind the other, a vector for each out; nothing is kept."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace.engine.cuda.attention_partition import blocks, rows_for
+from millrace.engine.cuda.capability_check import check_runs
+from millrace.engine.cuda.device_constants import load
+from millrace.engine.cuda.graph_executor import Load, Walk
+from millrace.engine.cuda.host_device_copy import OnItsWay, on_device, there
+from millrace.engine.cuda.lowered import LoweredGraph
+from millrace.engine.encoder_inputs import text_inputs
+from millrace.engine.io_slots import Slot, sizes_of
+from millrace.errors import RequestError
+from millrace.graph.types import Node, Symbol
+from millrace.kernels.attention.texts import TextTables
+from millrace.kernels.operators import number, size
+
+
+class CudaNetwork(Walk):
+    """lowered, device, load: as of Walk; most: tokens (T) and texts (S) of a run
+
+    raises as Walk; EngineError for an operator that has no kernel here
+    """
+
+    def __init__(self, lowered: LoweredGraph, most: Mapping[str, int], *, device: str, load: Load = load) -> None:
+        check_runs(lowered.graph, None)
+        super().__init__(lowered, device=device, load=load)
+        self._inputs = tuple(map(Slot.of, lowered.graph.inputs))
+        self._most = {Symbol(name): n for name, n in most.items()}
+        self._lengths: NDArray[np.int32]
+        self._texts: dict[int, TextTables] = {}  # of this run, by query heads for each KV head
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+        """Its outputs by name, float32.
+
+        raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was made for;
+        RuntimeError where the device fails
+        """
+        sizes = sizes_of(self._inputs, self._most, inputs)
+        self._lengths, self._texts = np.asarray(inputs["lengths"], np.int32), {}
+        if self._lengths.min() < 1 or self._lengths.sum() != sizes[Symbol("T")]:
+            raise RequestError("lengths of texts that are not those of the tokens", "one for each text, of all tokens",
+                               "give each text's number of tokens, at least 1")  # fmt: skip
+        with torch.inference_mode(), there(self.device):
+            given = {name: on_device(np.asarray(x), self.device) for name, x in inputs.items()}
+            found = {name: y.float() for name, y in self._computed(given).items()}
+            arrived = OnItsWay.of(tuple(found.values())).arrived()
+        return dict(zip(found, arrived, strict=True))
+
+    def warm(self, longest: int) -> None:
+        """Kernels are compiled, and the largest run's memory is taken, before anybody waits for it.
+
+        longest: tokens of a text. raises RuntimeError where the device fails, or has too little memory
+        """
+        tokens, texts = self._most[Symbol("T")], self._most[Symbol("S")]
+        each = min(longest, tokens)
+        self.run(text_inputs([np.zeros(each, np.int32)] * min(tokens // each, texts), [s.name for s in self._inputs]))
+
+    def attended_whole(self, node: Node, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        group = size(node.inputs[0], 1) // size(node.inputs[1], 1)
+        if group not in self._texts:
+            self._texts[group] = text_tables(self._lengths, group, self.device)
+        y: Tensor = self._kernels.text_attention(heads, self._texts[group], number(node, "scale"))
+        return y
+
+
+def text_tables(lengths: NDArray[np.int32], group: int, device: torch.device) -> TextTables:
+    """lengths: tokens of each text; group: query heads for each KV head. One copy to the device"""
+    rows = rows_for(int(lengths.max(initial=1)) * group)
+    starts, programs = np.append(0, np.cumsum(lengths)), np.stack(blocks(lengths * group, rows), 1)
+    whole = on_device(np.concatenate([starts, programs.reshape(-1)]).astype(np.int32), device)
+    return TextTables(whole[: len(starts)], whole[len(starts) :].view(-1, 2), rows)

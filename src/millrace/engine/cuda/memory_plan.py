@@ -1,0 +1,151 @@
+"""What lies in a device's memory, and how many pages fit: a start that succeeds does not fail later."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from millrace.engine.cache_specs import PAGE_TOKENS, split_budget
+from millrace.errors import MachineError, mib
+
+SHARE = 0.9  # of a device's free memory; the rest is what an allocator loses, and others that come
+RESERVE = 512 << 20  # workspaces of libraries, kernels' code
+
+
+@dataclass(frozen=True, slots=True)
+class WindowNeeds:
+    """Of the caches of one window of so many tokens. least_pages: of one sequence of the whole context"""
+
+    tokens: int
+    page_bytes: int
+    least_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an executor takes: `fixed_bytes`, and one page more than it gives away, for rows that fill a bucket.
+
+    step_bytes: what the largest step computes; graphs_bytes: of decode steps in buckets, inputs and all
+    page_bytes, least_pages: of layers that attend to all, and of one sequence of the whole context in these
+    states_bytes: of all slots that there are, and one more for rows that fill a bucket
+    """
+
+    weights_bytes: int
+    step_bytes: int
+    graphs_bytes: int
+    page_bytes: int
+    least_pages: int
+    windows: tuple[WindowNeeds, ...] = ()
+    states_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        spare = sum(w.page_bytes for w in self.windows)
+        return self.weights_bytes + self.step_bytes + self.graphs_bytes + self.states_bytes + spare + RESERVE
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of the pages of one sequence of the whole context."""
+        return self.least_pages * self.page_bytes + self._least_windows
+
+    @property
+    def _least_windows(self) -> int:
+        return sum(w.least_pages * w.page_bytes for w in self.windows)
+
+    def kv_bytes(self, n_pages: int, window_pages: Sequence[int] = ()) -> int:
+        """Of so many pages, and of each window's."""
+        pairs = zip(window_pages, self.windows, strict=True)
+        return n_pages * self.page_bytes + sum(n * w.page_bytes for n, w in pairs)
+
+    def total_bytes(self, n_pages: int, window_pages: Sequence[int] = ()) -> int:
+        return self.fixed_bytes + self.page_bytes + self.kv_bytes(n_pages, window_pages)
+
+    def pages_in(self, free_bytes: float) -> int:
+        """How many fit into a share of so much free memory, with one sequence's of windows.
+
+        Less than 0 where not even the rest does.
+        """
+        return int(SHARE * free_bytes - self.fixed_bytes - self._least_windows) // max(self.page_bytes, 1) - 1
+
+    def fits_in(self, free_bytes: float) -> bool:
+        """With one sequence of the whole context."""
+        return self.pages_in(free_bytes) >= self.least_pages
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """window_pages: of the caches of each window, as of `needs`"""
+
+    needs: Needs
+    n_pages: int
+    window_pages: tuple[int, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        return self.needs.total_bytes(self.n_pages, self.window_pages)
+
+
+def check_fits(needs: Needs, free_bytes: float, smaller: Iterable[tuple[str, Needs]] = ()) -> None:
+    """Of a network that keeps nothing between its runs. raises MachineError, naming what would fit, of `smaller`"""
+    if not needs.fits_in(free_bytes):
+        fits = [words for words, other in smaller if other.fits_in(free_bytes)]
+        raise MachineError(
+            f"this takes {mib(needs.fixed_bytes)} of the GPU: weights {mib(needs.weights_bytes)}, "
+            f"steps {mib(needs.step_bytes)}, libraries {mib(RESERVE)}; {mib(SHARE * free_bytes)} may be used",
+            f"at most {SHARE:.0%} of the {mib(free_bytes)} that are free",
+            f"what would fit: {'; or '.join(fits)}" if fits else "free memory of the GPU, or take a larger one",
+        )  # fmt: skip
+
+
+def plan_device(
+    needs: Needs, free_bytes: float, most_pages: int, *, kv_memory: int | None = None,
+    smaller: Iterable[tuple[str, Needs]] = (),
+) -> DevicePlan:  # fmt: skip
+    """Pages for `kv_memory` bytes; unasked, `most_pages`, or as many as fit.
+
+    smaller: what else could be asked for, in words, and what it takes: read only where this does not fit
+    raises MachineError where one sequence of the whole context would not fit, naming what would
+    """
+    fits = needs.pages_in(free_bytes)
+    if needs.windows:
+        room = int(SHARE * free_bytes - needs.fixed_bytes - needs.page_bytes)
+        budget = room if kv_memory is None else kv_memory
+        pages = _with_windows(needs, budget, most_pages, kv_memory is not None)
+        if pages[0] and needs.kv_bytes(pages[0], pages[1:]) <= room:
+            return DevicePlan(needs, pages[0], pages[1:])
+        raise _too_little(needs, free_bytes, kv_memory, fits, smaller)
+    n_pages = min(fits, most_pages) if kv_memory is None else kv_memory // max(needs.page_bytes, 1)
+    if needs.least_pages <= n_pages <= fits:
+        return DevicePlan(needs, n_pages)
+    raise _too_little(needs, free_bytes, kv_memory, fits, smaller)
+
+
+def _with_windows(needs: Needs, budget: int, most_pages: int, is_asked: bool) -> tuple[int, ...]:
+    """Pages, then of each window, for so many bytes; 0 where they do not do for one sequence."""
+    page = {0: needs.page_bytes, **{w.tokens: w.page_bytes for w in needs.windows}}
+    one = {0: needs.least_pages, **{w.tokens: w.least_pages for w in needs.windows}}
+    return split_budget(budget, page, one, most_pages // needs.least_pages - 1, use_all=is_asked)
+
+
+def _too_little(
+    needs: Needs, free_bytes: float, kv_memory: int | None, fits: int, smaller: Iterable[tuple[str, Needs]]
+) -> MachineError:
+    kept = needs.sequence_bytes
+    if kv_memory is not None and kv_memory < kept and fits >= needs.least_pages:
+        return MachineError(
+            f"--kv-memory {mib(kv_memory)} is less than one sequence takes", f"{mib(kept)} for the whole context",
+            "raise it, or lower --max-context",
+        )  # fmt: skip
+    asked = kept if kv_memory is None else kv_memory
+    found = []
+    if kv_memory is not None and fits >= needs.least_pages:
+        found.append(f"--kv-memory {needs.kv_bytes(fits, [w.least_pages for w in needs.windows]) >> 20}M")
+    elif fits > 0 and needs.page_bytes:
+        found.append(f"--max-context {fits * PAGE_TOKENS}")
+    found += [words for words, other in smaller if other.fits_in(free_bytes)]
+    total = needs.fixed_bytes + needs.page_bytes + asked
+    return MachineError(
+        f"this takes {mib(total)} of the GPU: weights {mib(needs.weights_bytes)}, "
+        f"steps {mib(needs.step_bytes + needs.graphs_bytes)}, KV pages {mib(asked)}, libraries {mib(RESERVE)}; "
+        f"{mib(SHARE * free_bytes)} may be used",
+        f"at most {SHARE:.0%} of the {mib(free_bytes)} that are free",
+        f"what would fit: {'; or '.join(found)}" if found else "free memory of the GPU, or take a larger one",
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""A step of the runtime as a device takes it: one copy of all its tables."""
+
+import numpy as np
+import torch
+
+from millrace.engine.cuda.attention_partition import (
+    FEW_ROWS,
+    ITEM,
+    MERGE,
+    MOST_PARTS,
+    Kind,
+    Processors,
+    Sequences,
+    cut,
+    joined,
+    room,
+)
+from millrace.engine.cuda.host_device_copy import on_device
+from millrace.engine.executor import ExecutionError, ExecutorLimits, IntArray, StateSlots, StepInputs, WindowPages
+from millrace.kernels.attention.paged import StepTables, Work
+from millrace.kernels.short_conv.slots import SequenceSlots
+
+
+def step_tables(
+    step: StepInputs, page_tokens: int, device: torch.device, kind: Kind, processors: Processors,
+    held: WindowPages | None = None,
+) -> StepTables:  # fmt: skip
+    """Sequences of few rows go in programs of few: a decode row costs as much beside a prompt as it does alone.
+
+    held: the pages of the kind's window; None: the step's own
+    """
+    group, kv_heads, window = kind
+    if held is None:
+        held = WindowPages(step.pages, step.page_starts, np.zeros(len(step.starts) - 1, np.int32))
+    of = Sequences.of(step, held.page_starts[:-1] - held.first)
+    owner = np.repeat(np.arange(len(of.lengths)), of.lengths)
+    pages = held.pages[of.tables[owner] + step.positions // page_tokens]
+    is_few = of.lengths * group <= FEW_ROWS
+    cuts = [
+        (rows, most, cut(of.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window))
+        for rows, which in ((processors.many_rows, np.flatnonzero(~is_few)), (FEW_ROWS, np.flatnonzero(is_few)))
+        if len(which) and (most := min(rows, int(of.lengths[which].max()) * group))
+    ]
+    slots = pages * page_tokens + step.positions % page_tokens
+    parts = [step.positions, rotary_of(step), slots, step.starts, held.page_starts, held.first, held.pages]
+    parts += [part for _, _, found in cuts for part in (found.items, found.merges)]
+    whole, places = joined(parts)
+    there = on_device(whole, device)
+    positions, rotary, slots_, starts, table_starts, first, tables, *more = (there[place] for place in places)
+    work = tuple(
+        Work(items.view(-1, ITEM), merges.view(-1, MERGE), rows, most, found.parts, MOST_PARTS)
+        for (rows, most, found), items, merges in zip(cuts, more[::2], more[1::2], strict=True)
+    )
+    return StepTables(positions, rotary, slots_, starts, tables, table_starts, first, work)
+
+
+def slots_of(step: StepInputs, states: StateSlots | None) -> tuple[IntArray, IntArray]:
+    """Slots of each sequence before and behind the step; -1 before it if it begins with it. None: it has no states."""
+    if states is None:
+        none = np.zeros(len(step.starts) - 1, np.int32)
+        return none, none
+    return np.where(step.positions[step.starts[:-1]] == 0, np.int32(-1), states.read), states.write
+
+
+def step_slots(step: StepInputs, states: StateSlots | None, device: torch.device) -> SequenceSlots:
+    """One copy."""
+    owner = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
+    whole, places = joined([owner, step.starts, *slots_of(step, states)])
+    there = on_device(whole, device)
+    return SequenceSlots(*(there[place] for place in places))
+
+
+def rotary_of(step: StepInputs) -> IntArray:
+    """(T,) by which queries and keys are rotated."""
+    return step.positions if step.rotary_positions is None else step.rotary_positions
+
+
+def check_given(step: StepInputs, limits: ExecutorLimits) -> None:
+    """Check embedding rows, rotary positions and adapters, if the step has some: a kernel would read beyond its tables.
+
+    raises ExecutionError
+    """
+    rows, rotary = step.embeddings, step.rotary_positions
+    if rows is not None and (rows.dtype != np.float32 or rows.shape[1:] != (limits.embedding_width,)):
+        wanted = f"rows of {limits.embedding_width} float32"
+        raise ExecutionError(f"an illegal step: embeddings are {rows.dtype}{list(rows.shape)}, not {wanted}")
+    n_rows = 0 if rows is None else len(rows)
+    if (least := step.tokens.min(initial=0)) < -n_rows:
+        raise ExecutionError(f"an illegal step: token {least}, and {n_rows} embedding rows")
+    if step.adapters is not None:
+        if (n := len(step.adapters)) != len(step.starts) - 1:
+            raise ExecutionError(f"an illegal step: {n} adapters of {len(step.starts) - 1} sequences")
+        if step.adapters.min(initial=0) < 0 or step.adapters.max(initial=0) > limits.n_adapters:
+            raise ExecutionError("an illegal step: an adapter that does not exist")
+    if rotary is not None:
+        if rotary.shape != step.positions.shape:
+            raise ExecutionError(f"an illegal step: {len(rotary)} rotary positions of {len(step.tokens)} tokens")
+        if rotary.min() < 0 or rotary.max() >= limits.max_context:
+            raise ExecutionError("an illegal step: a rotary position beyond the context")

@@ -1,0 +1,46 @@
+"""What a decode step of an engine must at least read and compute, and so how long it takes at least."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from millrace.engine.artifact.engine import Engine
+from millrace.engine.artifact.engine_tables import Call, read_program_table
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.machine.roofline import Bound, Roofline
+
+# A product with 16-bit activations runs in bfloat16 arithmetic, whatever its weights are stored in.
+_ARITHMETIC = {"w8a16": "bf16", "w4a16": "bf16", "fp8a16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """It reads the weights of every matrix product once and every sequence's keys and values; it multiplies.
+
+    Norms, activations, attention's arithmetic and sampling come on top of it, so no engine reaches it.
+    """
+
+    weights_bytes: int
+    kv_bytes_per_token: int
+    operations: Mapping[str, int]  # by arithmetic, for one sequence
+
+    @classmethod
+    def of(cls, engine: Engine) -> "DecodeWork":
+        """raises EngineError where its table of calls is not what `millrace build` writes"""
+        return cls.counted(read_program_table(engine.folder).calls, engine.page_bytes // PAGE_TOKENS)
+
+    @classmethod
+    def counted(cls, calls: Iterable[Call], kv_bytes_per_token: int) -> "DecodeWork":
+        """The same of a program that was read already."""
+        weights_bytes, operations = 0, Counter[str]()
+        for call in calls:
+            if call.kernel == "matmul":
+                weights_bytes += call.matrix_bytes
+                n, k = call.params.get("n", 0), call.params.get("k", 0)
+                operations[_ARITHMETIC.get(call.note, call.note)] += 2 * int(n * k)
+        return cls(weights_bytes, kv_bytes_per_token, operations)
+
+    def bound(self, roofline: Roofline, n_sequences: int, n_tokens: int) -> Bound:
+        """The least time of one step; `n_tokens`: kept of all its sequences together."""
+        nbytes = self.weights_bytes + n_tokens * self.kv_bytes_per_token
+        return roofline.bound(nbytes, {name: n_sequences * n for name, n in self.operations.items()})

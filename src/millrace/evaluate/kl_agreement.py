@@ -1,0 +1,102 @@
+"""How far a model's distributions are from a reference's on a text, as `llama-perplexity --kl-divergence` tells it."""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from millrace.compile.settings import Progress
+from millrace.errors import ConfigError
+from millrace.evaluate.divergence import Mean, Runs, Score, Tokens, beside, log_probabilities, not_finite
+from millrace.evaluate.resumable_results import Kept, Key
+from millrace.evaluate.text_windows import Windows
+
+_MOST_BYTES = 2 << 30  # of the log probabilities of one window, by both models
+_DIGITS = 9  # behind the point, of what is kept: far below what float32 can tell
+
+
+class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one window, a value for each token that is scored; see `Tokens`."""
+
+    number: int
+    loss: list[float]
+    reference_loss: list[float]
+    divergence: list[float]
+    same: list[bool]
+
+    @property
+    def key(self) -> Key:
+        return "", self.number
+
+    @property
+    def tokens(self) -> Tokens:
+        loss, reference, divergence = (np.asarray(v) for v in (self.loss, self.reference_loss, self.divergence))
+        return Tokens(loss, reference, divergence, np.asarray(self.same, np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """loss: ln of the perplexity; divergence: KL(reference || model) in nats; change: of the probability of the token
+    that came; at: the divergence that a share of all tokens keeps below"""
+
+    n: int
+    perplexity: Mean
+    reference_perplexity: Mean
+    ratio: Mean  # of the perplexities
+    divergence: Mean
+    at: dict[float, float]
+    same: Mean  # share of positions whose likeliest token is the same
+    change: Mean
+    rms_change: Mean
+
+
+_SHARES = (0.5, 0.99, 1.0)
+
+
+def agreement(tokens: Tokens) -> Agreement:
+    """At least one token."""
+    loss, reference, divergence, same = tokens
+    change = np.exp(-loss) - np.exp(-reference)
+    squares = Mean.of(np.square(change))
+    rms = squares.value**0.5
+    return Agreement(
+        n=len(loss), perplexity=Mean.of(loss).exp(), reference_perplexity=Mean.of(reference).exp(),
+        ratio=Mean.of(loss - reference).exp(), divergence=Mean.of(divergence),
+        at={share: float(np.quantile(divergence, share)) for share in _SHARES}, same=Mean.of(same.astype(np.float64)),
+        change=Mean.of(change), rms_change=squares.through(rms, 0.5 / rms if rms else 0.0),
+    )  # fmt: skip
+
+
+def check_window(length: int, vocab_size: int) -> None:
+    """raises ConfigError for a window whose scored half takes too much memory"""
+    row = 2 * 4 * vocab_size  # bytes, of a token in float32
+    taken, fitting = (length - 1 - length // 2) * row, 2 * (_MOST_BYTES // row) + 2
+    if taken > _MOST_BYTES:
+        raise ConfigError(
+            f"a window of {length:,} tokens takes {taken:,} bytes of log probabilities, of both models",
+            f"at most {_MOST_BYTES:,} bytes: {fitting:,} tokens", f"choose a shorter one: --window {fitting}",
+        )  # fmt: skip
+
+
+def compare(
+    executor: Runs, reference: Runs, text: Windows, limit: int | None, kept: Kept[Told], progress: Progress
+) -> Tokens:
+    """All tokens of the first `limit` windows: those windows that `kept` has not are read now, by both.
+
+    raises RequestError where an executor cannot read a window, MachineError for what is not finite
+    """
+    windows = text.ids[:limit]
+    for number, ids in enumerate(windows):
+        progress("reading windows, twice", number, len(windows))
+        if ("", number) not in kept.records:
+            exact, found = (log_probabilities(one, ids, text.first) for one in (reference, executor))
+            if not (np.isfinite(exact).all() and np.isfinite(found).all()):
+                raise not_finite()
+            kept.add(_told(number, beside(found, exact, ids[text.first + 1 :])))
+    progress("reading windows, twice", len(windows), len(windows))
+    return Score([kept.records["", number].tokens for number in range(len(windows))]).tokens
+
+
+def _told(number: int, tokens: Tokens) -> Told:
+    loss, reference, divergence = (np.round(v, _DIGITS).tolist() for v in tokens[:3])
+    return Told(number, loss, reference, divergence, tokens.same.tolist())

@@ -1,0 +1,121 @@
+"""A language model reads a text piece by piece, as a built engine would read it: memory holds the weights of one."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.compile.build import pack_weights
+from millrace.compile.lower_cpu.program import Program
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.engine.executor import ExecutorLimits, StepInputs
+from millrace.engine.io_slots import slot, write_slot
+from millrace.engine.native.executor import NativeExecutor, NativeProgram
+from millrace.evaluate.divergence import LogProbs, Score, log_probabilities, step_of
+from millrace.evaluate.text_windows import Windows
+from millrace.graph.partition import CARRIED
+
+Advance = Callable[[], None]  # a piece is through
+Answers = Callable[[int], LogProbs]  # of a window, by its number
+
+
+@dataclass(frozen=True, slots=True)
+class ReadText:
+    """A text, read by all pieces but the last, which gives the logits.
+
+    carried: (W, n, ...) what goes into that one, for each token of each window; None where there is but one piece
+    matrix_bytes: of the weights of all pieces' matrix products
+    """
+
+    text: Windows
+    last: Program
+    carried: NDArray[np.float32] | None
+    matrix_bytes: int
+
+
+class Piece:
+    """A loaded piece that runs steps; what is carried to it is written before each of them, by position."""
+
+    def __init__(self, program: Program, executor: NativeExecutor, carried: NDArray[np.float32] | None) -> None:
+        self._executor, self._carried, self._slot = executor, carried, slot(program.inputs, CARRIED)
+        self.limits: ExecutorLimits = executor.limits
+
+    def run(self, step: StepInputs) -> object:
+        if self._slot is not None and self._carried is not None:
+            write_slot(self._executor.activations(), self._slot, self._carried[step.positions])
+        return self._executor.run(step)
+
+    def output(self, name: str) -> NDArray[np.generic]:
+        return self._executor.output(name)
+
+
+def read(pieces: Sequence[Program], text: Windows, vocab_size: int, advance: Advance) -> ReadText:
+    """pieces: as plan_pieces() gives them, for steps of a whole window. raises CheckpointError for broken weights"""
+    *body, last = pieces
+    carried: NDArray[np.float32] | None = None
+    for program in body:
+        carried = _through(program, text, carried, vocab_size)
+        advance()
+    return ReadText(text, last, carried, sum(p.matrix_bytes for p in pieces))
+
+
+@contextmanager
+def answers(found: ReadText, vocab_size: int) -> Iterator[Answers]:
+    """What the text's windows are answered with: the last piece runs, and is in memory as long as the block."""
+    text = found.text
+    with closing(loaded(found.last, text, vocab_size)) as executor:
+
+        def of(window: int) -> LogProbs:
+            piece = Piece(found.last, executor, _of(found.carried, window))
+            return log_probabilities(piece, text.ids[window], text.first)
+
+        yield of
+
+
+def score(reference: Answers, other: Answers, text: Windows) -> Score:
+    """The other beside the reference: memory holds the log probabilities of one window."""
+    found = Score()
+    for window, ids in enumerate(text.ids):
+        found.add(other(window), reference(window), ids[text.first + 1 :])
+    return found
+
+
+def _through(
+    program: Program, text: Windows, carried: NDArray[np.float32] | None, vocab_size: int
+) -> NDArray[np.float32]:
+    with closing(loaded(program, text, vocab_size)) as executor:
+        return np.stack(list(_windows(program, executor, text, carried)))
+
+
+def _windows(
+    program: Program, executor: NativeExecutor, text: Windows, carried: NDArray[np.float32] | None
+) -> Iterable[NDArray[np.float32]]:
+    """What the piece carries on of each window."""
+    for window, ids in enumerate(text.ids):
+        piece = Piece(program, executor, _of(carried, window))
+        piece.run(step_of(ids, 0, len(ids), ()))
+        yield piece.output(CARRIED).astype(np.float32, copy=False)
+
+
+def _of(carried: NDArray[np.float32] | None, window: int) -> NDArray[np.float32] | None:
+    return None if carried is None else carried[window]
+
+
+def loaded(program: Program, text: Windows, vocab_size: int) -> NativeExecutor:
+    """With pages for one window, which the next one takes over."""
+    weights = np.zeros(program.weights_bytes, np.uint8)
+
+    def put(data: memoryview, offset: int) -> None:
+        weights[offset : offset + data.nbytes] = data
+
+    pack_weights(program, put, lambda *_: None)
+    native = NativeProgram(
+        calls=program.encoded(), n_calls=len(program.calls), weights=weights, weights_bytes=program.weights_bytes,
+        activation_bytes=program.memory.total_bytes, symbols={s: b.high for s, b in program.symbols.items()},
+        inputs=program.inputs, outputs=program.outputs, caches=program.caches,
+        states=program.states, sizes=program.sizes,
+    )  # fmt: skip
+    length = int(text.ids.shape[1])
+    return NativeExecutor(native, n_pages=-(-length // PAGE_TOKENS), max_context=length, vocab_size=vocab_size)

@@ -1,0 +1,265 @@
+"""What was found of a model, piece by piece, in a file that a run goes on with where an earlier one was ended.
+
+The first line says of what: an engine, a task, its data. Then a line for each question, window or document, which ends
+with a checksum: what is gone on with is what was found.
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from millrace.errors import ConfigError, MachineError, MillraceError
+from millrace.evaluate.paired_comparison import Paired, Verdict, paired
+from millrace.settings import read_given
+
+_MOST_BYTES = 1 << 28
+VERSION = 2  # 1 had no checksums
+_CHECKSUM, _END = b',"checksum":"', b'"}'
+Key = tuple[str, int]  # a group, and the number of a question in it; of a text, "" and the number of a window
+RIGHT, PER_BYTE = "right", "right per byte"  # by what a multiple-choice answer is judged: the likeliest, or per byte
+
+
+class Record(Protocol):
+    """A line, which is a msgspec.Struct."""
+
+    @property
+    def key(self) -> Key: ...
+
+
+class Judged(Record, Protocol):
+    """A line about a question. verdicts: by the measure; all lines of a file have the same measures"""
+
+    @property
+    def verdicts(self) -> Mapping[str, Verdict]: ...
+
+    @property
+    def cut(self) -> bool: ...
+
+    @property
+    def gave_up(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Record)
+J = TypeVar("J", bound=Judged)
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """engine: its identity; data: a digest of the questions and how they are posed, or of the text and its windows"""
+
+    model: str
+    engine: str
+    precision: str
+    task: str
+    data: str
+    version: int = VERSION
+
+    def same(self, other: "About") -> bool:
+        """Whether answers of one go on with those of the other: a model's name decides nothing."""
+        return msgspec.structs.replace(self, model="") == msgspec.structs.replace(other, model="")
+
+
+class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """logprobs: of each choice; cut: the prompt was longer than the context; per_byte: the likeliest by byte, where
+    choices are texts whose lengths differ; id: the user's own"""
+
+    group: str
+    number: int
+    answer: int
+    chosen: int
+    logprobs: list[float]
+    cut: bool = False
+    per_byte: int | None = None
+    id: str = ""
+    gave_up: ClassVar[bool] = False  # which is right is always known
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.number
+
+    @property
+    def right(self) -> bool:
+        return self.chosen == self.answer
+
+    @property
+    def verdicts(self) -> Mapping[str, Verdict]:
+        found = {RIGHT: Verdict(self.chosen, self.right)}
+        if self.per_byte is not None:
+            found[PER_BYTE] = Verdict(self.per_byte, self.per_byte == self.answer)
+        return found
+
+
+class Results(NamedTuple, Generic[R]):
+    """n_bytes: of the file that hold it whole, for its last line may have been cut"""
+
+    about: About
+    records: dict[Key, R]
+    n_bytes: int = 0
+
+
+def beside(now: Results[J], before: Results[J]) -> dict[str, Paired]:
+    """The same questions, one by one, by each measure. raises ConfigError where they did not answer the same"""
+    check_same(before, now.about.task, now.about.data, len(now.records))
+    measures = measures_of(now)
+    if now.records.keys() != before.records.keys() or measures != measures_of(before):
+        raise _of_other_questions(before, now.about.task, len(now.records))
+    pairs = [(one.verdicts, before.records[key].verdicts) for key, one in now.records.items()]
+    return {name: paired([mine[name] for mine, _ in pairs], [theirs[name] for _, theirs in pairs]) for name in measures}
+
+
+def measures_of(found: Results[J]) -> list[str]:
+    """By which all answers are judged. raises ConfigError where one lacks what another has: a file that was changed"""
+    some = [list(one.verdicts) for one in found.records.values()]
+    if any(one != some[0] for one in some):
+        raise ConfigError(
+            f"the results of {found.about.model} are not all judged alike", "answers to one file of questions",
+            "they are damaged: evaluate again, into another file: --out",
+        )  # fmt: skip
+    return some[0] if some else []
+
+
+def check_whole(found: Results[J], n: int) -> None:
+    """raises ConfigError where a file has answers to what nobody asked, or is otherwise damaged"""
+    if len(found.records) != n:
+        raise ConfigError(
+            f"the file of results has {len(found.records):,} answers", f"one to each of {n:,} questions",
+            "it is damaged: name another, and evaluate again: --out",
+        )  # fmt: skip
+    measures_of(found)
+
+
+def check_same(before: Results[J], task: str, data: str, n: int) -> None:
+    """raises ConfigError where those are no answers to all `n` questions"""
+    if (task, data, n) != (before.about.task, before.about.data, len(before.records)):
+        raise _of_other_questions(before, task, n)
+
+
+def _of_other_questions(before: Results[J], task: str, n: int) -> ConfigError:
+    of = before.about
+    return ConfigError(
+        f"the results of {of.model} are of other questions: {of.task}, {len(before.records):,} answered",
+        f"{task}, {n:,} answered", "evaluate both in the same way",
+    )  # fmt: skip
+
+
+class Kept(Generic[R]):
+    """The file, open for more, and for nobody else; close it when done."""
+
+    def __init__(self, path: Path, about: About, kind: type[R]) -> None:
+        """Goes on with a file of the same, begins one that is not there.
+
+        raises ConfigError for what is another, or another run writes, MachineError where nothing can be written
+        """
+        self.path, self.records, self._n_bytes = path, dict[Key, R](), 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock()
+            self._go_on(about, kind)
+        except (MillraceError, OSError):
+            self.close()
+            raise
+
+    def add(self, found: R) -> None:
+        """Written at once: what was found is not lost. raises MachineError, and ConfigError for too much in a file"""
+        self._write(_sealed(msgspec.json.encode(found)))
+        self.records[found.key] = found
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"the results {self.path} are in use by another run"
+            raise ConfigError(what, "a file for each run", "wait for the other, or name another file: --out") from None
+
+    def _go_on(self, about: About, kind: type[R]) -> None:
+        head, size = msgspec.json.encode(about) + b"\n", os.fstat(self._file).st_size
+        if not size or (size < len(head) and os.pread(self._file, size, 0) == head[:size]):
+            self._n_bytes = size  # of a first line that was cut
+            self._write(head[size:])
+            return
+        found, self.records, self._n_bytes = read(self.path, kind)
+        if not found.same(about):
+            raise _of_another(self.path, found, about)
+        os.ftruncate(self._file, self._n_bytes)  # a line that was not written whole is asked again
+
+    def _write(self, line: bytes) -> None:
+        """All of it, or nothing: what a full disk took of it would be in the way of the next line."""
+        if self._n_bytes + len(line) > _MOST_BYTES:
+            raise _too_large(self.path, "ask fewer questions, or shorter texts: --limit")
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            with suppress(OSError):  # the error that is told is the first; a line that stays cut is asked again
+                os.ftruncate(self._file, self._n_bytes)
+            what = f"cannot write results to {self.path}: {error.strerror}"
+            mend = "make room, and run it again: it goes on from there"
+            raise MachineError(what, "a disk that takes them", mend) from error
+        self._n_bytes += len(line)
+
+
+def read(path: Path, kind: type[R]) -> Results[R]:
+    """kind: of the lines behind the first. raises ConfigError for files of another kind, and too large ones"""
+    try:
+        data = read_given(path, _MOST_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}", "results of `millrace eval`", "check the path") from error
+    if len(data) > _MOST_BYTES:
+        raise _too_large(path, "name another file")
+    head, *lines = data[: data.rfind(b"\n") + 1].splitlines() or [b""]
+    found, number = dict[Key, R](), 1
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        about = msgspec.json.decode(head, type=About)
+        if about.version != VERSION:
+            mend = "evaluate again, into another file: --out"
+            raise ConfigError(f"{path} has results of version {about.version}", f"version {VERSION}", mend)
+        for line in lines:
+            number += 1
+            one = decoder.decode(_unsealed(line))
+            found[one.key] = one
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}:{number} is no line of results: {error}", "a file that `millrace eval` wrote", "name another one"
+        ) from None
+    return Results(about, found, data.rfind(b"\n") + 1)
+
+
+def _sealed(line: bytes) -> bytes:
+    """A record of JSON, with its checksum as its last field, and the end of the line."""
+    return line.removesuffix(b"}") + _CHECKSUM + _digest(line) + _END + b"\n"
+
+
+def _unsealed(line: bytes) -> bytes:
+    """raises ValueError for a line that is not what was written"""
+    record, found, checksum = line.rpartition(_CHECKSUM)
+    if not found:
+        raise ValueError("it has no checksum")
+    record += b"}"
+    if checksum != _digest(record) + _END:
+        raise ValueError("it is damaged: its checksum is another")
+    return record
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.blake2b(line, digest_size=8).hexdigest().encode()
+
+
+def _too_large(path: Path, mend: str) -> ConfigError:
+    return ConfigError(f"{path} is too large for results", f"at most {_MOST_BYTES:,} bytes", mend)
+
+
+def _of_another(path: Path, found: About, wanted: About) -> ConfigError:
+    name = next(n for n in ("task", "data", "precision", "engine") if getattr(found, n) != getattr(wanted, n))
+    theirs, ours = (f"{getattr(one, name)!r:.80}" for one in (found, wanted))
+    return ConfigError(f"{path} has results of the {name} {theirs}", ours, "name another file: --out")

@@ -1,0 +1,53 @@
+"""A text as language models are measured on it: in windows that are read each for itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
+from millrace.engine.executor import IntArray
+from millrace.errors import RequestError
+from millrace.evaluate.sizes import LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """ids (W, n): W windows of n tokens. Of each, the tokens behind position `first` are predicted."""
+
+    ids: IntArray
+    first: int
+
+    @property
+    def n_scored(self) -> int:
+        """Of all windows."""
+        return len(self.ids) * (int(self.ids.shape[1]) - 1 - self.first)
+
+    def spread(self, n: int) -> "Windows":
+        """n of them, at equal distances from the first to the last."""
+        kept = np.linspace(0, len(self.ids) - 1, n).round().astype(int)
+        return replace(self, ids=self.ids[kept])
+
+
+def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | None = None) -> Windows:
+    """As llama-perplexity cuts a text: whole windows only, each with BOS for its first token where the model has one,
+    and the first half of each read without being scored, so that every prediction has context.
+
+    most: windows at most. raises RequestError for a text that fills none
+    source: https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity
+    """
+    return windows_of(tokenizer, tokenizer.encode(text), length, most)
+
+
+def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int | None = None) -> Windows:
+    """The same of a text's tokens."""
+    found = len(ids) // length
+    if not found:
+        raise RequestError(
+            f"the text has {len(ids):,} tokens", f"at least {length:,}, one window",
+            "give a longer text, or a shorter --window",
+        )  # fmt: skip
+    kept = np.asarray(ids[: min(found, most or found) * length], np.int32).reshape(-1, length)
+    if tokenizer.bos_token_id is not None and tokenizer.special_around[0]:
+        kept[:, 0] = tokenizer.bos_token_id
+    return Windows(kept, length // 2)

@@ -1,0 +1,106 @@
+"""Where a program's values lie, and what its constants become: as operators' lowerings speak of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.graph.types import Array, Constant, Value
+from millrace.kernels.declare import RowFormat, Space
+from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.row_storage import DENSE, Storage
+
+ELEMENT_BYTES = {RowFormat.F32: 4, RowFormat.BF16: 2}  # a row of Q8 ends in scales and sums
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One constant in the bytes that a kernel reads. `pack` makes them, in slabs where it is large.
+
+    They are written once and then mapped.
+    """
+
+    name: str
+    origin: tuple[str, ...]
+    shape: tuple[int, ...]
+    format: str  # "f32", "bf16", "w8g128", ...
+    nbytes: int
+    pack: Callable[[Run], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operand before offsets are known: the number of a buffer or of a packed constant, and bytes into it."""
+
+    space: Space
+    number: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a value lies: `offset` bytes into a buffer, its rows `row_bytes` apart."""
+
+    buffer: int
+    offset: int
+    row_bytes: int
+    rows: int  # the number of the symbol that says how many there are
+    storage: Storage = DENSE
+
+    def place(self) -> Place:
+        return Place(Space.ACTIVATIONS, self.buffer, self.offset)
+
+    @property
+    def row_elements(self) -> int:
+        """From one row to the next, in elements of the row's format."""
+        return self.row_bytes // ELEMENT_BYTES[self.storage.format]
+
+    @property
+    def row_floats(self) -> int:
+        """The same of rows that a kernel reads or writes as floats."""
+        assert self.storage == DENSE, f"rows of {self.storage} are not floats"
+        return self.row_elements
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What one attention layer has of a cache, by the cache's number; format: "f32", "bf16" or "int8".
+
+    buffer: where its pages lie, if they live for one run only
+    """
+
+    number: int
+    layer: int
+    format: str
+    buffer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """What one layer has of a kind of state, by the kind's number."""
+
+    number: int
+    layer: int
+
+
+Operands = Mapping[str, View | Place | None]
+
+
+def constant_of(value: Value) -> Constant:
+    assert value.constant, f"{value} is computed in the step, not a constant"
+    return value.constant
+
+
+def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> Packed:
+    """As it is, row by row: norm weights, biases, rotary tables, embedding tables."""
+    constant, shape = constant_of(value), tuple(d for d in value.shape if isinstance(d, int))
+
+    def pack(_: Run) -> NDArray[np.uint8]:
+        return as_bytes(finite(constant.load(), dtype))
+
+    return Packed("+".join(constant.origin), constant.origin, shape, format, int(np.prod(shape)) * dtype.itemsize, pack)
+
+
+def as_bytes(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,106 @@
+"""How much was there at a time: sequences, and the KV pages that they held, while recorded requests ran.
+
+A request is taken to run from when it came for as long as it ran: as it would where nobody has to wait.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.engine.cache_specs import PAGE_TOKENS
+from millrace.tune.recorded_requests import Floats, Ints, Recording
+from millrace.tune.trace_formats import BLOCK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """(N,) each: something of a weight, there from `starts` until just before `ends`."""
+
+    starts: Floats
+    ends: Floats
+    weights: Ints
+
+    def at(self, times: Floats) -> Ints:
+        """The weight that is there at each time, with what begins just then."""
+        begun, ended = np.argsort(self.starts, kind="stable"), np.argsort(self.ends, kind="stable")
+        come = np.concatenate([[0], np.cumsum(self.weights[begun])])
+        gone = np.concatenate([[0], np.cumsum(self.weights[ended])])
+        n_come = np.searchsorted(self.starts[begun], times, side="right")
+        n_gone = np.searchsorted(self.ends[ended], times, side="right")
+        return np.asarray(come[n_come] - gone[n_gone], np.int64)
+
+    def levels(self) -> tuple[Floats, Floats, Ints]:
+        """When the weight changes, for how long it then stays, and what it is. (M,) each"""
+        times = np.unique(np.concatenate([self.starts, self.ends]))
+        return times[:-1], np.diff(times), self.at(times[:-1])
+
+    @property
+    def parts(self) -> tuple[Floats, Floats, Ints]:
+        return self.starts, self.ends, self.weights
+
+
+def sequences(recording: Recording) -> Spans:
+    """One for each choice. The recording says how long requests stayed."""
+    starts, ends = _stays(recording)
+    return Spans(starts, ends, recording.choices)
+
+
+def _stays(recording: Recording) -> tuple[Floats, Floats]:
+    """What came and went in one moment was there in it."""
+    assert recording.stay_s is not None
+    starts = recording.at_s
+    return starts, np.maximum(starts + recording.stay_s, np.nextafter(starts, np.inf))
+
+
+def pages(recording: Recording) -> Ints:
+    """(N,) of each request at its end; the choices share the full pages of their prompt."""
+    r = recording
+    each = -(-(r.n_input + r.answers) // PAGE_TOKENS)
+    return np.asarray(r.choices * each - (r.choices - 1) * (r.n_input // PAGE_TOKENS), np.int64)
+
+
+def block_pages(recording: Recording) -> Ints:
+    """(B,) full pages of each block: the last one of a prompt may be shorter."""
+    r = recording
+    first = np.searchsorted(r.block_of, r.block_of, side="left")
+    left = r.n_input[r.block_of] - (np.arange(len(r.block_of)) - first) * BLOCK
+    return np.asarray(np.clip(left, 0, BLOCK) // PAGE_TOKENS, np.int64)
+
+
+def held(recording: Recording, *, kept: bool) -> Spans:
+    """KV pages. What several requests begin with is there once, while one of them runs;
+    kept: also between them, from the first that has it to the last, so that nothing is computed twice."""
+    r, of_block = recording, block_pages(recording)
+    starts, ends = _stays(r)
+    _, names, uses = np.unique(r.block_id, return_inverse=True, return_counts=True)
+    shared = uses[names] > 1
+    own = pages(r) - np.bincount(r.block_of[shared], of_block[shared], minlength=len(r)).astype(np.int64)
+    owner, name = r.block_of[shared], names[shared]
+    order = np.lexsort((starts[owner], name))
+    name, begun, ended, size = name[order], starts[owner][order], ends[owner][order], of_block[shared][order]
+    if not len(name):
+        return Spans(starts, ends, own)
+    new = np.append(True, name[1:] != name[:-1])
+    if not kept:
+        new[1:] |= begun[1:] > _last_ends(name, ended)[:-1]
+    at = np.flatnonzero(new)
+    together = Spans(begun[at], np.maximum.reduceat(ended, at), np.maximum.reduceat(size, at))
+    return Spans(*(np.concatenate(pair) for pair in zip((starts, ends, own), together.parts, strict=True)))
+
+
+def _last_ends(name: Ints, ended: Floats) -> Floats:
+    """(B,) the latest end so far of each name; equal names are neighbours."""
+    low = ended.min()
+    step = ended.max() - low + 1
+    rank = np.cumsum(np.append(False, name[1:] != name[:-1])) * step
+    return np.asarray(np.maximum.accumulate(ended - low + rank) - rank + low, np.float64)
+
+
+def computed(recording: Recording) -> Ints:
+    """(N,) tokens of each prompt behind the blocks that had come before, where these are kept."""
+    r = recording
+    _, index = np.unique(r.block_id, return_index=True)
+    new = np.zeros(len(r.block_id), bool)
+    new[index] = True  # the first in the order of arrival
+    known = np.bincount(r.block_of[~new], block_pages(r)[~new], minlength=len(r)).astype(np.int64) * PAGE_TOKENS
+    return np.asarray(np.maximum(r.n_input - known, np.minimum(r.n_input, 1)), np.int64)
