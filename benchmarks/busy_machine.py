@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import count, judged, provenance, write_result
-from millrace.bench.client.demo_client import Ask, ask_all, quantile
+from millrace.bench.client.demo_client import DemoChatRequest, ask_all, quantile
 from millrace.cli.main import main as millrace
 from millrace.env import widest_isa
 from millrace.runtime.scheduling import token_budget
@@ -109,7 +109,9 @@ def hogs(n: int) -> Iterator[None]:
 def sample(url: str, seed: int) -> dict[str, float]:
     draw = random.Random(seed)
     words = "the of a river stone light under over quick small bird tree house morning water road".split()  # noqa: SIM905
-    asks = [Ask(" ".join(draw.choices(words, k=WORDS)), NEW, seed=i, ignore_eos=True) for i in range(REQUESTS)]
+    asks = [
+        DemoChatRequest(" ".join(draw.choices(words, k=WORDS)), NEW, seed=i, ignore_eos=True) for i in range(REQUESTS)
+    ]
     heard, seconds = ask_all(url, asks, USERS)
     ttft_s = [one.ttft_s for one in heard]
     gaps_s = [b - a for one in heard for a, b in zip(one.chunk_s, one.chunk_s[1:], strict=False)]

@@ -45,7 +45,7 @@ from millrace.compress.measure.accuracy import Reference
 from millrace.compress.measure.cost import nbytes
 from millrace.compress.presets import SAMPLES
 from millrace.compress.recipe import PRESETS, Recipe
-from millrace.compress.search.candidates import Shelf, recipe_of, survey
+from millrace.compress.search.candidates import RoundedMatrixStore, recipe_of, survey
 from millrace.compress.search.loss_bound import candidates
 from millrace.compress.search.mixed_precision import mixed
 from millrace.evaluate.divergence import Score
@@ -199,7 +199,11 @@ class Bench:
             cost = Cost.of(name, "nothing compressed", name, 16.0, reference.beside(reference.source, options), 0.0)
         else:
             started_s = time.perf_counter()
-            recipe = mix(self.checkpoint, statistics, Shelf.beside(self._statistics)) if name == MIX else RECIPES[name]
+            recipe = (
+                mix(self.checkpoint, statistics, RoundedMatrixStore.beside(self._statistics))
+                if name == MIX
+                else RECIPES[name]
+            )
             job = plan(self.checkpoint, recipe)
             with tempfile.TemporaryDirectory(dir=self.kept) as folder:
                 compress(job, Path(folder) / "out", by_statistics(statistics) if job.calibrated else by_rounding)
@@ -226,7 +230,7 @@ class Bench:
         return msgspec.json.decode(file.read_bytes(), type=list[Cost])
 
 
-def mix(checkpoint: Checkpoint, statistics: Statistics, shelf: Shelf, bits: float = MIX_BITS) -> Recipe:
+def mix(checkpoint: Checkpoint, statistics: Statistics, shelf: RoundedMatrixStore, bits: float = MIX_BITS) -> Recipe:
     """The knapsack of `millrace compress --max-loss`: of all its formats, what loses least by statistics within so many
     bits a weight, scales included."""
     job = plan(checkpoint, Recipe("four", _BEST4))

@@ -30,7 +30,7 @@ from millrace.kernels.attention.texts_cuda import attend_texts
 from millrace.kernels.convert import cuda as convert
 from millrace.kernels.elementwise.cuda import gated
 from millrace.kernels.gpu_launch import FROM
-from millrace.kernels.matmul.coded import AS_E4M3, Coding
+from millrace.kernels.matmul.coded import AS_E4M3, RowQuantization
 from millrace.kernels.matmul.cuda import BLOCK_K, coded_product
 from millrace.kernels.matmul.cuda_few import BYTES_DEPTH, WARP_BYTES, WARP_K, few_rows_of_words, one_row, registers
 from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, EIGHT_OF_WORDS, MANY_ROWS, ONE_OF_E4M3, Tile, tiles
@@ -88,9 +88,9 @@ def _some(precision: str, rows: int) -> tuple[Tile, ...]:
 
 
 # What rows become, by the end of a case's name.
-_ROWS: dict[str, Coding | None] = {
-    "": None, " to fp8": AS_E4M3, " to int8": Coding(e4m3=False, group=128),
-    " to int8, transformed": Coding(e4m3=False, group=128, transform=True),
+_ROWS: dict[str, RowQuantization | None] = {
+    "": None, " to fp8": AS_E4M3, " to int8": RowQuantization(e4m3=False, group=128),
+    " to int8, transformed": RowQuantization(e4m3=False, group=128, transform=True),
 }  # fmt: skip
 
 

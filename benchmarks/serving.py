@@ -18,7 +18,7 @@ from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed
 from millrace.api.offline_generate import generate
-from millrace.bench.client.demo_client import Ask, ask_all, quantile
+from millrace.bench.client.demo_client import DemoChatRequest, ask_all, quantile
 from millrace.bench.run.server_process import ServerProcess
 from millrace.engine.artifact.engine import Engine
 from millrace.runtime.loop import EngineLoop
@@ -31,7 +31,7 @@ USERS, PROMPT, NEW = (1, 16), 128, 64
 
 def over_http(url: str, users: int) -> dict[str, float]:
     """Prompts differ, so that no client is answered from what another asked."""
-    asks = [Ask(chr(ord("a") + i) * PROMPT, NEW, seed=i, ignore_eos=True) for i in range(users)]
+    asks = [DemoChatRequest(chr(ord("a") + i) * PROMPT, NEW, seed=i, ignore_eos=True) for i in range(users)]
     heard, seconds = ask_all(url, asks, users)
     assert all(h.n_output == NEW for h in heard)
     return {"seconds": seconds, "ttft_s": quantile([h.ttft_s for h in heard], 0.5)}

@@ -22,7 +22,7 @@ from benchmarks.published import engine_steps, served_runs
 from benchmarks.record import judged, provenance, write_result
 from millrace.machine.devices import Link, find_device
 from millrace.size.fit.device import Step, fit, residuals
-from millrace.size.fit.overhead import Held, Run, leave_one_out, replay
+from millrace.size.fit.overhead import LeaveOneOutResult, Run, leave_one_out, replay
 from millrace.size.fit.overhead import judged as errors_of
 from millrace.size.performance.fitted_devices import profile
 
@@ -71,7 +71,7 @@ def of_server(runs: Sequence[Run], left_out: bool) -> list[dict[str, Any]]:
     return [_told("all", errors_of("by the product's stacks", every)), *found]
 
 
-def _told(of: str, held: Held) -> dict[str, Any]:
+def _told(of: str, held: LeaveOneOutResult) -> dict[str, Any]:
     return {"of": of, **asdict(held)}
 
 

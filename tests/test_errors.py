@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, RequestError, mib, nearest, plain
+from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, RequestError, mib, nearest, sanitize
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from millrace.errors import LONGEST, BusyError, CheckpointError, MillraceError, 
     ],
 )
 def test_what_cannot_be_printed_is_escaped(text: str, shown: str) -> None:
-    assert plain(text) == shown
+    assert sanitize(text) == shown
     error = CheckpointError(text, text, text)
     assert (error.what, error.expected, error.mend) == (shown, shown, shown)
     str(error).encode()
@@ -33,25 +33,25 @@ def test_what_cannot_be_printed_is_escaped(text: str, shown: str) -> None:
 @pytest.mark.parametrize("n", [LONGEST - 1, LONGEST, LONGEST + 1, 50_000_000])
 def test_the_middle_of_a_long_part_is_left_out(n: int) -> None:
     text = "name " + "x" * (n - 14) + " is wrong"
-    shown = plain(text)
+    shown = sanitize(text)
     assert len(shown) <= LONGEST and shown.startswith("name ") and shown.endswith(" is wrong")
     assert (shown == text) == (n <= LONGEST)
-    assert len(plain("\x1b" * n)) <= LONGEST
+    assert len(sanitize("\x1b" * n)) <= LONGEST
 
 
 @pytest.mark.parametrize("c", ["e", "é", "水", "😀"])
 @pytest.mark.parametrize("n", [LONGEST // 4, LONGEST // 4 + 1, LONGEST // 2 + 1, LONGEST, LONGEST + 1])
 def test_what_is_long_is_long_in_bytes(c: str, n: int) -> None:
     """No character is cut in two."""
-    shown = plain(c * n)
+    shown = sanitize(c * n)
     assert len(shown.encode()) <= LONGEST and {*shown} <= {c, " ", "."}
     assert (shown == c * n) == (n * len(c.encode()) <= LONGEST)
 
 
 @given(st.text(st.characters(exclude_categories=[]), max_size=3 * LONGEST))
 def test_cleaning_twice_changes_nothing(text: str) -> None:
-    once = plain(text)
-    assert plain(once) == once and once.isprintable() and len(once.encode()) <= LONGEST
+    once = sanitize(text)
+    assert sanitize(once) == once and once.isprintable() and len(once.encode()) <= LONGEST
 
 
 @pytest.mark.parametrize(

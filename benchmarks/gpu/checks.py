@@ -165,7 +165,7 @@ def draws_agree(device: str, dry_run: bool) -> dict[str, Any]:
     top_k = torch.tensor([0, 1, 40] * (DRAWN_ROWS // 3), device=device)
     try:
         kernels = Watched(executor_kernels(device), torch.device(device), told["by_kernel"]).kernels()
-        kernels.best(logits, -1)
+        kernels.argmax(logits, -1)
         kernels.draw(p, top_k, 0.5 + asked[0] / 2, asked[1] / 100, asked[2])
     except FAILURES:
         wait_for(torch.device(device))

@@ -15,7 +15,7 @@ from benchmarks.gpu.failures import FAILURES, traced
 from millrace.engine.cuda import torch_reference, triton_kernels
 from millrace.engine.cuda.device_roofline import wait_for
 from millrace.kernels.attention.paged import LayerPages
-from millrace.kernels.matmul.coded import CodedRows
+from millrace.kernels.matmul.coded import QuantizedRows
 
 WRITES = {"keep_rotated": slice(3, 4), "put": slice(0, 1)}  # which of what they are given they write
 
@@ -76,7 +76,7 @@ def _floats(x: Any) -> Iterator[Tensor]:
     """All numbers in it, as what they mean."""
     if isinstance(x, Tensor):
         yield x.float()
-    elif isinstance(x, CodedRows):
+    elif isinstance(x, QuantizedRows):
         yield x.dense()
     elif isinstance(x, LayerPages):
         yield from x.floats(torch.arange(len(x.keys), device=x.keys.device))

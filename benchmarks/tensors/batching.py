@@ -129,7 +129,9 @@ async def _asked(model: Model, lines: Array, seconds: float) -> float:
 
 
 def _sizes(model: Model) -> Counter[str]:
-    return Counter({str(one["batch_size"]): one["compute_infer"]["count"] for one in model.told()["batch_stats"]})
+    return Counter(
+        {str(one["batch_size"]): one["compute_infer"]["count"] for one in model.statistics_dict()["batch_stats"]}
+    )
 
 
 def median(samples: Sequence[Mapping[str, float]], name: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 LONGEST, _HEAD, _TAIL = 1000, 600, 390
 
 
-def plain(text: str) -> str:
+def sanitize(text: str) -> str:
     """`text` as it may be shown: what came from a file or a client cannot steer a terminal, nor fill a screen or a log.
 
     It is one line; what is not printable is escaped (\\n, \\x1b, \\u202e, \\ud800). Once is as good as twice.
@@ -44,8 +44,8 @@ class MillraceError(Exception):
     """A caller's mistake or a machine's limit; the command line prints it and exits with 2."""
 
     def __init__(self, what: str, expected: str, mend: str) -> None:
-        """Each part may hold what came from outside, as it is: here it becomes `plain`."""
-        self.what, self.expected, self.mend = plain(what), plain(expected), plain(mend)
+        """Each part may hold what came from outside, as it is: here it becomes `sanitize`."""
+        self.what, self.expected, self.mend = sanitize(what), sanitize(expected), sanitize(mend)
         super().__init__(self.what, self.expected, self.mend)  # all in args, so it survives pickling between processes
 
     def reworded(self, reword: Callable[[str], str]) -> None:
@@ -103,7 +103,7 @@ class BusyError(MillraceError):
         self.retry_after_s = retry_after_s
 
 
-def has_stopped(why: str) -> BusyError:
+def engine_stopped_error(why: str) -> BusyError:
     """why: "" where the loop is only being closed"""
     what = f"the engine has stopped: {why or 'it is being closed'}"
     return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
@@ -121,7 +121,7 @@ _COMPARED, _MOST_COMPARED = 200, 4000
 _ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advice points at what was not meant
 
 
-def alike(name: str, known: Iterable[str]) -> str | None:
+def close_matches(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant, to suggest it in an error.
 
     Whether a field of a request is refused at all is a stricter question: `serve/http/unknown_fields.py`.
@@ -134,7 +134,7 @@ def alike(name: str, known: Iterable[str]) -> str | None:
 def nearest(name: str, known: Iterable[str], listed: Iterable[str] | None = None) -> str:
     """`did you mean "top_p"?`, or a short list of what is known. listed: the list, where not all need a mention"""
     names = sorted(known)
-    meant = alike(name, names)
+    meant = close_matches(name, names)
     if meant is not None:
         return f'did you mean "{meant}"?'
     names = names if listed is None else sorted(listed)

@@ -61,7 +61,7 @@ def read_given(path: Path, most_bytes: int) -> bytes:
     return bytes(found)
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; raises ValueError for a key that is there twice, of which one would be ignored."""
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from millrace.bench.client import core_share
-from millrace.bench.client.certify import Certificate, certify, doubts, kept_up, told_of
+from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts, kept_up
 from millrace.bench.client.client_load import Effort
 from millrace.bench.client.request_record import Answer, Question
 from millrace.bench.load.arrivals import Arrivals
@@ -139,7 +139,7 @@ def test_a_client_is_judged_by_its_runs_too(
 ) -> None:
     """Of several, the worst says it; every report asks the same function."""
     efforts = [Effort(0.01, 1, 1.0), effort, Effort(0.01, 1, 1.0)]
-    told = told_of(certificate, efforts)
+    told = certificate_text(certificate, efforts)
     assert told["valid"] is kept_up(certificate, efforts) is valid
     assert told["client_cpu_share"] == (effort.peak_share or 0.01)
     said = doubts(certificate, efforts, "in a round")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from millrace.bench.analysis.compare import (
+    ComparedRun,
     Difference,
-    Side,
     compared_answers,
     compared_rounds,
     interleaved,
@@ -48,12 +48,12 @@ def answer(ttft_s: float, late_s: float = 0.0, failure: Failure | None = None) -
     return Answer("x", 5 - late_s, 5, [5 + ttft_s, 6 + ttft_s], [], 7, 5, 10, failure=failure)
 
 
-def rounds(*answers: list[Answer]) -> Side:
+def rounds(*answers: list[Answer]) -> ComparedRun:
     runs = []
     for part in answers:
         runs.append(run := Run(Client(Target("http://x:1", CHAT)), Load()))
         run.records += [Record(Turn("a"), one, 0, 0) for one in part]
-    return Side(runs)
+    return ComparedRun(runs)
 
 
 def test_what_users_waited_is_compared_too() -> None:
@@ -151,7 +151,7 @@ def test_verdicts(
     assert (one.verdict, one.is_worse_by(5), one.is_worse_by(20)) == (verdict, worse_by_5, worse_by_20)
 
 
-def run_in_turns(null: Null) -> tuple[Side, Side]:
+def run_in_turns(null: Null) -> tuple[ComparedRun, ComparedRun]:
     """Run a slow and a fast server in turns, and check that they got the same questions."""
     slow, fast = NullTiming(ttft_ms="20", itl_ms="3"), NullTiming(ttft_ms="20", itl_ms="2")
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from millrace.bench.client.demo_client import Ask, ask, ask_all, quantile
+from millrace.bench.client.demo_client import DemoChatRequest, ask, ask_all, quantile
 from millrace.errors import MachineError
 
-ASKED = Ask("Hi", 3, seed=1)
+ASKED = DemoChatRequest("Hi", 3, seed=1)
 USAGE: dict[str, object] = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
 FAILED: dict[str, object] = {"error": {"message": "the engine"}}
 

@@ -12,7 +12,7 @@ import pytest
 from millrace.bench.analysis.goodput import parse_limits
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.report.exports import write_results
-from millrace.bench.report.results import Finished, report
+from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import measure, planned
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from tests.bench.conftest import Null
@@ -26,18 +26,18 @@ UNITS = {
 
 
 @pytest.fixture(scope="module")
-def done(null: Null) -> Finished:
+def done(null: Null) -> RunResult:
     """Every fifth request breaks off."""
     server = null(NullTiming(ttft_ms="8", itl_ms="normal:2,0.5", fault="break", fault_every=5))
     plan = planned(
         server.url, TargetSettings(model="m"), LoadSettings(concurrency=4, request_count=20, random_seed=3),
         InputSettings(pattern=("10/8", "20/6")), SessionSettings(),
     )  # fmt: skip
-    return Finished.of(plan, asyncio.run(measure(plan)), parse_limits(["ttft:500", "reading-speed"]))
+    return RunResult.of(plan, asyncio.run(measure(plan)), parse_limits(["ttft:500", "reading-speed"]))
 
 
 @pytest.fixture(scope="module")
-def folder(done: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(done: RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("results") / "new"
     assert sorted(write_results(found, done)) == sorted(p.name for p in found.iterdir())
     return found
@@ -119,7 +119,7 @@ def test_both_csv_schemas(folder: Path, name: str, head: str) -> None:
     assert title in [row[0] for row in rows if row]
 
 
-def test_the_report_is_told_for_each_pattern(done: Finished, folder: Path) -> None:
+def test_the_report_is_told_for_each_pattern(done: RunResult, folder: Path) -> None:
     told = loaded(folder / "summary.json")
     assert told == json.loads(json.dumps(report(done)))
     parts = told["patterns"]

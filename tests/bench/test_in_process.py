@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.bench.client.in_process import Drawn
+from millrace.bench.client.in_process import RandomTokens
 from millrace.bench.load.distribution import Spread
 from millrace.bench.load.inputs import Prefixes, Session, Shape, synthetic
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.load.trace_files import read_requests
 
 VOCAB = 997
 
 
 def tokens(sessions: Iterable[Session], seed: int = 0) -> list[list[int]]:
-    drawn = Drawn(seed, VOCAB)
+    drawn = RandomTokens(seed, VOCAB)
     turns = [s.turns[0] for s in sessions]
     return [drawn.of(t.text, t.n_input or 0) for t in turns]
 
@@ -30,7 +30,7 @@ def test_prompts_of_a_trace_begin_alike_where_its_numbers_say_so(tmp_path: Path)
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    first, second, third = tokens(read_requests(path, None, 0).sessions(Words()))
+    first, second, third = tokens(read_requests(path, None, 0).sessions(PromptWords()))
     assert [len(first), len(second), len(third)] == [1030, 700, 512]
     assert first[:512] == second[:512] and first[512:700] != second[512:]
     assert sum(a == b for a, b in zip(first[:512], third, strict=True)) < 20, "others have nothing in common"
@@ -38,7 +38,7 @@ def test_prompts_of_a_trace_begin_alike_where_its_numbers_say_so(tmp_path: Path)
 
 def test_shared_beginnings_are_shared_and_tokens_are_of_the_whole_vocabulary() -> None:
     def sessions() -> Iterable[Session]:
-        return islice(synthetic([Shape(Spread(200), Spread(1))], Words(), 3, Prefixes(1, 120)), 200)
+        return islice(synthetic([Shape(Spread(200), Spread(1))], PromptWords(), 3, Prefixes(1, 120)), 200)
 
     found = tokens(sessions())
     assert len({tuple(p[:120]) for p in found}) == 1 and len({tuple(p[:130]) for p in found}) == 200
@@ -48,6 +48,6 @@ def test_shared_beginnings_are_shared_and_tokens_are_of_the_whole_vocabulary() -
 
 
 def test_a_text_of_other_length_is_cut_or_filled() -> None:
-    drawn = Drawn(0, VOCAB)
+    drawn = RandomTokens(0, VOCAB)
     assert drawn.of("a b c", 2) == drawn.of("a b", 2)
     assert len(drawn.of("a", 5000)) == 5000 and drawn.of("a", 5000)[:2] == drawn.of("a", 2)

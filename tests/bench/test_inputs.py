@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from millrace.bench.load.distribution import Spread
-from millrace.bench.load.inputs import Prefixes, Session, Shape, Talk, synthetic
-from millrace.bench.load.prompt_text import WORDS, Words
+from millrace.bench.load.inputs import ConversationShape, Prefixes, Session, Shape, synthetic
+from millrace.bench.load.prompt_text import WORDS, PromptWords
 from millrace.errors import ConfigError
 
 PLAIN = Shape(Spread.normal(100, 20), Spread(30))
 
 
-def drawn(n: int, *shapes: Shape, seed: int = 1, words: Words | None = None, **more: object) -> list[Session]:
-    return list(islice(synthetic(shapes or (PLAIN,), words or Words(), seed, **more), n))  # type: ignore[arg-type]
+def drawn(n: int, *shapes: Shape, seed: int = 1, words: PromptWords | None = None, **more: object) -> list[Session]:
+    return list(islice(synthetic(shapes or (PLAIN,), words or PromptWords(), seed, **more), n))  # type: ignore[arg-type]
 
 
 def test_lengths_are_as_asked() -> None:
@@ -53,7 +53,7 @@ def test_prompts_share_so_many_beginnings() -> None:
 
 
 def test_turns_and_pauses() -> None:
-    sessions = drawn(500, talk=Talk(Spread.normal(4, 1), Spread(250)))
+    sessions = drawn(500, talk=ConversationShape(Spread.normal(4, 1), Spread(250)))
     assert np.mean([len(s.turns) for s in sessions]) == pytest.approx(4, abs=0.2)
     assert min(len(s.turns) for s in sessions) >= 1
     assert all(s.turns[0].pause_s == 0 and {t.pause_s for t in s.turns[1:]} <= {0.25} for s in sessions)
@@ -61,12 +61,12 @@ def test_turns_and_pauses() -> None:
 
 def test_words_are_fitted_to_what_the_server_tells() -> None:
     """A server that makes 1.5 tokens of a word, and 12 of its template."""
-    words = Words.fitted((32, 60), (160, 252))
-    assert words == Words(1.5, 12)
+    words = PromptWords.fitted((32, 60), (160, 252))
+    assert words == PromptWords(1.5, 12)
     assert len(words.text(312, random.Random(1)).split()) == 200
     assert len(words.text(300, random.Random(1), fresh=False).split()) == 200
     assert len(words.text(1, random.Random(1)).split()) == 1
-    assert Words.fitted((32, 0), (160, 0)) == Words(), "a server that tells nothing"
+    assert PromptWords.fitted((32, 0), (160, 0)) == PromptWords(), "a server that tells nothing"
 
 
 def test_words_are_words() -> None:

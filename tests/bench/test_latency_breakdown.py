@@ -10,12 +10,20 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from millrace.bench.analysis.latency_breakdown import TO_END, TO_FIRST, Seen, gone, joined, told_of, traced
+from millrace.bench.analysis.latency_breakdown import (
+    TO_END,
+    TO_FIRST,
+    ClientTrace,
+    breakdown_text,
+    join_client_server_traces,
+    latency_shares,
+    traced,
+)
 from millrace.bench.client.client import Client, Target
 from millrace.bench.client.endpoints import ENDPOINTS
 from millrace.bench.client.request_record import Answer, Failure, Message, Question
 from millrace.bench.load.inputs import Turn
-from millrace.bench.report.results import Finished, report
+from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import planned
 from millrace.bench.run.run import Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
@@ -24,7 +32,7 @@ from tests.serve.support import MODEL, Fake, running
 STAGES = {"outside": 2.0, "preparing": 3.0, "queue": 5.0, "prefill": 70.0, "telling": 1.5, "decode": 400.0}
 
 
-def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[Answer, Seen]:
+def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[Answer, ClientTrace]:
     """Of so many ms in each stage; last_ms: to tell the last token, a part of `telling`."""
     s = {**STAGES, **stages}
     to_first = sum(s[stage] for stage in TO_FIRST) - last_ms
@@ -35,12 +43,12 @@ def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[Answer, Seen
     answer = Answer(
         id=f"r-{i}", sent_s=100.0, end_s=100 + latency / 1e3, chunk_s=[100 + to_first / 1e3, 100 + latency / 1e3]
     )
-    return answer, Seen(s["preparing"], queued, first, first_told, end, end + last_ms)
+    return answer, ClientTrace(s["preparing"], queued, first, first_told, end, end + last_ms)
 
 
 def test_the_stages_of_one_request_are_its_whole_time() -> None:
     answer, seen = request(0)
-    found = joined([answer], {"r-0": seen})
+    found = join_client_server_traces([answer], {"r-0": seen})
     assert found is not None
     assert found.to_end[0] == pytest.approx([STAGES[stage] for stage in TO_END])
     assert found.to_first[0] == pytest.approx([2.0, 3.0, 5.0, 70.0, 1.0])
@@ -50,19 +58,19 @@ def test_only_whole_answers_that_both_tell_of_count() -> None:
     answer, seen = request(0)
     unknown, failed, half = replace(answer, id="r-1"), replace(answer, id="r-2"), replace(answer, id="r-3")
     failed.fail(Failure.BROKEN_OFF, "")
-    traces = {"r-0": seen, "r-2": seen, "r-3": Seen(1.0, 0.0, None, None, None, None), "r-9": seen}
-    found = joined([unknown, failed, half, answer], traces)
+    traces = {"r-0": seen, "r-2": seen, "r-3": ClientTrace(1.0, 0.0, None, None, None, None), "r-9": seen}
+    found = join_client_server_traces([unknown, failed, half, answer], traces)
     assert found is not None and found.n == 1
-    assert joined([unknown], {"r-9": seen}) is None
+    assert join_client_server_traces([unknown], {"r-9": seen}) is None
 
 
 def test_what_the_slowest_waited_for_is_named() -> None:
     rng = np.random.default_rng(3)
     pairs = [request(i, queue=float(rng.uniform(4, 6))) for i in range(297)]
     pairs += [request(297 + i, queue=205.0, prefill=110.0 + i) for i in range(3)]
-    found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
+    found = join_client_server_traces([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None
-    slow = gone(found.to_first, TO_FIRST)
+    slow = latency_shares(found.to_first, TO_FIRST)
     assert slow is not None and slow.n == 3 and slow.slow_ms == pytest.approx(2 + 3 + 205 + 110 + 1)
     assert slow.slow["queue"] == pytest.approx(205) and slow.usual["queue"] == pytest.approx(5, abs=0.3)
     assert slow.slow["prefill"] - slow.usual["prefill"] == pytest.approx(41)
@@ -71,29 +79,29 @@ def test_what_the_slowest_waited_for_is_named() -> None:
 
 def test_few_requests_have_no_slowest() -> None:
     pairs = [request(i) for i in range(19)]
-    found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
-    assert found is not None and gone(found.to_first, TO_FIRST) is None
-    told = told_of(found)
+    found = join_client_server_traces([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
+    assert found is not None and latency_shares(found.to_first, TO_FIRST) is None
+    told = breakdown_text(found)
     assert told["n"] == 19 and told["to_end"] == {"mean_ms": pytest.approx(STAGES), "slowest": None}
 
 
 def test_of_equal_requests_none_is_slow() -> None:
     pairs = [request(i) for i in range(40)]
-    found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
+    found = join_client_server_traces([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None
-    slow = gone(found.to_end, TO_END)
+    slow = latency_shares(found.to_end, TO_END)
     assert slow is not None and slow.says == "none was slow"
 
 
 @pytest.mark.parametrize("outside_ms, contradicts", [(-9.9, False), (-10.1, True)])
 def test_what_took_longer_than_its_client_waited_is_not_told(outside_ms: float, contradicts: bool) -> None:
     pairs = [request(0), request(1, outside=outside_ms), request(2)]
-    found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
+    found = join_client_server_traces([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None and found.contradicts is contradicts
     plan = planned("http://x:1", TargetSettings(), LoadSettings(), InputSettings(), SessionSettings())
     run = Run(EngineLess(), plan.load)
     run.records += [Record(Turn("a"), a, 0, 0) for a, _ in pairs]
-    told = report(Finished.of(plan, run, [], None, found))
+    told = report(RunResult.of(plan, run, [], None, found))
     assert (told["waterfall"] is None) is any("took longer than we waited" in n for n in told["notes"]) is contradicts
 
 
@@ -133,7 +141,7 @@ def test_our_server_tells_of_each_request_within_what_its_client_saw() -> None:
         assert asyncio.run(traced(below, [*answers, Answer(id="never asked")])) == traces, (
             "one that is forgotten costs no other"
         )
-    found = joined(answers, traces)
+    found = join_client_server_traces(answers, traces)
     assert found is not None and found.n == 12
     assert (found.to_first >= 0).all() and (found.to_end >= 0).all(), "each began after the one before"
     assert asyncio.run(traced(target, answers)) == {}, "the server has gone"

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.bench.client.request_record import Answer, Failure
 from millrace.bench.load.length_histogram import Histogram, read_histogram, told_histogram
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.run.plan import planned
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError
@@ -87,7 +87,7 @@ def test_sessions_have_the_lengths_of_the_file_and_of_the_seed(tmp_path: Path) -
         what = InputSettings(input_histogram=str(path))
         load = LoadSettings(random_seed=seed)
         plan = planned("http://x", TargetSettings(), load, what, SessionSettings())
-        turns = [s.turns[0] for s in islice(plan.sessions(Words()), 200)]
+        turns = [s.turns[0] for s in islice(plan.sessions(PromptWords()), 200)]
         return [(t.n_input or 0, t.max_tokens, len(t.text.split())) for t in turns]
 
     assert drawn(1) == drawn(1) != drawn(2)

@@ -16,7 +16,7 @@ from millrace.bench.client.request_record import Answer, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.report.page import bench_page, waterfall
 from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
-from millrace.bench.report.results import Finished, report
+from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import planned
 from millrace.bench.run.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
@@ -84,12 +84,12 @@ def test_the_spread() -> None:
     assert spread_percent(list(range(101))) == pytest.approx(160) and spread_percent([]) is None
 
 
-def finished(records: list[Record], model: str = "m") -> Finished:
+def finished(records: list[Record], model: str = "m") -> RunResult:
     settings = TargetSettings(model=model), LoadSettings(concurrency=2), InputSettings(), SessionSettings()
     plan = planned("http://x", *settings)
     run = Run(Client(Target("http://x", CHAT)), Load())
     run.records += records
-    return Finished.of(plan, run, parse_limits(["reading-speed"]))
+    return RunResult.of(plan, run, parse_limits(["reading-speed"]))
 
 
 def test_every_plot_has_its_verdict() -> None:

@@ -14,8 +14,8 @@ from millrace.bench.client.endpoints import CHAT
 from millrace.bench.client.request_record import Failure
 from millrace.bench.load.arrivals import Arrivals
 from millrace.bench.load.distribution import Spread
-from millrace.bench.load.inputs import Session, Shape, Talk, Turn, synthetic
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.inputs import ConversationShape, Session, Shape, Turn, synthetic
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.run import run as bounds
 from millrace.bench.run.plan import measure, planned
@@ -33,7 +33,7 @@ def driven(url: str, load: Load, sessions: Any = None, then: Callable[[Run], Non
         async with Client(Target(url, CHAT, keep_text=True)) as client:
             run = Run(client, load)
             asyncio.get_running_loop().call_soon(then, run)
-            await run.drive(synthetic([SHAPE], Words(), 1) if sessions is None else iter(sessions))
+            await run.drive(synthetic([SHAPE], PromptWords(), 1) if sessions is None else iter(sessions))
             return run
 
     return asyncio.run(driving())
@@ -90,7 +90,7 @@ def test_a_trace_says_when(null: Null, late_s: float) -> None:
 
 def test_turns_go_on_from_the_answers(null: Null) -> None:
     """Prompts of 5 words, answers of 4: the third turn's prompt is 5 + 4 + 5 + 4 + 5 words, as the server counts."""
-    sessions = list(islice(synthetic([SHAPE], Words(), 1, talk=Talk(Spread(3), Spread(50))), 2))
+    sessions = list(islice(synthetic([SHAPE], PromptWords(), 1, talk=ConversationShape(Spread(3), Spread(50))), 2))
     run = driven(null(TIMING).url, Load(concurrency=2), sessions)
     for session in range(2):
         turns = [r for r in run.records if r.session == session]

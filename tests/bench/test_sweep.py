@@ -12,7 +12,7 @@ from millrace.bench.client.request_record import Answer, Failure
 from millrace.bench.load.inputs import Turn
 from millrace.bench.report.sweep_page import sweep_page
 from millrace.bench.run.run import Record
-from millrace.bench.run.sweep import Point, Reached, SweepLimits, best, on_front, swept
+from millrace.bench.run.sweep import LevelResult, Point, SweepLimits, best, on_front, swept
 from millrace.errors import ConfigError
 
 
@@ -32,9 +32,9 @@ def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
 
 
 def levels(first: float, most: float, limits: SweepLimits, whole: bool = True, fails_from: float = 1e9) -> list[Point]:
-    async def run(level: float) -> Reached | None:
+    async def run(level: float) -> LevelResult | None:
         found = metrics(level, 100, failed=1 if level >= fails_from else 0)
-        return Reached(found, surely=limits.keeps(found))
+        return LevelResult(found, surely=limits.keeps(found))
 
     return asyncio.run(swept(first, most, whole, limits, run))
 
@@ -83,8 +83,8 @@ def test_few_requests_prove_no_percentile(percentile: int, n: int, n_slow: int, 
 def test_a_level_that_was_given_up_is_not_kept() -> None:
     """As where 65,536 requests waited: what there is are answers, and what was interrupted."""
 
-    async def run(level: float) -> Reached | None:
-        return Reached(metrics(level, 100), surely=True, ended="65536 requests wait" if level > 2 else "")
+    async def run(level: float) -> LevelResult | None:
+        return LevelResult(metrics(level, 100), surely=True, ended="65536 requests wait" if level > 2 else "")
 
     points = asyncio.run(swept(1, 4, False, SweepLimits(), run))
     assert [(p.level, p.keeps, p.verdict) for p in points][:2] == [(1, True, "yes"), (2, True, "yes")]
@@ -111,8 +111,8 @@ def test_rates_need_not_be_whole() -> None:
 
 
 def test_an_end_in_the_middle_keeps_what_there_is() -> None:
-    async def run(level: float) -> Reached | None:
-        return Reached(metrics(level, 100)) if level < 4 else None
+    async def run(level: float) -> LevelResult | None:
+        return LevelResult(metrics(level, 100)) if level < 4 else None
 
     assert [p.level for p in asyncio.run(swept(1, 64, True, SweepLimits(), run))] == [1, 2]
 
@@ -153,8 +153,8 @@ def test_embeddings_have_requests_but_no_tokens() -> None:
 
 @pytest.mark.parametrize("share, is_valid", [(0.79, True), (0.8, False)])
 def test_levels_at_which_the_client_does_not_keep_up(share: float, is_valid: bool) -> None:
-    async def run(level: float) -> Reached | None:
-        return Reached(metrics(level, 100), effort=Effort(share if level == 4 else 0.1), surely=True)
+    async def run(level: float) -> LevelResult | None:
+        return LevelResult(metrics(level, 100), effort=Effort(share if level == 4 else 0.1), surely=True)
 
     points = asyncio.run(swept(1, 4, True, SweepLimits(), run))
     assert [p.effort.keeps_up for p in points] == [True, True, is_valid]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace.bench.load.inputs import Session
-from millrace.bench.load.prompt_text import Words
-from millrace.bench.load.trace_files import Given, read_requests
+from millrace.bench.load.prompt_text import PromptWords
+from millrace.bench.load.trace_files import InputRequests, read_requests
 from millrace.errors import ConfigError
 
 MOONCAKE = """{"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
@@ -21,14 +21,14 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def given(folder: Path, text: str | bytes) -> Given:
+def given(folder: Path, text: str | bytes) -> InputRequests:
     path = folder / "requests"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return read_requests(path, 11, seed=0)
 
 
 def sessions(folder: Path, text: str, speed: float = 1.0) -> list[Session]:
-    return list(given(folder, text).sessions(Words(), speed))
+    return list(given(folder, text).sessions(PromptWords(), speed))
 
 
 def test_a_mooncake_trace(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ CHAT = json.dumps([{"conversations": [{"from": "human", "value": "a"}]}])
 def test_what_stands_before_it_does_not_count(tmp_path: Path, text: str, before: bytes) -> None:
     found = given(tmp_path, before + text.encode())
     assert len(found.entries) == len(given(tmp_path, text).entries)
-    assert [s.at_s for s in found.sessions(Words())] == [s.at_s for s in sessions(tmp_path, text)]
+    assert [s.at_s for s in found.sessions(PromptWords())] == [s.at_s for s in sessions(tmp_path, text)]
 
 
 def test_lines_of_prompts(tmp_path: Path) -> None:

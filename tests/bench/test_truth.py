@@ -15,7 +15,7 @@ from millrace.bench.client.endpoints import CHAT
 from millrace.bench.load.arrivals import Arrivals
 from millrace.bench.load.distribution import Spread
 from millrace.bench.load.inputs import Shape, synthetic
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.null_server.ledger import NullTiming, Sent
 from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run.run import Load, Record, Run
@@ -31,7 +31,7 @@ Stamps = np.ndarray[Any, np.dtype[np.float64]]
 def driven(url: str, load: Load, n_tokens: int, warm_up: int) -> Run:
     async def driving() -> Run:
         async with Client(Target(url, CHAT, each_usage=True)) as client:
-            sessions = synthetic([Shape(Spread(20), Spread.normal(n_tokens, n_tokens / 5))], Words(), 1)
+            sessions = synthetic([Shape(Spread(20), Spread.normal(n_tokens, n_tokens / 5))], PromptWords(), 1)
             warming = Load(warm_up, n_sessions=warm_up, ramp_s=load.ramp_s)
             await Run(client, warming).drive(sessions)  # connections are open then
             run = Run(client, load)

@@ -28,7 +28,7 @@ from benchmarks.record import RESULTS
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibration.calibrated_methods import statistics_of
 from millrace.compress.compression_plan import plan
-from millrace.compress.search.candidates import Shelf
+from millrace.compress.search.candidates import RoundedMatrixStore
 from millrace.evaluate.divergence import Score, Tokens
 from millrace.evaluate.text_windows import Windows, windows_of
 from tests.compress.conftest import first_layers
@@ -148,7 +148,7 @@ def test_a_mix_keeps_within_its_bits(small: tuple[Checkpoint, Texts], tmp_path: 
     """And has used nearly all of them: the next layer would not fit."""
     checkpoint, texts = small
     statistics = statistics_of(checkpoint, texts.calibration, tmp_path, lambda *_: None)
-    recipe = mix(checkpoint, statistics, Shelf(tmp_path / "formats"), 4.5)
+    recipe = mix(checkpoint, statistics, RoundedMatrixStore(tmp_path / "formats"), 4.5)
     job = plan(checkpoint, recipe)
     assert 4.4 < job.bits_per_weight <= 4.5
     formats = {(form.bits, form.group) for _, form in job.layers.values()}

@@ -111,7 +111,7 @@ def test_an_encoder_is_held_against_plain_pytorch(monkeypatch: pytest.MonkeyPatc
     assert all({"text_attention", "product"} <= f["by_kernel"].keys() for f in found)
     ours = SimpleNamespace(**vars(torch_reference))
     ours.text_attention = lambda heads, texts, scale: 2 * torch_reference.text_attention(heads, texts, scale)
-    monkeypatch.setattr(graph_executor, "plain", ours)
+    monkeypatch.setattr(graph_executor, "torch_reference", ours)
     assert [f["ok"] for f in checks.encoders_agree("cpu", dry_run=True)] == [False, False]
     ours.text_attention = lambda *_: 1 / 0
     assert all("ZeroDivisionError" in f["traceback"] for f in checks.encoders_agree("cpu", dry_run=True))
@@ -247,7 +247,7 @@ def test_a_kernel_that_errs_is_named_with_its_shapes(monkeypatch: pytest.MonkeyP
     wrong.silu_mul = lambda *given: torch_reference.add_norm(*given)
     found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
     assert found["ok"] and found["by_kernel"].keys() >= {"product", "silu_mul", "keep_rotated", "attention"}
-    monkeypatch.setattr(graph_executor, "plain", wrong)
+    monkeypatch.setattr(graph_executor, "torch_reference", wrong)
     found = checks._apart("tiny", "bf16", None, "cpu", [3, 40])
     assert not found["ok"] and "in silu_mul of bfloat16 (43, 208), strides (416, 1), bfloat16" in found["traceback"]
     wrong.silu_mul = lambda *given: torch_reference.silu_mul(*given) * torch.nan

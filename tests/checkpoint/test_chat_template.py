@@ -17,7 +17,7 @@ import pytest
 
 from millrace.checkpoint.chat import chat_template
 from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate, normalised
-from millrace.checkpoint.worker_process import EndedError, FrameProcess, Worker
+from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError
 from millrace.errors import CheckpointError, RequestError
 from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
@@ -264,12 +264,12 @@ def test_what_ends_a_new_process_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 
     def exchange(process: FrameProcess, payload: bytes, timeout_s: float) -> bytes:
         process.process.kill()
-        raise EndedError(-9)
+        raise WorkerDiedError(-9)
 
     worker = Worker(WORKER, started.append)
     monkeypatch.setattr(FrameProcess, "exchange", exchange)
     for n in (1, 2):
-        with pytest.raises(EndedError):
+        with pytest.raises(WorkerDiedError):
             worker.exchange(b"", 1)
         assert len(started) == n
         worker.stop()

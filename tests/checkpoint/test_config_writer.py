@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.config.config_writer import written
+from millrace.checkpoint.config.config_writer import config_json
 from millrace.checkpoint.config.model_config import RopeConfig, read_config
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import FAMILIES, random_checkpoint
@@ -23,6 +23,6 @@ def test_every_family(tmp_path: Path, family: str) -> None:
     config = replace(Checkpoint.open(random_checkpoint(tmp_path, family)).decoder, notes=())
     for rope in ROPES:
         one = replace(config, rope=rope)
-        assert read_config(written(one)) == one
+        assert read_config(config_json(one)) == one
     with pytest.raises(CheckpointError, match="rope_freqs"):
-        written(replace(config, rope=RopeConfig(theta=1e4, divisors=(1.0,))))
+        config_json(replace(config, rope=RopeConfig(theta=1e4, divisors=(1.0,))))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint import worker_process
-from millrace.checkpoint.worker_process import EndedError, FrameProcess, Worker
+from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError
 from millrace.errors import MachineError
 
 _SCRIPT = """
@@ -55,7 +55,7 @@ def test_an_interrupted_exchange_ends_the_process(script: Path) -> None:
     with pytest.raises(Interrupted):
         process.exchange(b"2", 60)
     assert not process.alive
-    with pytest.raises(EndedError):
+    with pytest.raises(WorkerDiedError):
         process.exchange(b"3", 60)
 
 
@@ -112,7 +112,7 @@ def test_a_process_that_something_else_killed_is_replaced(script: Path) -> None:
             if n_kills == 1:
                 assert worker.exchange(b"1", 60, retry=retry) == b"answer to 1"
             else:
-                with pytest.raises(EndedError) as error:
+                with pytest.raises(WorkerDiedError) as error:
                     worker.exchange(b"1", 60, retry=retry)
                 assert error.value.is_from_outside
             assert len(killed) == n_kills
@@ -132,7 +132,7 @@ def test_a_message_that_may_end_its_process_is_sent_once(tmp_path: Path) -> None
 
     worker = Worker(script, greet)
     assert worker.exchange(b"1", 60) == b"answer to 1"
-    with pytest.raises(EndedError) as error:
+    with pytest.raises(WorkerDiedError) as error:
         worker.exchange(b"fatal", 60, retry=False)
     assert error.value.returncode == 3 and n == 1
     assert worker.exchange(b"2", 60) == b"answer to 2" and n == 2

@@ -22,7 +22,7 @@ from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run.run import Load, Run
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import as_ours, told_and_written
+from millrace.cli.bench.foreign_flags import told_and_written, translate_flags
 from millrace.cli.bench.infer_options import command as bench_infer
 from millrace.cli.bench.options import command as bench
 from millrace.cli.bench.progress import Begins, driven
@@ -106,10 +106,10 @@ def test_every_alias_is_a_flag_of_ours_and_told_in_the_docs() -> None:
 
 
 def test_several_limits_may_follow_one_flag() -> None:
-    assert as_ours(["--goodput", "ttft:5", "itl:6", "http://x:1"]) == [
+    assert translate_flags(["--goodput", "ttft:5", "itl:6", "http://x:1"]) == [
         "--goodput", "ttft:5", "--goodput", "itl:6", "http://x:1",
     ]  # fmt: skip
-    assert as_ours(["--goodput"]) == ["--goodput"] and as_ours(["--seed=4", "-m", "x"]) == [
+    assert translate_flags(["--goodput"]) == ["--goodput"] and translate_flags(["--seed=4", "-m", "x"]) == [
         "--random-seed=4", "--model", "x",
     ]  # fmt: skip
 

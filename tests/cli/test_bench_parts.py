@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bench.client import client_load, core_share
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.null_server.ledger import NullTiming
 from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run import plan
@@ -35,10 +35,10 @@ def test_two_servers_are_asked_the_same(millrace: Millrace, url: str, monkeypatc
     """Whatever each makes of words: the old server and the new one may count tokens otherwise."""
     per_word = iter((1.0, 4.0))
 
-    async def reached(plan: Plan) -> Words:
-        return Words(next(per_word))
+    async def reached(plan: Plan) -> PromptWords:
+        return PromptWords(next(per_word))
 
-    monkeypatch.setattr(compare, "reached", reached)
+    monkeypatch.setattr(compare, "check_server", reached)
     with NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as a, NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as b:
         few = ("--isl", "20", "--osl", "3", "--request-count", "2", "--rounds", "3", "--certify-s", "0")
         assert millrace("bench", "compare", a.url, b.url, *few, "--allow", "1000").code == 0

@@ -16,7 +16,7 @@ from millrace.env import read_env
 from millrace.evaluate import kl_agreement
 from millrace.evaluate.divergence import log_probabilities
 from millrace.evaluate.mmlu import Mmlu, read_subjects
-from millrace.evaluate.resumable_results import Chosen, Kept, read
+from millrace.evaluate.resumable_results import Chosen, ResumableResults, read
 from millrace.evaluate.safe_regex import Pattern
 from millrace.evaluate.text_windows import windows
 from tests.cli.conftest import Millrace
@@ -121,7 +121,7 @@ def test_two_models_side_by_side(millrace: Millrace, data: Path, tmp_path: Path)
     flipped = first.read_bytes().splitlines(keepends=True)
     one = read(first, Chosen).records["sums", 0]
     wrong = (one.answer + 1) % 4
-    with closing(Kept(first, read(first, Chosen).about, Chosen)) as more:
+    with closing(ResumableResults(first, read(first, Chosen).about, Chosen)) as more:
         more.add(replace(one, chosen=wrong))  # the last word counts
     told = json.loads(millrace("eval", "tiny", "--data", data, "--against", first, "--json", *SHORT).out)["against"]
     assert (told["gained"], told["lost"], told["changed"]) == (int(one.right), 0, int(one.chosen != wrong))

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.client.demo_client import Ask, ask
+from millrace.bench.client.demo_client import DemoChatRequest, ask
 from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.doctor import run
 from millrace.cli.serve import run as serve_command
 from millrace.machine.cpu import usable_cores
-from millrace.runtime.scheduling.admission_policy import Policy, first_come, longest_prefix, shortest_first
+from millrace.runtime.scheduling.admission_policy import Policy, fcfs, longest_prefix, shortest_first
 from millrace.serve.llm.language_model import TextModel
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
@@ -46,10 +46,10 @@ def test_ready_asked_and_drained(built_tiny: Path) -> None:
         assert server.ready_s > 0
         status, models = get(f"{server.url}/v1/models")
         assert status == 200 and [m["id"] for m in json.loads(models)["data"]] == ["mine"]
-        heard = ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True))
+        heard = ask(server.url, DemoChatRequest("Tell me a story.", 20, seed=1, ignore_eos=True))
         assert heard.n_output == 20 and heard.text and heard.finish_reason == "length"
         assert 0 < heard.ttft_s <= heard.chunk_s[-1] and len(heard.pauses_s) == len(heard.chunk_s) - 1
-        assert ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True)).text == heard.text
+        assert ask(server.url, DemoChatRequest("Tell me a story.", 20, seed=1, ignore_eos=True)).text == heard.text
         server.terminate()
         assert server.wait() < 20
 
@@ -59,7 +59,7 @@ def test_the_least_time_of_a_step_beside_what_it_takes(
 ) -> None:
     def gauges(*flags: str) -> dict[str, float]:
         with ServerProcess(built_tiny, ("--log-level", "error", *flags)) as server:
-            ask(server.url, Ask("Tell me a story.", 30, seed=1, ignore_eos=True))
+            ask(server.url, DemoChatRequest("Tell me a story.", 30, seed=1, ignore_eos=True))
             lines = get(f"{server.url}/metrics")[1].decode().splitlines()
         pairs = (line.split(" ") for line in lines if line.startswith("millrace:decode_step"))
         return {name.partition("{")[0].removeprefix("millrace:"): float(value) for name, value in pairs}
@@ -125,7 +125,7 @@ def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fra
 @pytest.mark.parametrize(
     "flags, gap_s, n_tokens, policy",
     [
-        ([], 0.1, 98, first_come),
+        ([], 0.1, 98, fcfs),
         (["--itl-ms", "8", "--schedule", "shortest"], 0.008, 6, shortest_first),
         (["--itl-ms", "60000", "--schedule", "prefix"], 60.0, 2**31, longest_prefix),
     ],
@@ -207,7 +207,7 @@ def test_a_list_that_nobody_reads_ends_quietly(millrace: Millrace, cache: Path) 
 def test_what_was_asked_is_recorded_without_text(built_tiny: Path, tmp_path: Path) -> None:
     file, text = tmp_path / "traffic.jsonl", "Tell me a story of a mill. " * 60
     with ServerProcess(built_tiny, ("--record", str(file), "--log-level", "error")) as server:
-        heard = [ask(server.url, Ask(text, n, seed=1, ignore_eos=True)) for n in (3, 5)]
+        heard = [ask(server.url, DemoChatRequest(text, n, seed=1, ignore_eos=True)) for n in (3, 5)]
         server.terminate()
         server.wait()
     lines = [json.loads(line) for line in file.read_text().splitlines()][-2:]  # before them, the warm-up's

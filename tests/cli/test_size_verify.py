@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.client.demo_client import Ask, ask
+from millrace.bench.client.demo_client import DemoChatRequest, ask
 from millrace.bench.run.server_process import ServerProcess
 from millrace.size.simulation import capacity
 from tests.cli.conftest import Millrace
@@ -40,7 +40,7 @@ def test_a_server_beside_its_prediction(
     assert by["ttft", "mean"]["measured"] < by["e2e", "mean"]["measured"] < 60
     assert by["ttft", "mean"]["predicted"] < by["e2e", "mean"]["predicted"] < 60
     with ServerProcess(built_tiny, ("--log-level", "error", "--profile", str(file))) as server:
-        ask(server.url, Ask("Tell me a story.", 30, seed=1, ignore_eos=True))
+        ask(server.url, DemoChatRequest("Tell me a story.", 30, seed=1, ignore_eos=True))
         (ran,) = json.loads(_read(f"{server.url}/timeline.json"))["data"]
         lines = [line for line in _read(f"{server.url}/metrics").splitlines() if line.startswith("millrace:step_")]
     metrics = {line.partition("{")[0]: float(line.split(" ")[-1]) for line in lines}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.client.demo_client import Ask, ask
+from millrace.bench.client.demo_client import DemoChatRequest, ask
 from millrace.bench.run.server_process import ServerProcess
 from tests.support.command_line import environment
 
@@ -55,7 +55,7 @@ def test_the_first_token_of_a_server(built_tiny: Path) -> None:
     for _ in range(3):
         start_s = time.perf_counter()
         with ServerProcess(built_tiny, ("--log-level", "error")) as server:
-            heard = ask(server.url, Ask("Hi", 2, seed=1, ignore_eos=True))
+            heard = ask(server.url, DemoChatRequest("Hi", 2, seed=1, ignore_eos=True))
             times.append(time.perf_counter() - start_s)
         assert heard.text
     assert min(times) < 1.5, f"the first token took {min(times):.2f} s from the start of the process"

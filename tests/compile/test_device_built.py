@@ -18,7 +18,7 @@ from millrace.compile.lower_gpu.from_checkpoint import device_engine
 from millrace.compile.lower_gpu.from_engine import built_engine
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.settings import BuildSettings
-from millrace.engine.artifact.accuracy_loss import Evaluation, Price
+from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.folder_lock import in_use
 from millrace.engine.artifact.manifest import MANIFEST, GpuSection, Manifest, sealed
@@ -254,7 +254,7 @@ def test_tables_that_are_too_short(words: str, vocab: dict[str, int], built: Pat
 
 def test_what_a_price_leaves_out_is_said(built: Path, tmp_path: Path) -> None:
     """It was measured on a CPU, whose rows are never E4M3."""
-    price, said = Price("fp8a16", 0.01, 1.01, 0.9, 1 << 20), list[str]()
+    price, said = AccuracyLoss("fp8a16", 0.01, 1.01, 0.9, 1 << 20), list[str]()
     evaluation = Evaluation("", "bundled", tokens=100, tried=[price])
     folder = with_manifest(tmp_path, built, evaluation=evaluation, gpu=GpuSection(fp8_rows=["model.layers.0.mlp.up"]))
     engine = built_engine(Engine.open(folder), NOTHING_ASKED, HERE, None, said.append)

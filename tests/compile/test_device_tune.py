@@ -14,7 +14,7 @@ from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.errors import MachineError
-from millrace.kernels.matmul.coded import E4M3, CodedRows, e4m3_rows, int8_rows
+from millrace.kernels.matmul.coded import E4M3, QuantizedRows, e4m3_rows, int8_rows
 from millrace.kernels.matmul.gpu_tiles import (
     EIGHT,
     EIGHT_OF_WORDS,
@@ -149,16 +149,16 @@ def test_a_cache_that_says_what_there_is_not_is_refused(
 
 def test_regions_are_told_apart_by_all_that_time_depends_on() -> None:
     codes, scales = torch.zeros((8, 32), dtype=torch.int8), torch.ones((8, 2), dtype=torch.float16)
-    plain = CodedRows(codes, scales, 32, 16)
+    plain = QuantizedRows(codes, scales, 32, 16)
     floats = torch.zeros((3, 32), dtype=torch.bfloat16)
     found = [
         region_of(floats, plain),
         region_of(floats.half(), plain),
         region_of(plain, plain),
-        region_of(floats, CodedRows(codes, scales, 32, 16, minimums=scales)),
-        region_of(floats, CodedRows(codes.view(E4M3), scales[:, :1], 32, 32)),
-        region_of(floats, CodedRows(codes.view(torch.uint8)[:, :16], scales, 32, 16, zero=8)),
-        region_of(floats, CodedRows(codes[:4], scales[:4], 32, 16)),
+        region_of(floats, QuantizedRows(codes, scales, 32, 16, minimums=scales)),
+        region_of(floats, QuantizedRows(codes.view(E4M3), scales[:, :1], 32, 32)),
+        region_of(floats, QuantizedRows(codes.view(torch.uint8)[:, :16], scales, 32, 16, zero=8)),
+        region_of(floats, QuantizedRows(codes[:4], scales[:4], 32, 16)),
     ]
     assert len(set(found)) == len(found)
     assert found[0] == "coded_product 8 x 32, int8 in 16 by bfloat16"
@@ -166,7 +166,7 @@ def test_regions_are_told_apart_by_all_that_time_depends_on() -> None:
 
 
 def test_a_tile_counts_for_at_most_so_many_rows() -> None:
-    w = CodedRows(torch.zeros((8, 32), dtype=torch.int8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
+    w = QuantizedRows(torch.zeros((8, 32), dtype=torch.int8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
     x = torch.zeros((20, 32), dtype=torch.bfloat16)
     a, b = Tile(16, 16, 2, 4), Tile(32, 64, 4, 4)
     found = Tiles({region_of(x, w): ((1, a), (8, None), (16, b))})
@@ -178,7 +178,7 @@ def test_a_kernel_for_one_row_is_the_rule_where_it_takes_the_codes() -> None:
     assert Tiles().of(x, w).rows == 1 and Tiles().of(e4m3_rows(torch.ones((2, 32))), w).rows == 16
     floats, integers = torch.ones((1, 32), dtype=torch.bfloat16), int8_rows(torch.ones((8, 32)), 0)
     assert Tiles().of(floats, w).rows == Tiles().of(integers.some(0, 1), integers).rows == 16
-    halves = CodedRows(torch.zeros((8, 16), dtype=torch.uint8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
+    halves = QuantizedRows(torch.zeros((8, 16), dtype=torch.uint8), torch.ones((8, 1), dtype=torch.float16), 32, 32)
     assert Tiles().of(floats, halves) == Tiles().of(floats.half().repeat(8, 1), halves) == EIGHT_OF_WORDS[0]
     odd = replace(halves, codes=halves.codes[:, :15], width=30)
     assert Tiles().of(floats[:, :30], odd).rows == Tiles().of(floats.repeat(9, 1), halves).rows == 16

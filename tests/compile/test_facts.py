@@ -11,7 +11,7 @@ from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.catalogue import operators
 from millrace.kernels.convert.op import packs_elements, packs_rows
 from millrace.kernels.gather_rows.op import GATHER_ROWS
-from millrace.kernels.operators import Held, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
 from millrace.model.layers import Linear
 from millrace.model.module import Module, Signature, Weights, trace_model
 from millrace.model.tensor import Tensor
@@ -20,14 +20,14 @@ from tests.support.networks import parameters
 T, R = Symbol("T"), Symbol("R")
 
 
-def own(**facts: object) -> Runnable:
-    def reference(node: Node, values: Values) -> Held:
+def own(**facts: object) -> KernelOperator:
+    def reference(node: Node, values: EvaluationContext) -> Held:
         return values.rows(node.inputs[0])
 
-    def lower(node: Node, writer: Writer) -> None:
+    def lower(node: Node, writer: ProgramWriter) -> None:
         writer.share(node.output, writer.view(node.inputs[0]))
 
-    return Runnable(
+    return KernelOperator(
         name="own", inputs=(1, 1), attrs=frozenset({"storage"}), shapes=same_shape, reference=reference, lower=lower,
         **facts,  # type: ignore[arg-type]
     )  # fmt: skip

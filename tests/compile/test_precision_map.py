@@ -7,10 +7,10 @@ import pytest
 from millrace.checkpoint.weights.quantized_matrix import FP8, QuantisedFormat
 from millrace.compile.precision import (
     StoredMatrix,
-    keeping_the_head,
     nearest_precisions,
     precision_map,
     rounding_notes,
+    with_head_precision,
 )
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
@@ -62,11 +62,11 @@ def test_a_head_of_e4m3_is_one_that_a_checkpoint_stores() -> None:
     plain = precision_map("fp8a16")
     assert plain.of("lm_head", is_head=True) == Precision.W8A16 and plain.of("layers.0.mlp") == Precision.FP8A16
     stored = {"q": FP8_MATRIX, "lm_head": FP8_MATRIX}
-    for chosen in (nearest_precisions(stored), keeping_the_head(plain, stored)):
+    for chosen in (nearest_precisions(stored), with_head_precision(plain, stored)):
         assert chosen.of("lm_head", is_head=True) == Precision.FP8A16
     floats = {"q": FP8_MATRIX, "lm_head": StoredMatrix("bfloat16", 1)}
     assert nearest_precisions(floats).of("lm_head", is_head=True) == Precision.BF16
-    assert keeping_the_head(plain, floats).of("lm_head", is_head=True) == Precision.W8A16
+    assert with_head_precision(plain, floats).of("lm_head", is_head=True) == Precision.W8A16
 
 
 def test_what_becomes_of_fp8_is_said() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.build import BuildOptions, plan_engine, settled
+from millrace.compile.build import BuildOptions, plan_engine, resolve_options
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import KvFormat
@@ -68,9 +68,9 @@ def test_keys_are_equal_exactly_where_engines_are(
     source: Source, one: BuildOptions, other: BuildOptions, same: bool
 ) -> None:
     assert (made(source, one) == made(source, other)) is same
-    assert (settled(source, one).key == settled(source, other).key) is same
+    assert (resolve_options(source, one).key == resolve_options(source, other).key) is same
 
 
 def test_another_context_is_another_engine(source: Source) -> None:
     longer = replace(source, max_context=source.max_context + 1)
-    assert settled(source, asked()).key != settled(longer, asked()).key
+    assert resolve_options(source, asked()).key != resolve_options(longer, asked()).key

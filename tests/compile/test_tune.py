@@ -26,7 +26,7 @@ from millrace.engine.artifact.tactics import (
     Choice,
     Comparison,
     TacticTable,
-    Timed,
+    TacticTiming,
     read_tables,
     read_tactics,
     write_tactics,
@@ -61,8 +61,8 @@ def compared(table: TacticTable) -> bool:
     return any(choice.compared for region in table.regions for choice in region.choices)
 
 
-def timed(value: int, median_us: float, samples: int = SAMPLES) -> Timed:
-    return Timed(value, median_us, median_us, median_us, samples)
+def timed(value: int, median_us: float, samples: int = SAMPLES) -> TacticTiming:
+    return TacticTiming(value, median_us, median_us, median_us, samples)
 
 
 def test_a_setting_must_beat_the_rule_clearly() -> None:

@@ -16,12 +16,12 @@ from millrace.compress.measure.reconstruction_error import CLIPS, clipped, outpu
 from millrace.compress.methods.awq_smoothquant import (
     WEIGHT,
     Awq,
-    Site,
+    ScalingSite,
     SmoothQuant,
     awq_factors,
     fold,
+    scaled_weights,
     sites,
-    smaller,
     smooth_factors,
 )
 from millrace.compress.methods.quantization_grid import Grid, fitted, with_scales
@@ -189,7 +189,7 @@ def test_awqs_scales_are_the_best_of_its_grid(duo: bool, shared: int, head: int,
     x, found = inputs(64, seed)
     rng = np.random.default_rng(seed + 1)
     weights = [rng.standard_t(4, (N, 64)).astype(np.float32) * np.float32(size) for N, size in ((5, 20), (7, 1))]
-    site = Site(("a", "b"), "n", shared == 1, shared, head)
+    site = ScalingSite(("a", "b"), "n", shared == 1, shared, head)
     tried = awq_tried(weights, x, (duo, shared, head))
     least, best = min(tried, key=lambda pair: pair[0])
     factors = awq_factors(weights, site, found, Grid(4, 32), Awq(duo=duo))
@@ -198,7 +198,7 @@ def test_awqs_scales_are_the_best_of_its_grid(duo: bool, shared: int, head: int,
 
 def test_awq_has_no_scales_where_none_are_better() -> None:
     _, found = inputs(64, seed=6)
-    site = Site(("a",), "n", True)
+    site = ScalingSite(("a",), "n", True)
     assert awq_factors([np.zeros((3, 64), np.float32)], site, found, Grid(4, 32)) is None
 
 
@@ -207,12 +207,12 @@ def test_smoothquants_scales_are_those_of_the_paper() -> None:
     weights = [np.random.default_rng(seed).standard_normal((4, 32)).astype(np.float32) for seed in (1, 2)]
     found.amax[5] = 0  # an input that is never there
     for alpha in (0.0, 0.5, 1.0):
-        factors = smooth_factors(weights, Site(("a", "b"), "n", True), found, SmoothQuant(alpha, (0.2, 9)))
+        factors = smooth_factors(weights, ScalingSite(("a", "b"), "n", True), found, SmoothQuant(alpha, (0.2, 9)))
         for j in range(32):
             amax, largest = np.abs(x[:, j]).max(), max(np.abs(w[:, j]).max() for w in weights)
             exact = 1.0 if j == 5 else min(max(amax**alpha / largest ** (1 - alpha), 0.2), 9)
             assert factors[j] == pytest.approx(exact, rel=1e-4)
-    shared = smooth_factors(weights, Site(("a", "b"), "v", False, 2, 4), found, SmoothQuant())
+    shared = smooth_factors(weights, ScalingSite(("a", "b"), "v", False, 2, 4), found, SmoothQuant())
     assert (shared.reshape(4, 2, 4)[:, 0] == shared.reshape(4, 2, 4)[:, 1]).all()
 
 
@@ -222,7 +222,7 @@ def test_by_mean_squares_no_scales_lose_less_of_what_tokens_are_rounded_by(share
     x, found = inputs(32, seed=11)
     rng = np.random.default_rng(12)
     weights = [rng.standard_t(4, (N, 32)).astype(np.float32) * size for N, size in ((5, 1), (3, 20))]
-    site = Site(("a", "b"), "n", shared == 1, shared, head)
+    site = ScalingSite(("a", "b"), "n", shared == 1, shared, head)
 
     def lost(s: Floats) -> float:
         noise = np.square(x / s).sum(axis=1).mean()
@@ -249,16 +249,16 @@ def test_inputs_and_weights_that_are_nothing_have_no_scale() -> None:
     w = np.random.default_rng(14).standard_normal((4, 8)).astype(np.float32)
     w[:, 5] = 0
     for weights in ([w], [w, np.zeros_like(w)]):
-        factors = smooth_factors(weights, Site(("a",), "n", True), found, SmoothQuant(rms=True))
+        factors = smooth_factors(weights, ScalingSite(("a",), "n", True), found, SmoothQuant(rms=True))
         assert np.isfinite(factors).all() and (factors > 0).all() and factors[3] == factors[5] == 1
-    nothing = smooth_factors([np.zeros_like(w)], Site(("a",), "n", True), found, SmoothQuant(rms=True))
+    nothing = smooth_factors([np.zeros_like(w)], ScalingSite(("a",), "n", True), found, SmoothQuant(rms=True))
     assert (nothing == 1).all()
 
 
 def test_statistics_of_what_became_smaller() -> None:
     x, found = inputs(24, seed=10)
     factors = np.random.default_rng(3).lognormal(0, 1, 24).astype(np.float32)
-    y, ours = x / factors, smaller(found, factors)
+    y, ours = x / factors, scaled_weights(found, factors)
     assert ours.gram == pytest.approx(y.T @ y / len(y), rel=1e-3, abs=1e-4)
     assert ours.amax == pytest.approx(np.abs(y).max(axis=0), rel=1e-4)
     assert ours.mean == pytest.approx(np.abs(y).mean(axis=0), rel=1e-4)

@@ -19,12 +19,12 @@ from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.layerwise_rounding import Method, rounded_layers
 from millrace.compress.calibration.statistics import Statistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import loss_of, memory_bytes
 from millrace.compress.methods.awq_smoothquant import Awq, SmoothQuant
 from millrace.compress.methods.e4m3 import rounded_e4m3
 from millrace.compress.methods.gptq import Gptq, gptq_e4m3
-from millrace.compress.methods.quantization_grid import Convention, Grid, rounded
+from millrace.compress.methods.quantization_grid import Grid, RangeConvention, rounded
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.text_windows import Windows
@@ -64,10 +64,10 @@ class Small(NamedTuple):
     checkpoint: Checkpoint
     statistics: Statistics
 
-    def job(self, **said: Any) -> Job:
+    def job(self, **said: Any) -> CompressionPlan:
         return plan(self.checkpoint, parsed({"version": 1, **said}, "mine"))
 
-    def made(self, job: Job, out: Path) -> Tensors:
+    def made(self, job: CompressionPlan, out: Path) -> Tensors:
         compress(job, out, by_statistics(self.statistics))
         return Checkpoint.open(out).tensors
 
@@ -88,7 +88,7 @@ MEANT = {
     "int4-gptq-clip": Method(grid=Grid(4, 64), clip=True, gptq=Gptq(0.01, order=True)),
     "int4-awq": Method(grid=Grid(4, 64), smooth=Awq(tuple(i / 20 for i in range(20)), duo=True), clip=True),
     "w4afp8-awq": Method(grid=Grid(4, 64), smooth=Awq(tuple(i / 20 for i in range(20)), duo=True), clip=True),
-    "int8-sq": Method(grid=Grid(8, 0, False, Convention.MODEL_OPTIMIZER),
+    "int8-sq": Method(grid=Grid(8, 0, False, RangeConvention.MODEL_OPTIMIZER),
                       smooth=SmoothQuant(0.5, linears=True, rms=True), gptq=Gptq(0.01, order=True)),
 }  # fmt: skip
 

@@ -24,10 +24,10 @@ from millrace.compress.checkpoint.checkpoint_writer import Folder
 from millrace.compress.checkpoint.compression_record import RECORD
 from millrace.compress.checkpoint.tensor_layout import Spec
 from millrace.compress.compress import Piece, by_layers, by_rounding, compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import measure, windows_for
 from millrace.compress.methods.e4m3 import rounded_e4m3
-from millrace.compress.methods.quantization_grid import Convention, Grid, rounded
+from millrace.compress.methods.quantization_grid import Grid, RangeConvention, rounded
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.engine.cache_specs import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
@@ -49,14 +49,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source"), width=256, inner=192)
 
 
-def job(source: Path, **said: Any) -> Job:
+def job(source: Path, **said: Any) -> CompressionPlan:
     return plan(Checkpoint.open(source), parsed({"version": 1, **said}, "mine"))
 
 
 RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
     ({}, "pack-quantized", Grid()),
     ({"group": 32, "minimums": True}, "pack-quantized", Grid(group=32, minimums=True)),
-    ({"group": "row", "scales": "model-optimizer"}, "pack-quantized", Grid(4, 0, False, Convention.MODEL_OPTIMIZER)),
+    (
+        {"group": "row", "scales": "model-optimizer"},
+        "pack-quantized",
+        Grid(4, 0, False, RangeConvention.MODEL_OPTIMIZER),
+    ),
     ({"group": 64, "activations": 8}, "pack-quantized", Grid(group=64)),
     ({"group": 64, "activations": "fp8"}, "pack-quantized", Grid(group=64)),
     ({"bits": 8, "group": "row"}, "pack-quantized", Grid(8, 0)),
@@ -115,7 +119,7 @@ def test_progress_counts_bytes_of_the_folder(tmp_path: Path, source: Path, said:
     """Of all layers that are changed, also of those that stay floats."""
     planned, told = job(source, **said), list[tuple[int, int]]()
 
-    def way(of: Job) -> Iterator[Piece]:
+    def way(of: CompressionPlan) -> Iterator[Piece]:
         if of.layers:
             yield from by_rounding(of)
         for name in (*of.sparse, *(of.treated if of.pruned else ())):
@@ -297,7 +301,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: p
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
 
-    def never(_: Job) -> Iterator[Piece]:
+    def never(_: CompressionPlan) -> Iterator[Piece]:
         raise AssertionError("nothing is computed before")
 
     with pytest.raises(MachineError, match="has no room"):
@@ -305,7 +309,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: p
     assert left(tmp_path) == ["there"]
 
 
-def broken(planned: Job) -> Iterator[Piece]:
+def broken(planned: CompressionPlan) -> Iterator[Piece]:
     yield next(by_rounding(planned))
     raise KeyboardInterrupt
 
@@ -334,7 +338,7 @@ def test_changed_floats_are_written(tmp_path: Path, source: Path) -> None:
     """What a method moves into a norm takes its place."""
     norm = f"{LAYERS}input_layernorm.weight"
 
-    def moved(planned: Job) -> Iterator[Piece]:
+    def moved(planned: CompressionPlan) -> Iterator[Piece]:
         yield Piece({}, {}, {norm: np.full(256, 0.5)})
         yield from by_rounding(planned)
 

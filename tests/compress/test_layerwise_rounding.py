@@ -117,7 +117,9 @@ def test_what_a_choice_has_rounded_is_not_rounded_again(trained: Trained, monkey
         inputs = {n: trained.statistics[n] for n in layer.matrices}
         for one in layer.folds:
             awq_smoothquant.fold(arrays, one.site, one.factors)
-            inputs |= dict.fromkeys(one.site.linears, awq_smoothquant.smaller(inputs[one.site.linears[0]], one.factors))
+            inputs |= dict.fromkeys(
+                one.site.linears, awq_smoothquant.scaled_weights(inputs[one.site.linears[0]], one.factors)
+            )
             sources += not one.site.is_norm
         for name, found in layer.matrices.items():
             exact = rounding(arrays[name + WEIGHT], inputs[name], Method(grid=Grid(4, WHOLE_ROW), clip=True))

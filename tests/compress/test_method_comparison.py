@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from millrace.compress.measure.accuracy import Loss
-from millrace.compress.measure.speed import Pace, Rate, Speeds
+from millrace.compress.measure.speed import Rate, Speeds, TimedRun
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.compress.report.method_comparison import (
     PAGE,
@@ -30,7 +30,9 @@ WORKS = ("decode, alone", "decode, 16 at once", "prefill of 512")
 def row(name: str, kl: float, nbytes: int, *rates: float, spread: float = 0.01) -> Row:
     """rates: of each work, where the source has 100; spread: of rounds around the median"""
     source = Rate(100, 99, 101)
-    paces = [Pace(w, source, Rate(r, r * (1 - spread), r * (1 + spread))) for w, r in zip(WORKS, rates, strict=True)]
+    paces = [
+        TimedRun(w, source, Rate(r, r * (1 - spread), r * (1 + spread))) for w, r in zip(WORKS, rates, strict=True)
+    ]
     speed = Speeds(machine="c", threads=2, isa="avx2", source_precision="bf16", made_precision="x", paces=paces)
     loss = Loss(kl, 20 * (1 + kl), 20, 1 - 4 * kl, 1000, "w8a16")
     return Row(name=name, bits_per_weight=8, bytes=nbytes, seconds=3, loss=loss, speed=speed)

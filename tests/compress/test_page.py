@@ -10,7 +10,7 @@ import pytest
 
 from millrace.compress.calibration.statistics import InputStatistics
 from millrace.compress.checkpoint.compression_record import RECORD, Record, add_to_record, read_record, write_record
-from millrace.compress.measure.layer_diagnostics import Figures, heavy, peak, reasons, usual
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, heavy, peak, reasons, usual
 from millrace.compress.methods.quantization_grid import Grid, fitted, nearest
 from millrace.compress.report.page import PAGE, page_of, write_page
 from millrace.errors import ConfigError, MachineError
@@ -165,9 +165,9 @@ def test_reasons_are_what_was_put_there() -> None:
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((500, 128)), rng.standard_normal((40, 128)).astype(np.float32)
 
-    def figures(x: Any, w: Any) -> Figures:
+    def figures(x: Any, w: Any) -> LayerDiagnostics:
         found = InputStatistics(("a",), (x.T @ x / len(x)).astype(np.float32), *np.zeros((2, 128), np.float32))
-        return Figures(error=0.01, peak=peak(w, 64), heavy=heavy(found))
+        return LayerDiagnostics(error=0.01, peak=peak(w, 64), heavy=heavy(found))
 
     loud, tall = x.copy(), w.copy()
     loud[:, 5] *= 30

@@ -10,8 +10,8 @@ from millrace.compress.methods.quantization_grid import (
     IMATRIX_MSE,
     LLM_COMPRESSOR_MSE,
     WHOLE_ROW,
-    Convention,
     Grid,
+    RangeConvention,
     Search,
     fitted,
     rounded,
@@ -20,7 +20,7 @@ from millrace.compress.methods.quantization_grid import (
 )
 from millrace.errors import CheckpointError, ConfigError
 
-SYMMETRIC = [Grid(b, g, convention=c) for b in (4, 8) for g in (32, WHOLE_ROW) for c in Convention]
+SYMMETRIC = [Grid(b, g, convention=c) for b in (4, 8) for g in (32, WHOLE_ROW) for c in RangeConvention]
 GRIDS = [*SYMMETRIC, Grid(4, 32, minimums=True), Grid(4, 128, minimums=True), Grid(4, WHOLE_ROW, minimums=True)]
 
 
@@ -42,11 +42,11 @@ def plain_range(values: list[float], grid: Grid, share: float) -> tuple[float, i
         return scale, min(max(round(-low / scale), 0), 15) if scale else 0
     amax, half = max(-low, high) * share, 1 << grid.bits - 1
     match grid.convention:
-        case Convention.COMPRESSED_TENSORS:
+        case RangeConvention.COMPRESSED_TENSORS:
             return amax / (half - 0.5), 0
-        case Convention.MODEL_OPTIMIZER:
+        case RangeConvention.MODEL_OPTIMIZER:
             return amax / (half - 1), 0
-        case Convention.GGUF:
+        case RangeConvention.GGUF:
             return (amax if -low >= high else -amax) / half, 0
 
 
@@ -120,7 +120,7 @@ def test_a_search_finds_what_trying_everything_finds(grid: Grid, search: Search)
 def test_a_search_that_is_patient_for_nobody_ends() -> None:
     """Integers on the grid itself: nothing is better than the first range."""
     w = np.tile(np.arange(-8, 8, dtype=np.float32), (2, 2))
-    grid = Grid(4, 32, convention=Convention.GGUF)
+    grid = Grid(4, 32, convention=RangeConvention.GGUF)
     assert (rounded(w, grid, LLM_COMPRESSOR_MSE).dequantise() == w).all()
     assert (fitted(w, grid).scales == 1).all()
 
@@ -143,7 +143,7 @@ def test_bits_of_a_weight() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"bits": 3}, {"group": 48}, {"bits": 8, "minimums": True}, {"minimums": True, "convention": Convention.GGUF}],
+    [{"bits": 3}, {"group": 48}, {"bits": 8, "minimums": True}, {"minimums": True, "convention": RangeConvention.GGUF}],
 )
 def test_grids_that_there_are_not(asked: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

@@ -12,10 +12,10 @@ from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import Statistics
 from millrace.compress.checkpoint.compression_record import read_record
 from millrace.compress.compress import Way, by_rounding, compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.recipe import PRESETS, Recipe, parsed
 from millrace.compress.report.page import PAGE
-from millrace.compress.search.candidates import Shelf, recipe_of, survey
+from millrace.compress.search.candidates import RoundedMatrixStore, recipe_of, survey
 from tests.compress.conftest import TEXT
 from tests.compress.test_page import Read
 from tests.fuzz.originals import write_checkpoint
@@ -40,7 +40,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return checkpoint, statistics_of(checkpoint, text, folder / "s", lambda *_: None)
 
 
-def check(small: Small, job: Job, way: Way, out: Path) -> Any:
+def check(small: Small, job: CompressionPlan, way: Way, out: Path) -> Any:
     """Every layer that was changed has reasons, and errors equal a plain float64 sum; returns the page."""
     checkpoint, statistics = small
     errors = compress(job, out, way).errors
@@ -74,7 +74,7 @@ def test_every_way_has_its_reasons(small: Small, tmp_path: Path, name: str) -> N
 
 def test_a_mix_from_the_shelf_has_them_too(small: Small, tmp_path: Path) -> None:
     checkpoint, statistics = small
-    job, shelf = plan(checkpoint, PRESETS["int8-wo"]), Shelf(tmp_path / "shelf")
+    job, shelf = plan(checkpoint, PRESETS["int8-wo"]), RoundedMatrixStore(tmp_path / "shelf")
     survey(job, statistics, shelf, lambda *_: None)
     formats = ["fp8", "int8", "int4-g32", "int8-a8"]
     chosen = {layer: formats[i % 4] for i, layer in enumerate(job.layers)}

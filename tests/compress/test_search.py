@@ -18,16 +18,24 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import InputStatistics, Statistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure import cost
 from millrace.compress.measure.accuracy import Loss, measure
 from millrace.compress.measure.cost import product_of
 from millrace.compress.presets import Target
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.search.candidates import FLOAT, TREATMENTS, Shelf, activation_errors, offered, recipe_of, survey
+from millrace.compress.search.candidates import (
+    FLOAT,
+    TREATMENTS,
+    RoundedMatrixStore,
+    activation_errors,
+    candidate_formats,
+    recipe_of,
+    survey,
+)
 from millrace.compress.search.loss_bound import KL, MOST_MIXES, PERPLEXITY, MaxLoss, searched
 from millrace.compress.search.mixed_precision import Candidate, Mix
-from millrace.compress.search.search import RECIPE, Found, Goal, Texts, search
+from millrace.compress.search.search import RECIPE, SearchGoal, SearchResult, Texts, search
 from millrace.engine.roofline_probe import Product
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
@@ -45,14 +53,14 @@ class Model(NamedTuple):
     """Random, of one layer; losses and shelf are of all candidates."""
 
     checkpoint: Checkpoint
-    job: Job
+    job: CompressionPlan
     statistics: Statistics
     texts: Texts
-    shelf: Shelf
+    shelf: RoundedMatrixStore
     losses: dict[str, dict[str, float]]
 
-    def search(self, bound: str, out: Path) -> Found:
-        asked = Goal(MaxLoss.parse(bound), Target.MEMORY, 0, "scalar", 1)
+    def search(self, bound: str, out: Path) -> SearchResult:
+        asked = SearchGoal(MaxLoss.parse(bound), Target.MEMORY, 0, "scalar", 1)
         return search(self.job, asked, self.statistics, self.texts, out, nothing, self.shelf)
 
 
@@ -71,11 +79,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     text, four = samples(checkpoint.tokenizer, TEXT[:CUT], 4, 64), samples(checkpoint.tokenizer, TEXT[CUT:], 4, 64)
     texts = Texts(Calibration(TEXT[CUT:]), *(Windows(ids, 0) for ids in (four.ids[:2], four.ids[2:])))
     job, statistics = plan(checkpoint, PRESETS["int8-wo"]), statistics_of(checkpoint, text, folder / "s", nothing)
-    shelf = Shelf(folder)
+    shelf = RoundedMatrixStore(folder)
     return Model(checkpoint, job, statistics, texts, shelf, survey(job, statistics, shelf, nothing))
 
 
-def bytes_in(folder: Path, job: Job) -> int:
+def bytes_in(folder: Path, job: CompressionPlan) -> int:
     """Of the layers' codes and scales, by the file's own header; shapes, which packed matrices have, are not counted in
     costs of floats, and are 16 bytes each."""
     with safe_open(folder / "model.safetensors", "np") as file:
@@ -91,7 +99,7 @@ BOUNDS = (1e-4, 8e-4)
 
 
 @pytest.fixture(scope="module")
-def searches(model: Model, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def searches(model: Model, tmp_path_factory: pytest.TempPathFactory) -> list[SearchResult]:
     """Of each bound, in a folder that has nothing else."""
     folder = tmp_path_factory.mktemp("found")
     found = [model.search(f"kl:{bound}", folder / str(number)) for number, bound in enumerate(BOUNDS)]
@@ -99,7 +107,7 @@ def searches(model: Model, tmp_path_factory: pytest.TempPathFactory) -> list[Fou
     return found
 
 
-def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: list[Found]) -> None:
+def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: list[SearchResult]) -> None:
     for bound, found in zip(BOUNDS, searches, strict=True):
         out = found.result.folder
         again = measure(model.checkpoint, Checkpoint.open(out), model.texts.choice, nothing)
@@ -117,7 +125,7 @@ def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: 
     assert searches[1].mix.cost < searches[0].mix.cost
 
 
-def test_the_recipe_makes_the_same_bytes(model: Model, searches: list[Found], tmp_path: Path) -> None:
+def test_the_recipe_makes_the_same_bytes(model: Model, searches: list[SearchResult], tmp_path: Path) -> None:
     found, out = searches[1], searches[1].result.folder
     assert any("int4" in c.format for c in found.mix.chosen.values())
     job = plan(model.checkpoint, read_recipe(str(out / RECIPE)))
@@ -137,7 +145,7 @@ def test_what_statistics_say_of_each_format(model: Model) -> None:
     """Beside float64, from what is on the shelf; with 8-bit activations more is lost, of the same codes."""
     for layer, losses in model.losses.items():
         w, x = model.checkpoint.tensors.load(f"{layer}.weight").astype(np.float64), model.statistics[layer]
-        assert list(losses) and set(losses) == set(offered(w.shape[1])) and losses[FLOAT] == 0
+        assert list(losses) and set(losses) == set(candidate_formats(w.shape[1])) and losses[FLOAT] == 0
         gram = x.gram.astype(np.float64)
         for name in [n for n in losses if n != FLOAT]:
             off = model.shelf.get(layer, name).matrix.dequantise() - w
@@ -147,7 +155,7 @@ def test_what_statistics_say_of_each_format(model: Model) -> None:
             else:
                 assert losses[name] == pytest.approx(exact, rel=1e-3)
         assert max(losses["int8"], losses["fp8"]) < losses["int4-g32"]
-    assert offered(192) == [n for n in TREATMENTS if "g128" not in n] and offered(20) == [
+    assert candidate_formats(192) == [n for n in TREATMENTS if "g128" not in n] and candidate_formats(20) == [
         FLOAT,
         "int8",
         "int8-a8",

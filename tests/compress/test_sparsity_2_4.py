@@ -13,7 +13,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import InputStatistics, Statistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.methods.sparsity_2_4 import sparse, sparsegpt, wanda
 from millrace.compress.recipe import parsed, written
 from millrace.errors import CheckpointError, ConfigError
@@ -115,7 +115,7 @@ class Small(NamedTuple):
     checkpoint: Checkpoint
     statistics: Statistics
 
-    def job(self, **said: Any) -> Job:
+    def job(self, **said: Any) -> CompressionPlan:
         return plan(self.checkpoint, parsed({"version": 1, **said}, "mine"))
 
 

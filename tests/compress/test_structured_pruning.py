@@ -17,7 +17,7 @@ from millrace.compress.calibration.calibrated_methods import by_statistics, stat
 from millrace.compress.calibration.calibration_pass import samples
 from millrace.compress.calibration.statistics import Statistics
 from millrace.compress.compress import compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import Reference
 from millrace.compress.methods.structured_pruning import Prune, channels_kept, heads_kept, shapes, sizes
 from millrace.compress.recipe import parsed, written
@@ -34,7 +34,7 @@ class Small(NamedTuple):
     checkpoint: Checkpoint
     statistics: Statistics
 
-    def job(self, **prune: float) -> Job:
+    def job(self, **prune: float) -> CompressionPlan:
         return plan(self.checkpoint, parsed({"version": 1, "method": "none", "prune": prune}, "mine"))
 
 

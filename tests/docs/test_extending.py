@@ -274,7 +274,9 @@ def check_on_gpu(known: Operators, path: Path, monkeypatch: pytest.MonkeyPatch) 
         every = {**torch_operators(), **page.OPERATORS}
     monkeypatch.setattr(graph_executor, "torch_operators", lambda: every)
     traced = trace_model(Softmin(), Weights({}, lambda name: np.zeros(0)), known)
-    on_gpu = graph_executor.Walk(lower_for_gpu(run_passes(traced, gpu(precision_map("fp32"))), "fp32"), device="cpu")
+    on_gpu = graph_executor.GraphExecutor(
+        lower_for_gpu(run_passes(traced, gpu(precision_map("fp32"))), "fp32"), device="cpu"
+    )
     x = np.random.default_rng(1).standard_normal((5, 9)).astype(np.float32)
     y = on_gpu._computed({"x": torch.from_numpy(x)})["y"].numpy()
     np.testing.assert_allclose(y, reference(traced, {"x": x})["y"], rtol=1e-5)

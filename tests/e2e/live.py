@@ -12,7 +12,7 @@ from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
 from millrace.cli.serve.run import _served
 from millrace.engine.artifact.engine import Engine
 from millrace.runtime.loop_stats import LoopStats
-from millrace.runtime.open_engine import Opened, open_engine
+from millrace.runtime.open_engine import RunningModel, open_engine
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.settings import RunSettings
 from millrace.serve.settings import ServerSettings
@@ -27,7 +27,7 @@ class Live:
     """A server that answers at `url`."""
 
     url: str
-    opened: Opened
+    opened: RunningModel
     engine: AsyncEngine
 
     def client(self, api_key: str = "none needed") -> openai.OpenAI:
@@ -63,7 +63,7 @@ def live(
 
 @contextmanager
 def serving(
-    opened: Opened, settings: ServerSettings | None = None, options: ServiceOptions | None = None
+    opened: RunningModel, settings: ServerSettings | None = None, options: ServiceOptions | None = None
 ) -> Iterator[Live]:  # fmt: skip
     """As `live`, of a model that was opened; closed at the end."""
     async_engine = AsyncEngine(opened.loop(), options)

@@ -9,7 +9,7 @@ from millrace import LLM, SamplingParams
 from millrace.compile import resolve_model
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_checkpoint
 
@@ -22,7 +22,7 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
     folder = random_checkpoint(tmp_path / "gemma2", "gemma2", seed=5, **SIZES)
     with LLM(str(folder), **SMALL) as llm:
-        assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
+        assert isinstance(llm._opened, RunningModel) and isinstance(llm._opened.executor, CudaExecutor)
         engine, plan, executor = llm._opened.engine, llm._opened.plan, llm._opened.executor
         assert isinstance(engine, GpuEngine) and engine.windows == (33,)
         assert [w.n_pages for w in executor.limits.windows] == list(plan.window_pages)
@@ -39,7 +39,7 @@ def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
     folder = random_checkpoint(tmp_path / "lfm2", "lfm2", seed=5, **SIZES)
     with LLM(str(folder), **SMALL) as llm:
-        assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
+        assert isinstance(llm._opened, RunningModel) and isinstance(llm._opened.executor, CudaExecutor)
         assert llm._opened.executor.limits.n_slots == llm._opened.plan.n_slots == 12
         params = SamplingParams(max_tokens=4, temperature=0)
         first, again = (llm.generate([{"prompt_token_ids": list(range(3, 200))}], params)[0] for _ in range(2))

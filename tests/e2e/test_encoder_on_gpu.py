@@ -14,7 +14,7 @@ from millrace import LLM
 from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.device_lookup import Place
+from millrace.engine.cuda.device_lookup import DeviceId
 from millrace.engine.cuda.encoder_executor import CudaNetwork
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.encoder_inputs import text_inputs
@@ -41,7 +41,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(folder: Path, **build: Any) -> GpuEngine:
-    _, engine = find_engine(str(folder), BuildSettings(**build), read_env(), place=Place("cuda"))
+    _, engine = find_engine(str(folder), BuildSettings(**build), read_env(), place=DeviceId("cuda"))
     assert isinstance(engine, GpuEngine)
     return engine
 

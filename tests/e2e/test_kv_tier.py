@@ -10,7 +10,7 @@ from millrace import LLM, SamplingParams
 from millrace.api.offline_generate import CompletionOutput
 from millrace.errors import ConfigError
 from millrace.runtime.loop_stats import LoopStats
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = [
@@ -39,9 +39,9 @@ def test_bits_do_not_depend_on_where_pages_were(kv: str, tmp_path: Path) -> None
     with LLM("tiny", **common) as llm:
         first, _ = asked(llm, PROMPTS)
         again, n_again = asked(llm, PROMPTS)
-        assert isinstance(llm._opened, Opened) and llm._opened.tier is not None and llm._opened.tier.n_found > 0, (
-            "eight pages hold one of them"
-        )
+        assert (
+            isinstance(llm._opened, RunningModel) and llm._opened.tier is not None and llm._opened.tier.n_found > 0
+        ), "eight pages hold one of them"
     with LLM("tiny", **common) as llm:
         restarted, n_restarted = asked(llm, PROMPTS)
     assert all(answer.logprobs and len(answer.logprobs) == GREEDY.max_tokens for answer in plain)
@@ -54,7 +54,7 @@ def test_what_memory_knew_is_known_after_a_restart(tmp_path: Path) -> None:
     common: dict[str, Any] = {"max_context": 512, "max_batch": 8, "tune": 0, "kv_tier": str(tmp_path / "tier")}
     with LLM("tiny", **common) as llm:
         first, _ = asked(llm, PROMPTS)
-        assert isinstance(llm._opened, Opened) and llm._opened.tier is not None and not len(llm._opened.tier)
+        assert isinstance(llm._opened, RunningModel) and llm._opened.tier is not None and not len(llm._opened.tier)
     with LLM("tiny", **common) as llm:
         again, known = asked(llm, PROMPTS)
     assert again == first and all(n > 128 for n in known)

@@ -25,15 +25,15 @@ from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.cuda import device_constants, executor
-from millrace.engine.cuda.device_lookup import Gpu, Place, find_gpu
+from millrace.engine.cuda.device_lookup import DeviceId, Gpu, find_gpu
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.host_device_copy import there
+from millrace.engine.cuda.host_device_copy import on_device_context
 from millrace.engine.cuda.memory_plan import SHARE
 from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.env import read_env
 from millrace.errors import ConfigError, EngineError, MachineError, MillraceError
-from millrace.runtime.open_engine import Opened, open_engine
+from millrace.runtime.open_engine import RunningModel, open_engine
 from millrace.runtime.settings import RunSettings
 from tests.e2e.live import MODEL, serving
 from tests.support.shared import shared
@@ -50,8 +50,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
 
 
-def on_gpu(model: str = STORIES, **build: Any) -> Opened:
-    name, engine = find_engine(model, BuildSettings(**SMALL, **build), read_env(), place=Place("cuda"))
+def on_gpu(model: str = STORIES, **build: Any) -> RunningModel:
+    name, engine = find_engine(model, BuildSettings(**SMALL, **build), read_env(), place=DeviceId("cuda"))
     return open_engine(name, engine, RunSettings(device="cuda"))
 
 
@@ -60,7 +60,7 @@ def test_the_same_answers(here: None) -> None:
     with LLM(STORIES, tune=0, **SMALL) as on_cpu:
         want = on_cpu.generate(PROMPTS, PARAMS)
     with LLM(STORIES, device="cuda", **SMALL) as llm:
-        assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
+        assert isinstance(llm._opened, RunningModel) and isinstance(llm._opened.executor, CudaExecutor)
         assert llm._opened.isa == HERE.name
         folder = llm._opened.engine.folder
         got = llm.generate(PROMPTS, PARAMS)
@@ -123,9 +123,9 @@ def test_a_thread_goes_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    with there(torch.device("cuda:1")):
+    with on_device_context(torch.device("cuda:1")):
         assert chosen == [torch.device("cuda:1")]
-    with there(torch.device("cpu")) as nothing:
+    with on_device_context(torch.device("cpu")) as nothing:
         assert nothing is None
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
 def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the error names is asked for again, and then runs."""
     monkeypatch.setattr(resolve_model, "find_gpu", lambda device: HERE)
-    _, engine = find_engine("tiny", BuildSettings(), read_env(), place=Place("cuda"))
+    _, engine = find_engine("tiny", BuildSettings(), read_env(), place=DeviceId("cuda"))
     assert isinstance(engine, GpuEngine)
     needs = engine.needs
     engine.close()
@@ -204,7 +204,7 @@ def test_an_engine_answers_as_its_checkpoint(here: None, fp8_engine: str) -> Non
     with LLM(STORIES, device="cuda", precision="fp8", **SMALL) as llm:
         want = [one.outputs[0].token_ids for one in llm.generate(PROMPTS[:2], few)]
     with LLM(fp8_engine, device="cuda", max_batch=4) as llm:
-        assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
+        assert isinstance(llm._opened, RunningModel) and isinstance(llm._opened.executor, CudaExecutor)
         assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS[:2], few)] == want
         assert llm._opened.engine.manifest.precision["default"] == "fp8" and llm._opened.executor._lowered.e4m3
     assert Path(fp8_engine, "manifest.json").is_file()

@@ -11,7 +11,7 @@ from millrace.cli.main import run
 from millrace.compile import resolve_model
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
-from millrace.engine.cuda.device_lookup import Place
+from millrace.engine.cuda.device_lookup import DeviceId
 from millrace.engine.cuda.engine import GpuEngine
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.env import read_env
@@ -35,7 +35,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(model: str | Path, **build: object) -> tuple[GpuEngine, list[str]]:
     told: list[str] = []
-    _, engine = find_engine(str(model), BuildSettings(**build), read_env(), place=Place("cuda"), say=told.append)  # type: ignore[arg-type]
+    _, engine = find_engine(str(model), BuildSettings(**build), read_env(), place=DeviceId("cuda"), say=told.append)  # type: ignore[arg-type]
     assert isinstance(engine, GpuEngine)
     engine.close()
     return engine, told

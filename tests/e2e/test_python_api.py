@@ -18,7 +18,7 @@ import pytest
 from millrace import LLM, MillraceError, RequestOutput, SamplingParams
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import RequestError
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -241,7 +241,7 @@ def test_p19_keys_and_values_in_int8() -> None:
     ):
         per_page = [m._opened.engine.page_bytes for m in (small, plain)]
         assert per_page[0] == per_page[1] * (32 + 4) // 64
-        assert isinstance(small._opened, Opened) and isinstance(plain._opened, Opened)
+        assert isinstance(small._opened, RunningModel) and isinstance(plain._opened, RunningModel)
         n_pages = [m.plan.n_pages for m in (small._opened, plain._opened)]
         assert n_pages == [memory // n_bytes for n_bytes in per_page]
         assert small.generate("The", GREEDY)[0].outputs[0].token_ids

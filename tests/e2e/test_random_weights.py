@@ -13,7 +13,7 @@ from millrace.cli.main import run
 from millrace.compile import resolve_model
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.errors import CheckpointError, ConfigError
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from tests.e2e.test_on_gpu import HERE
 from tests.support.checkpoints import random_checkpoint, random_encoder
 
@@ -48,7 +48,7 @@ def test_weights_are_normal_and_the_same_at_every_start(shape: Path) -> None:
     seen = []
     for _ in range(2):
         with LLM(shape, device="cuda", random_weights=True, max_batch=2, max_context=64) as llm:
-            assert isinstance(llm._opened, Opened) and isinstance(llm._opened.executor, CudaExecutor)
+            assert isinstance(llm._opened, RunningModel) and isinstance(llm._opened.executor, CudaExecutor)
             assert any("random" in note for note in llm._opened.engine.manifest.notes)
             loaded = llm._opened.executor._loaded.tensors
             seen.append(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=6, temperature=0))[0].outputs[0].token_ids)

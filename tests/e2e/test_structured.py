@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from millrace import LLM, SamplingParams, StructuredOutputsParams
 from millrace.errors import RequestError
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from tests.e2e.live import MODEL, Live
 
 HELLO: Any = [{"role": "user", "content": "Tell me of an animal."}]
@@ -127,14 +127,14 @@ def test_grammars_are_compiled_beside_the_engine_and_the_event_loop(
     tiny: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one is being compiled, others are answered; and it is compiled once."""
-    compile_one, threads, may_go_on = Grammars._compiled, list[str](), threading.Event()
+    compile_one, threads, may_go_on = GrammarCompiler._compiled, list[str](), threading.Event()
 
-    def held_up(self: Grammars, source: str) -> Any:
+    def held_up(self: GrammarCompiler, source: str) -> Any:
         threads.append(threading.current_thread().name)
         assert may_go_on.wait(20)
         return compile_one(self, source)
 
-    monkeypatch.setattr(Grammars, "_compiled", held_up)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", held_up)
     body = {"messages": HELLO, "max_tokens": 4, "guided_regex": "never asked[ab]"}
     with ThreadPoolExecutor(1) as other:
         held = other.submit(tiny.post, "/v1/chat/completions", body)
@@ -164,7 +164,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 def in_every_protocol(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Bodies of the endpoints that take a schema, or a tool that has to be called."""
+    """BodyLimiter of the endpoints that take a schema, or a tool that has to be called."""
     form = {"name": "x", "schema": schema}
     parts = {name: schema[name] for name in ("$defs",) if name in schema}
     tool = {"type": "object", "properties": {"x": {k: v for k, v in schema.items() if k != "$defs"}}, **parts}

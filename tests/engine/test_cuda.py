@@ -43,7 +43,7 @@ from millrace.errors import CheckpointError, ConfigError, EngineError, MachineEr
 from millrace.graph.types import Node
 from millrace.kernels.attention.op import window_of
 from millrace.kernels.catalogue import operators
-from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.coded import Matrix, QuantizedRows
 from millrace.kernels.matmul.op import matrices_of
 from millrace.model.module import trace_model
 from millrace.runtime.loop import EngineLoop
@@ -319,7 +319,7 @@ def test_gate_and_up_are_one_product(precision: str, tmp_path: Path, monkeypatch
     gated = [n for n in ours._graph.nodes if n.op == "gated_linear"]
     for node in gated:
         (whole,) = ours._loaded.matrices(node)
-        rows = whole.codes if isinstance(whole, CodedRows) else whole
+        rows = whole.codes if isinstance(whole, QuantizedRows) else whole
         assert len(rows) == 2 * node.output.width
         if isinstance(whole, torch.Tensor):
             gate, up = (ours._loaded.tensors[w] for w in matrices_of(node))
@@ -332,7 +332,7 @@ def test_gate_and_up_are_one_product(precision: str, tmp_path: Path, monkeypatch
         if len(found) == len(matrices_of(node)):
             return found
         (whole,), n = found, node.output.width
-        return (whole.some(0, n), whole.some(n, 2 * n)) if isinstance(whole, CodedRows) else whole.split(n)
+        return (whole.some(0, n), whole.some(n, 2 * n)) if isinstance(whole, QuantizedRows) else whole.split(n)
 
     monkeypatch.setattr(Loaded, "matrices", apart)
     torch.testing.assert_close(ours.logits(step), together, rtol=0.02, atol=0.02)
@@ -340,7 +340,7 @@ def test_gate_and_up_are_one_product(precision: str, tmp_path: Path, monkeypatch
 
 def test_matrices_that_are_coded_otherwise_stay_apart() -> None:
     """Such as a file's, one of them with minimums; neighbours that are alike are one."""
-    rows = CodedRows(torch.zeros((2, 4), dtype=torch.int8), torch.ones((2, 1)), 4, 4)
+    rows = QuantizedRows(torch.zeros((2, 4), dtype=torch.int8), torch.ones((2, 1)), 4, 4)
     other = replace(rows, minimums=torch.ones((2, 1)))
     assert [len(part) for part in _alike([rows, rows, other, replace(rows, group=2), rows])] == [2, 1, 1, 1]
     (two,) = (_placed(part, torch.device("cpu")) for part in _alike([other, other]))

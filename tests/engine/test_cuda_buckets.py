@@ -24,7 +24,7 @@ from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda.attention_partition import Kind
 from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, bucket_of, usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.sampling import Way, way_of
+from millrace.engine.cuda.sampling import SamplingMode, way_of
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.engine.reference.executor import ReferenceExecutor
 from millrace.kernels.catalogue import operators
@@ -73,11 +73,12 @@ def test_which_steps_have_a_bucket(chunks: list[int], rows: int, size: int | Non
 
 
 @pytest.mark.parametrize(("field", "value", "way"), [
-    ("top_k", 5, Way.LIKELIEST), ("temperature", 1e-6, Way.LIKELIEST), ("temperature", 0.5, Way.DRAWN),
+    ("top_k", 5, SamplingMode.LIKELIEST), ("temperature", 1e-6, SamplingMode.LIKELIEST),
+    ("temperature", 0.5, SamplingMode.DRAWN),
     ("n_top", 0, None), ("target", 3, None), ("mask", 1, None), ("bias_count", 1, None),
     ("repetition_penalty", 1.1, None), ("presence_penalty", -0.5, None), ("frequency_penalty", 0.5, None),
 ])  # fmt: skip
-def test_what_a_capture_draws(field: str, value: float, way: Way | None) -> None:
+def test_what_a_capture_draws(field: str, value: float, way: SamplingMode | None) -> None:
     """One row asks for one thing: what is more than a token, by itself, no capture draws."""
     rows = plain_rows(3)
     rows[field][1] = value
@@ -145,7 +146,7 @@ def test_a_warm_executor_has_captured_all(tmp_path: Path) -> None:
     limits = replace(LIMITS, n_pages=5)
     warm = CudaExecutor(plainly._lowered, limits, buckets=(1, 4, 8), device="cpu")
     warm.warm()
-    assert set(warm._replays) == {(n, way) for n in (1, 4) for way in Way}
+    assert set(warm._replays) == {(n, way) for n in (1, 4) for way in SamplingMode}
     steps = [step_of([([5, 6, 7], 0, [3]), ([8], 0, [1])], plain_rows(2)), decode([3, 1], [[3], [1]], [0, 1])]
     for step in steps:
         got, want = (executor.logits(step).numpy() for executor in (warm, plainly))

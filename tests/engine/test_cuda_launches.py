@@ -17,12 +17,12 @@ from benchmarks.gpu.model import TINY, graph_of, lowered_graph
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.sampling import Way
+from millrace.engine.cuda.sampling import SamplingMode
 from millrace.engine.dummy_step import dummy_step
 from tests.engine.test_cuda import LIMITS
 from tests.support.one_step import i32
 
-OURS = ("add_norm", "attention", "best", "coded_rows", "draw", "keep_rotated", "product", "put", "rms_norm", "silu_mul")
+OURS = ("add_norm", "attention", "argmax", "coded_rows", "draw", "keep_rotated", "product", "scatter_tokens", "rms_norm", "silu_mul")
 NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "lift_fresh")
 
 
@@ -79,17 +79,17 @@ def launched(precision: str, layers: int, step: Callable[[CudaExecutor], Callabl
 def replay(ours: CudaExecutor) -> Callable[[], object]:
     """Of a decode step of four, its draws included."""
     ours.run(dummy_step([1] * 4, 0, 4, vocab=ours.limits.vocab_size))
-    return ours._replays[4, Way.LIKELIEST]
+    return ours._replays[4, SamplingMode.LIKELIEST]
 
 
 def mixed(ours: CudaExecutor) -> Callable[[], object]:
     """A chunk of a prompt beside two that decode, draws included."""
     step = dummy_step([9, 1, 1], 0, 3, vocab=ours.limits.vocab_size)
-    return lambda: ours._drawn_at_once(step, Way.LIKELIEST)
+    return lambda: ours._drawn_at_once(step, SamplingMode.LIKELIEST)
 
 
 EIGHT_BITS = ["coded_rows"]  # of what attention gives; other rows are made so by the kernels before
-BEGINS, ENDS = ["embedding", "to"], ["add", "index", "rms_norm", "product", "best"]
+BEGINS, ENDS = ["embedding", "to"], ["add", "index", "rms_norm", "product", "argmax"]
 
 
 @pytest.mark.parametrize("step", [replay, mixed])
@@ -115,4 +115,4 @@ def test_what_is_under_way_is_one_launch_more() -> None:
         return lambda: ours.run(step)
 
     seen = launched("bf16", 1, behind)
-    assert seen.count("put") == 1 and not {"index_copy", "index_copy_", "clone", "clamp"} & set(seen)
+    assert seen.count("scatter_tokens") == 1 and not {"index_copy", "index_copy_", "clone", "clamp"} & set(seen)

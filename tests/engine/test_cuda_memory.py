@@ -25,12 +25,12 @@ from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.cuda.memory_plan import SHARE, Needs, plan_device
-from millrace.engine.cuda.sampling import Way
+from millrace.engine.cuda.sampling import SamplingMode
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
 from millrace.errors import MachineError
 from millrace.kernels.catalogue import operators
-from millrace.kernels.matmul.coded import CodedRows
+from millrace.kernels.matmul.coded import QuantizedRows
 from millrace.machine.devices import DEVICES, PROCESSOR
 from millrace.model.module import trace_model
 from tests.engine.test_cuda import LIMITS, both
@@ -40,8 +40,8 @@ from tests.support.gguf_files import BLOCKY, write_gguf
 BUCKETS = (1, 4)
 
 
-def nbytes(*tensors: Tensor | CodedRows | None) -> int:
-    parts = [p for x in tensors for p in ((x.codes, x.scales, x.minimums) if isinstance(x, CodedRows) else (x,))]
+def nbytes(*tensors: Tensor | QuantizedRows | None) -> int:
+    parts = [p for x in tensors for p in ((x.codes, x.scales, x.minimums) if isinstance(x, QuantizedRows) else (x,))]
     return sum(p.nbytes for p in parts if p is not None)
 
 
@@ -142,7 +142,7 @@ def test_what_a_captured_step_computes_is_bounded(monkeypatch: pytest.MonkeyPatc
     decode = dummy_step([1] * 8, 0, 8, vocab=vocab)
     decode.sampling["temperature"] = 1
     taken = most_allocated(buckets, [decode, decode])
-    assert taken <= planned <= 3 * taken and list(buckets._replays) == [(8, Way.DRAWN)]
+    assert taken <= planned <= 3 * taken and list(buckets._replays) == [(8, SamplingMode.DRAWN)]
 
 
 GRAPHS = cache(graph_of)

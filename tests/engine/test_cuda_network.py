@@ -12,7 +12,7 @@ from millrace.compile.passes.pipeline import gpu, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.cuda.encoder_executor import CudaNetwork
-from millrace.engine.cuda.host_device_copy import OnItsWay
+from millrace.engine.cuda.host_device_copy import AsyncCopy
 from millrace.engine.encoder_inputs import text_inputs
 from millrace.kernels.catalogue import operators
 from millrace.model.module import trace_model
@@ -37,11 +37,11 @@ def test_a_run_waits_for_its_vectors_alone(
     texts = text_inputs([np.arange(n, dtype=np.int32) for n in (3, 17, 64, 1)], [p.name for p in graph.inputs])
     shapes: list[tuple[int, ...]] = []
 
-    def arrived(way: OnItsWay) -> tuple[Tensor, ...]:
+    def arrived(way: AsyncCopy) -> tuple[Tensor, ...]:
         shapes.extend(tuple(x.shape) for x in way.tensors)
         return way.tensors
 
-    monkeypatch.setattr(OnItsWay, "arrived", arrived)
+    monkeypatch.setattr(AsyncCopy, "arrived", arrived)
     with on_fake_cuda(monkeypatch) as device:
         network = CudaNetwork(lower_for_gpu(graph, dtype), MOST, device=str(DEVICE), load=lambda *_: loaded_there(like))
         device.warming = True

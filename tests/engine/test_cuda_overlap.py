@@ -16,7 +16,7 @@ from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cuda import executor as executor_
 from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.host_device_copy import there
+from millrace.engine.cuda.host_device_copy import on_device_context
 from millrace.engine.executor import NOT_FINITE, ExecutionError, Executor, StepInputs, plain_rows
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
@@ -174,5 +174,5 @@ def test_a_kernel_that_a_gpu_cannot_run_is_an_error_of_the_step(monkeypatch: pyt
     errors = pytest.importorskip("triton.runtime.errors", reason="triton is not installed")
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     why = "cannot run on this GPU: out of resource: shared memory"
-    with pytest.raises(ExecutionError, match=why), there(torch.device("cuda")):
+    with pytest.raises(ExecutionError, match=why), on_device_context(torch.device("cuda")):
         raise errors.OutOfResources(1 << 20, 1 << 18, "shared memory")

@@ -18,7 +18,7 @@ import torch
 from millrace.compile.lower_gpu.lower import lower_for_gpu
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.sampling import Way
+from millrace.engine.cuda.sampling import SamplingMode
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import StepInputs, WindowPages
 from millrace.kernels.attention.paged import LayerPages
@@ -129,7 +129,7 @@ def test_a_capture_copies_nothing(
         patched.setattr(there, "run", run)
         there.warm()
     device.warming = False
-    assert set(there._replays) == {(n, way) for n in (1, 4) for way in Way} and device.captures == 4
+    assert set(there._replays) == {(n, way) for n in (1, 4) for way in SamplingMode} and device.captures == 4
     largest = LIMITS.max_step_tokens
     assert lengths == [4, 4, 1, 1, 16, 63, largest, largest], "what a step leaves to the next one a capture gives back"
     assert device.streams == 1, "libraries keep a workspace for each stream that they meet"

@@ -12,16 +12,16 @@ from millrace.engine.cuda.attention_partition import (
     MANY_ROWS,
     MOST_PARTS,
     SOME_ROWS,
-    Cut,
     Kind,
-    Processors,
     Sequences,
+    SmGeometry,
+    SplitPlan,
     aligned,
     bounds,
     bucket_parts,
-    cut,
-    joined,
+    pack_arrays,
     room,
+    split_attention,
 )  # fmt: skip
 from millrace.engine.executor import IntArray
 from tests.support.one_step import i32
@@ -35,7 +35,7 @@ def sequences(at: IntArray, lengths: IntArray) -> Sequences:
     return Sequences(i32(starts[0]), i32(lengths), i32(at), i32(starts[1]))
 
 
-def check(found: Cut, of: Sequences, rows: int, group: int, most: int, window: int = 0) -> None:
+def check(found: SplitPlan, of: Sequences, rows: int, group: int, most: int, window: int = 0) -> None:
     """Against a walk over all rows, one by one."""
     wanted = {
         (s, first): (
@@ -85,10 +85,10 @@ def test_each_page_of_each_row_is_attended_to_once(
     drawn: list[tuple[int, int]], rows: int, group: int, most: int, window: int
 ) -> None:
     of = sequences(*(i32(x) for x in zip(*drawn, strict=True)))
-    check(cut(of, rows, group, PAGE, most, window), of, rows, group, most, window)
+    check(split_attention(of, rows, group, PAGE, most, window), of, rows, group, most, window)
 
 
-H200, GROUP, KV_HEADS = Processors.of(132, (9, 0), 2 * 128), 4, 8
+H200, GROUP, KV_HEADS = SmGeometry.of(132, (9, 0), 2 * 128), 4, 8
 
 
 @pytest.mark.parametrize(("contexts", "programs", "longest"), [
@@ -98,7 +98,9 @@ H200, GROUP, KV_HEADS = Processors.of(132, (9, 0), 2 * 128), 4, 8
 def test_few_contexts_have_work_for_all_of_a_gpu(contexts: list[int], programs: int, longest: int) -> None:
     """Of Llama-3.1-8B, on an H200: programs, and pages of the longest."""
     at = i32(contexts) - 1
-    found = cut(sequences(at, np.ones_like(at)), FEW_ROWS, GROUP, PAGE, room(FEW_ROWS, KV_HEADS, H200.number))
+    found = split_attention(
+        sequences(at, np.ones_like(at)), FEW_ROWS, GROUP, PAGE, room(FEW_ROWS, KV_HEADS, H200.number)
+    )
     sizes = found.items[:, 2] - found.items[:, 1]
     assert (len(found.items) * KV_HEADS, int(sizes.max())) == (programs, longest)
 
@@ -107,14 +109,14 @@ def test_many_contexts_are_whole() -> None:
     """512 of 128 to 2,176 tokens are 4,096 programs: nothing to merge. What a bucket adds to them does nothing."""
     at = i32(np.random.default_rng(1).integers(127, 2176, 512))
     most = room(FEW_ROWS, KV_HEADS, H200.number)
-    found = cut(sequences(at, np.ones_like(at)), FEW_ROWS, GROUP, PAGE, most)
+    found = split_attention(sequences(at, np.ones_like(at)), FEW_ROWS, GROUP, PAGE, most)
     assert len(found.items) == 512 and not len(found.merges)
     captured = bucket_parts(512, 65, [Kind(GROUP, KV_HEADS)], H200.number, PAGE)[9] // ITEM
     assert captured == 512 + most and most <= 66
 
 
 def test_a_step_without_rows_has_no_work() -> None:
-    found = cut(sequences(i32([5]), i32([0])), FEW_ROWS, 4, PAGE, 9)
+    found = split_attention(sequences(i32([5]), i32([0])), FEW_ROWS, 4, PAGE, 9)
     assert not len(found.items) and not len(found.merges) and not found.parts
 
 
@@ -122,7 +124,7 @@ def test_a_step_without_rows_has_no_work() -> None:
 def test_parts_begin_aligned(sizes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     parts = [i32(rng.integers(1, 99, n)) for n in sizes]
-    whole, places = joined(parts)
+    whole, places = pack_arrays(parts)
     assert all(place.start % ALIGNED == 0 for place in places) and aligned(sizes)[1] == len(whole)
     assert all((whole[place] == part).all() for place, part in zip(places, parts, strict=True))
     assert whole.sum() == sum(part.sum() for part in parts)
@@ -132,9 +134,9 @@ def test_parts_begin_aligned(sizes: tuple[int, ...]) -> None:
     ((8, 0), 128, 64), ((8, 9), 256, 64), ((9, 0), 256, 128), ((10, 0), 128, 128), ((9, 0), 512, 64),
 ])  # fmt: skip
 def test_rows_of_a_prompts_block(capability: tuple[int, int], head_bytes: int, rows: int) -> None:
-    assert Processors.of(7, capability, head_bytes) == (7, rows)
+    assert SmGeometry.of(7, capability, head_bytes) == (7, rows)
 
 
 def test_prompts_in_float32_go_in_small_blocks() -> None:
     """On every GPU and of every head: what one thread sums of 64 rows it has no registers for."""
-    assert [Processors.of(7, c, n, 4) for c in ((8, 0), (9, 0)) for n in (256, 512)] == [(7, 32)] * 4
+    assert [SmGeometry.of(7, c, n, 4) for c in ((8, 0), (9, 0)) for n in (256, 512)] == [(7, 32)] * 4

@@ -19,6 +19,7 @@ import pytest
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST, Manifest, sealed
 from millrace.engine.executor import ExecutionError, ExecutorLimits, StepInputs
+from millrace.engine.native import executor as native_executor
 from millrace.engine.native.executor import NativeNetwork
 from millrace.engine.native.step_arrays import step_args
 from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
@@ -306,7 +307,7 @@ def test_what_changes_runs_waits_for_the_one_under_way(tmp_path: Path) -> None:
     step = prompts_as_step([[1 + i % 50 for i in range(40)]])
     with closing(engine.executor(n_pages=4)) as executor:
         expected = executor.run(step).tokens.tolist()
-        logits, pages = executor.output("logits").tobytes(), [kept.tobytes() for kept in executor.kept()]
+        logits, pages = executor.output("logits").tobytes(), [kept.tobytes() for kept in executor.kv_pages()]
         executor.run(prompts_as_step([[9, 8]]))
         for meanwhile in (lambda: executor.set_tactics([]), executor.chosen_tactics, lambda: executor.profile(True)):
             executor.launch(step)
@@ -320,7 +321,7 @@ def test_what_changes_runs_waits_for_the_one_under_way(tmp_path: Path) -> None:
         executor.wait()
         executor.run(prompts_as_step([[9, 8]]))
         executor.launch(step)
-        assert [kept.tobytes() for kept in executor.kept()] == pages
+        assert [kept.tobytes() for kept in executor.kv_pages()] == pages
         executor.wait()
 
 
@@ -371,7 +372,7 @@ def test_a_launch_that_comes_between_leaves_the_arrays_of_the_one_under_way(
                 executor.launch(first)
             return prepared(step, limits)
 
-        monkeypatch.setattr(executor, "step_args", meanwhile)
+        monkeypatch.setattr(native_executor, "step_args", meanwhile)
         with pytest.raises(ExecutionError, match="nobody has waited"):
             executor.launch(second)
         assert executor._core is not None and executor._core.works_on[0] is first

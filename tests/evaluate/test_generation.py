@@ -15,9 +15,9 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate import generation
-from millrace.evaluate.generation import Ask, Said, answer, asks, judges
+from millrace.evaluate.generation import GeneratedAnswer, GenerationTask, answer, asks, judges
 from millrace.evaluate.questions import Questions, read_questions
-from millrace.evaluate.resumable_results import RIGHT, About, Kept
+from millrace.evaluate.resumable_results import RIGHT, About, ResumableResults
 from millrace.evaluate.safe_regex import Pattern
 
 Answers = Generator[tuple[int, str], None, None]
@@ -101,9 +101,9 @@ def test_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_only_what_is_not_there_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_AT_ONCE", 4)
     seen = list[int]()
-    asked = [Ask(("mine", i), [i], 4, (), partial(eq, f"is {i}"), i == 2, "") for i in range(10)]
+    asked = [GenerationTask(("mine", i), [i], 4, (), partial(eq, f"is {i}"), i == 2, "") for i in range(10)]
 
-    def generates(some: Sequence[Ask]) -> Answers:
+    def generates(some: Sequence[GenerationTask]) -> Answers:
         assert len(some) <= 4
         for i in reversed(range(len(some))):
             number = int(some[i].ids[0])
@@ -113,9 +113,9 @@ def test_only_what_is_not_there_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
             yield i, f"is {number % 7}"
 
     path, told = tmp_path / "kept", list[tuple[int, int]]()
-    with closing(Kept(path, ABOUT, Said)) as kept, pytest.raises(KeyboardInterrupt):
+    with closing(ResumableResults(path, ABOUT, GeneratedAnswer)) as kept, pytest.raises(KeyboardInterrupt):
         answer(generates, iter(asked), 10, kept, lambda *_: None)
-    with closing(Kept(path, ABOUT, Said)) as kept:
+    with closing(ResumableResults(path, ABOUT, GeneratedAnswer)) as kept:
         assert len(kept.records) == 5
         answer(generates, iter(asked), 10, kept, lambda _, done, of: told.append((done, of)))
         results = kept.records
@@ -131,14 +131,14 @@ def test_answers_that_no_expression_can_tell(tmp_path: Path, monkeypatch: pytest
     line = {"prompt": "x", "answer": "a", "match": "regex"}
     (judge,) = judges(questions(tmp_path, line))
     said, path = ("y", "?", "n"), tmp_path / "kept"
-    asked = [Ask(("mine", i), [i], 4, (), judge, False, "") for i in range(3)]
+    asked = [GenerationTask(("mine", i), [i], 4, (), judge, False, "") for i in range(3)]
 
-    def generates(some: Sequence[Ask]) -> Answers:
+    def generates(some: Sequence[GenerationTask]) -> Answers:
         for i in range(len(some)):
             yield i, said[i]
 
     for _ in range(2):  # and as they are found again
-        with closing(Kept(path, ABOUT, Said)) as kept:
+        with closing(ResumableResults(path, ABOUT, GeneratedAnswer)) as kept:
             answer(generates, asked, 3, kept, lambda *_: None)
         found = kept.records
         assert [(found["mine", i].right, found["mine", i].gave_up) for i in range(3)] == [
@@ -155,7 +155,7 @@ def test_answers_that_no_expression_can_tell(tmp_path: Path, monkeypatch: pytest
 def test_an_error_of_a_judge_ends_all_of_them(tmp_path: Path) -> None:
     ended = list[int]()
 
-    def generates(some: Sequence[Ask]) -> Answers:
+    def generates(some: Sequence[GenerationTask]) -> Answers:
         try:
             for i in range(len(some)):
                 yield i, "x"
@@ -165,8 +165,8 @@ def test_an_error_of_a_judge_ends_all_of_them(tmp_path: Path) -> None:
     def judge(text: str) -> bool:
         raise ConfigError("it", "takes", "too much")
 
-    asked = [Ask(("mine", i), [i], 4, (), partial(eq, "x") if i < 2 else judge, False, "") for i in range(5)]
-    with closing(Kept(tmp_path / "kept", ABOUT, Said)) as kept:
+    asked = [GenerationTask(("mine", i), [i], 4, (), partial(eq, "x") if i < 2 else judge, False, "") for i in range(5)]
+    with closing(ResumableResults(tmp_path / "kept", ABOUT, GeneratedAnswer)) as kept:
         with pytest.raises(ConfigError) as refused:
             answer(generates, asked, 5, kept, lambda *_: None)
         assert ended == [2] and len(kept.records) == 2, "while the error is still held"

@@ -12,8 +12,8 @@ from millrace.compile.resolve_model import BUNDLED
 from millrace.engine.native.executor import NativeExecutor
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Tokens, log_probabilities
-from millrace.evaluate.kl_agreement import Told, agreement, check_window, compare
-from millrace.evaluate.resumable_results import About, Kept
+from millrace.evaluate.kl_agreement import AgreementReport, agreement, check_window, compare
+from millrace.evaluate.resumable_results import About, ResumableResults
 from millrace.evaluate.text_windows import windows
 from tests.support.engines import build
 
@@ -74,7 +74,7 @@ def test_windows_are_read_by_both_and_only_once(executors: list[NativeExecutor],
     loss, reference_loss, kl, same = (np.concatenate(column) for column in zip(*expected, strict=True))
     path, seen = tmp_path / "kept", list[int]()
     for limit in (1, None, None):
-        with closing(Kept(path, ABOUT, Told)) as kept:
+        with closing(ResumableResults(path, ABOUT, AgreementReport)) as kept:
             seen.append(len(kept.records))
             got = compare(model, reference, text, limit, kept, lambda *_: None)
     assert seen == [0, 1, len(text.ids)] and len(text.ids) >= 4

@@ -9,7 +9,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.compile.resolve_model import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.mmlu import LM_EVAL, ORIGINAL, Mmlu, Subject, read_subjects
-from millrace.evaluate.multiple_choice import Posed
+from millrace.evaluate.multiple_choice import PreparedQuestion
 
 HEADER = "question,choice0,choice1,choice2,choice3,answer\n"
 DEV = '" What is 1 + 1? ",1,2,3,4,1\n"Which, then?",a,b,c,d,3\n'
@@ -29,7 +29,7 @@ def folder(path: Path, dev: str = HEADER + DEV, test: str = HEADER + TEST) -> Pa
     return path
 
 
-def asked(subject: Subject, tokenizer: Tokenizer, definition: str, shots: int, room: int) -> Posed:
+def asked(subject: Subject, tokenizer: Tokenizer, definition: str, shots: int, room: int) -> PreparedQuestion:
     """The only question that there is."""
     (group,) = Mmlu((subject,), definition, shots).groups(tokenizer, room)
     (posed,) = group.posed()

@@ -33,7 +33,7 @@ from millrace.evaluate.perplexity import (
     perplexities,
     rolling,
 )  # fmt: skip
-from millrace.evaluate.resumable_results import About, Kept
+from millrace.evaluate.resumable_results import About, ResumableResults
 from tests.support.engines import build
 
 TINY = BUNDLED / "tiny"
@@ -73,7 +73,7 @@ def exact() -> Any:
 
 
 def found(executor: NativeExecutor, text: Cut, folder: Path, limit: int | None = None) -> list[Sums]:
-    with closing(Kept(folder / "kept", ABOUT, Sums)) as kept:
+    with closing(ResumableResults(folder / "kept", ABOUT, Sums)) as kept:
         return measure(executor, text, limit, kept, lambda *_: None)
 
 

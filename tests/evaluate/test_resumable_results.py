@@ -11,14 +11,23 @@ from msgspec.structs import replace
 
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate import resumable_results as module
-from millrace.evaluate.resumable_results import About, Chosen, Kept, Results, beside, check_same, check_whole, read
+from millrace.evaluate.resumable_results import (
+    About,
+    Chosen,
+    Results,
+    ResumableResults,
+    check_same,
+    check_whole,
+    read,
+    results_path,
+)
 
 ABOUT = About("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
 SOME = [Chosen("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
 
 
 def written(path: Path) -> Path:
-    with closing(Kept(path, ABOUT, Chosen)) as kept:
+    with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
         for one in SOME:
             kept.add(one)
     return path
@@ -26,7 +35,7 @@ def written(path: Path) -> Path:
 
 def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     path = written(tmp_path / "deeper" / "results.jsonl")
-    with closing(Kept(path, replace(ABOUT, model="another name"), Chosen)) as kept:
+    with closing(ResumableResults(path, replace(ABOUT, model="another name"), Chosen)) as kept:
         assert kept.records == {one.key: one for one in SOME}
     assert [one.right for one in SOME] == [True, False, False]
 
@@ -37,7 +46,7 @@ def test_wherever_a_line_was_cut_the_others_are_there(tmp_path: Path) -> None:
     for size in range(head, len(whole)):
         path.write_bytes(whole[:size])
         n = whole[:size].count(b"\n") - 1
-        with closing(Kept(path, ABOUT, Chosen)) as kept:
+        with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
             assert list(kept.records) == [one.key for one in SOME[:n]]
             kept.add(SOME[n])
         assert list(read(path, Chosen).records.values()) == SOME[: n + 1]
@@ -48,7 +57,7 @@ def test_results_of_something_else(tmp_path: Path, field: str) -> None:
     path = written(tmp_path / "results")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=rf"has results of the {field} .*\n.*'other'"):
-        Kept(path, replace(ABOUT, **{field: "other"}), Chosen)
+        ResumableResults(path, replace(ABOUT, **{field: "other"}), Chosen)
     assert path.read_bytes() == before
 
 
@@ -59,7 +68,7 @@ def test_files_that_are_something_else(tmp_path: Path, content: bytes, line: int
     path = tmp_path / "notes"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"notes:{line} is no line of results"):
-        Kept(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, Chosen)
     assert path.read_bytes() == content, "a file of somebody else's is left as it is"
 
 
@@ -79,7 +88,7 @@ def test_an_answer_that_is_not_what_was_written_is_not_believed(tmp_path: Path) 
     for at in range(begin, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ConfigError, match=r"results:[2-4] is no line of results"):
-            Kept(path, ABOUT, Chosen)
+            ResumableResults(path, ABOUT, Chosen)
     path.write_bytes(whole.replace(b'"chosen":0', b'"chosen":1', 1))
     with pytest.raises(ConfigError, match=r"results:2 .*its checksum is another"):
         read(path, Chosen)
@@ -90,7 +99,7 @@ def test_a_file_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":1', 1))
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=r"results of version 1\n.*version 2\n.*evaluate again"):
-        Kept(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, Chosen)
     assert path.read_bytes() == before
 
 
@@ -102,19 +111,19 @@ def test_a_first_line_that_was_cut_begins_the_file_anew(tmp_path: Path) -> None:
         assert written(path).read_bytes() == whole, size
     path.write_bytes(whole[: head - 2] + b"?")
     with pytest.raises(ConfigError, match="cut:1 is no line of results"):
-        Kept(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, Chosen)
     assert path.read_bytes() == whole[: head - 2] + b"?", "nothing that only begins as ours"
 
 
 def test_a_file_of_two_runs(tmp_path: Path) -> None:
     path = tmp_path / "results"
-    with closing(Kept(path, ABOUT, Chosen)) as first:
+    with closing(ResumableResults(path, ABOUT, Chosen)) as first:
         first.add(SOME[0])
         with pytest.raises(ConfigError, match="results are in use by another run"):
-            Kept(path, ABOUT, Chosen)
+            ResumableResults(path, ABOUT, Chosen)
         first.add(SOME[1])
         assert len(read(path, Chosen).records) == 2, "who only reads is let in"
-    with closing(Kept(path, ABOUT, Chosen)) as second:
+    with closing(ResumableResults(path, ABOUT, Chosen)) as second:
         assert list(second.records) == [one.key for one in SOME[:2]]
         second.add(SOME[2])
     assert list(read(path, Chosen).records.values()) == SOME
@@ -125,10 +134,10 @@ def test_a_file_that_is_too_large_is_left_as_it_is(tmp_path: Path, monkeypatch: 
     before = path.read_bytes()
     monkeypatch.setattr(module, "_MOST_BYTES", len(before) - 1)
     with pytest.raises(ConfigError, match=rf"results is too large.*\n.*at most {len(before) - 1:,} bytes\n.*another"):
-        Kept(path, ABOUT, Chosen)
+        ResumableResults(path, ABOUT, Chosen)
     assert path.read_bytes() == before
     monkeypatch.setattr(module, "_MOST_BYTES", len(before))
-    with closing(Kept(path, ABOUT, Chosen)) as kept:
+    with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
         with pytest.raises(ConfigError, match="too large"):
             kept.add(replace(SOME[0], number=9))
         assert list(kept.records.values()) == SOME
@@ -149,7 +158,7 @@ def no_file_beyond(n_bytes: int) -> Iterator[None]:
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     whole = written(tmp_path / "whole").read_bytes()
     lines, path = whole.splitlines(keepends=True), tmp_path / "results"
-    with closing(Kept(path, ABOUT, Chosen)) as kept:
+    with closing(ResumableResults(path, ABOUT, Chosen)) as kept:
         kept.add(SOME[0])
         size = path.stat().st_size
         for room in (0, 1, len(lines[2]) - 1):
@@ -160,7 +169,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
             kept.add(one)
     assert path.read_bytes() == whole
     with no_file_beyond(9), pytest.raises(MachineError, match="cannot write"):
-        Kept(tmp_path / "other", ABOUT, Chosen)
+        ResumableResults(tmp_path / "other", ABOUT, Chosen)
     assert written(tmp_path / "other").read_bytes() == whole, "and nobody holds it"
 
 
@@ -195,7 +204,7 @@ def test_answers_that_are_not_judged_alike(tmp_path: Path, odd: int) -> None:
     mixed = found._replace(records=records)
     for now, before in ((found, mixed), (mixed, found)):
         with pytest.raises(ConfigError, match="not all judged alike"):
-            beside(now, before)
+            results_path(now, before)
     alike = found._replace(records={key: replace(one, per_byte=0) for key, one in found.records.items()})
     with pytest.raises(ConfigError, match="of other questions"):
-        beside(alike, found)
+        results_path(alike, found)

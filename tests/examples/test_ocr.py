@@ -9,7 +9,7 @@ import pytest
 
 from millrace.model_repository.repository import repository_reader
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from tests.support.python_models import loaded
 
 MODELS = Path(__file__).parents[2] / "examples" / "ocr" / "models"
@@ -50,7 +50,10 @@ def test_lines_are_read(models: Path) -> None:
         async with loaded(models) as repository:
             await repository.load("read")
             model, request = repository.get("read"), InferRequest({})
-            given = [Given("CHARACTERS", "FP32", sureness.shape, sureness), Given("BOX", "FP32", boxes.shape, boxes)]
+            given = [
+                RawInput("CHARACTERS", "FP32", sureness.shape, sureness),
+                RawInput("BOX", "FP32", boxes.shape, boxes),
+            ]
             model.checker.take(request, given)
             return dict((await model.infer(request)).outputs)
 

@@ -53,7 +53,7 @@ def is_slow(folder: Path) -> Case:
 
 
 class _UncleanedError(ConfigError):
-    """What was said as it came, past `errors.plain`."""
+    """What was said as it came, past `errors.sanitize`."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, "a", "b")

@@ -11,8 +11,8 @@ from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.runtime.encoder_loop import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.request.sampling_params import resolve
-from millrace.serve.http.http_request import Call, RequestLog
-from millrace.serve.http.server_context import Serving
+from millrace.serve.http.http_request import RequestContext, RequestLog
+from millrace.serve.http.server_context import ServerContext
 from millrace.serve.llm.encoder_requests import EmbeddingRequest
 from millrace.serve.llm.language_model import VERY_LONG_CHARACTERS
 from millrace.serve.llm.request_decoding import chat_params, check_messages, completion_params, decode, texts_or_ids
@@ -76,7 +76,7 @@ class Endpoints:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         fake = Fake(words=cast(Tokenizer, _First(tokenizer())))
-        self._serving = fake.model().backend(Serving(ServerSettings()))
+        self._serving = fake.model().backend(ServerContext(ServerSettings()))
 
     def take(self, kind: type[Body], body: bytes) -> bytes | None:
         """What /tokenize and /detokenize answer; None elsewhere. raises MillraceError as the server would answer it"""
@@ -104,5 +104,5 @@ class Endpoints:
         assert isinstance(reply, Response)
         return bytes(reply.body)
 
-    def _call(self, body: bytes) -> Call:
-        return Call("fuzz", 0.0, RequestLog("POST", "/", "fuzz"), len(body))
+    def _call(self, body: bytes) -> RequestContext:
+        return RequestContext("fuzz", 0.0, RequestLog("POST", "/", "fuzz"), len(body))

@@ -14,7 +14,7 @@ from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output import grammar
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from tests.fuzz.driver import Case
 from tests.serve.support import VOCABULARY, tokenizer
 
@@ -86,7 +86,7 @@ OTHERS = [
 def structured(folder: Path) -> Case:
     words = tokenizer()
     assert words.eos_token_id is not None
-    grammars = Grammars(words, VOCABULARY, [words.eos_token_id])
+    grammars = GrammarCompiler(words, VOCABULARY, [words.eos_token_id])
     grammar.MAX_KEPT = 4  # or their memory would look like a leak
 
     def case(rng: Random) -> None:

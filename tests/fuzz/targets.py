@@ -261,7 +261,7 @@ def _run_network(folder: Path) -> None:
 
 
 def requests(folder: Path) -> Case:
-    """Bodies of every endpoint that takes one, up to the point where an engine would be asked."""
+    """BodyLimiter of every endpoint that takes one, up to the point where an engine would be asked."""
     from tests.fuzz.request_bodies import BODIES, Endpoints
 
     endpoints = Endpoints()

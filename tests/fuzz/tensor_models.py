@@ -15,7 +15,7 @@ from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.repository.multi_repository import read_repositories
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
-from millrace.model_repository.request.request_validation import Checker
+from millrace.model_repository.request.request_validation import RequestValidator
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import BatchRules
 from millrace.serve.protocols.kserve.grpc import calls
@@ -62,7 +62,7 @@ def pbtxt(folder: Path) -> Case:
             found = model.problems[rng.randrange(len(model.problems))]
             raise ConfigError(f"{found.where.removeprefix(str(folder))}: {found.what}", found.expected, found.mend)
         BatchRules.of(model.config)
-        Checker(model.config)
+        RequestValidator(model.config)
         config_message(model.config).SerializeToString()
 
     return case
@@ -111,8 +111,8 @@ class Front:
         async def aside(work: Any, n_bytes: int) -> Any:
             return work()
 
-        self.http = frontend.HttpFront(repository, lambda: True, aside)
-        self.grpc = calls.GrpcFront(repository, lambda: True, aside)
+        self.http = frontend.HttpFrontend(repository, lambda: True, aside)
+        self.grpc = calls.GrpcFrontend(repository, lambda: True, aside)
 
     def ask(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[int, list[bytes]]:
         """Over HTTP: the status, and the body or the events."""
@@ -127,7 +127,7 @@ class Front:
 
     def call(self, data: bytes) -> bytes:
         """ModelInfer. raises StatusError"""
-        return self.loop.run_until_complete(self.grpc.answer("ModelInfer", data, calls.Caller()))
+        return self.loop.run_until_complete(self.grpc.answer("ModelInfer", data, calls.GrpcCallContext()))
 
 
 def raw(datatype: str, values: list[Any]) -> bytes:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.attention_partition import Kind, Processors
+from millrace.engine.cuda.attention_partition import Kind, SmGeometry
 from millrace.engine.cuda.device_roofline import _PRODUCTS
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.attention.ref import ROUNDINGS, attention, transformed
 from millrace.kernels.convert.ref import to_e4m3, to_q8
-from millrace.kernels.matmul.coded import CodedRows, e4m3_rows, int8_rows, weights
+from millrace.kernels.matmul.coded import QuantizedRows, e4m3_rows, int8_rows, weights
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, takes, tiles
 from millrace.kernels.matmul.pack import rounded_codes, rounded_e4m3
 from millrace.kernels.operators import Rows
@@ -40,7 +40,7 @@ PAGE = 64
 STEPS = [(70, 1), (58, 9), (0, 5), (128, 1)]
 
 
-def tables(processors: Processors, group: int, rng: np.random.Generator) -> tuple[StepInputs, StepTables]:
+def tables(processors: SmGeometry, group: int, rng: np.random.Generator) -> tuple[StepInputs, StepTables]:
     counts = [-(-(first + n) // PAGE) for first, n in STEPS]
     step = StepInputs(
         i32(range(sum(n for _, n in STEPS))), i32([first + i for first, n in STEPS for i in range(n)]),
@@ -66,7 +66,7 @@ def test_attention_over_pages(
     """What no token of a sequence has written is NaN: it must not be read. What is kept is as the reference rounds it,
     but where a float32 falls to the other side; attention is then that over what is kept."""
     rng = np.random.default_rng(heads)
-    step, on_device = tables(Processors(*processors), heads // kv_heads, rng)
+    step, on_device = tables(SmGeometry(*processors), heads // kv_heads, rng)
     last = step.starts[-1]
     angles = rng.uniform(0, 7, (200, size // 2))
     table = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
@@ -143,7 +143,7 @@ def coded_weights(kind: str, n: int, k: int, group: int, rng: np.random.Generato
     return replace(codes, codes=positive, minimums=rng.normal(size=codes.scales.shape).astype(np.float16))
 
 
-def coded_rows(kind: str, m: int, k: int, group: int, rng: np.random.Generator) -> tuple[Tensor | CodedRows, Rows]:
+def coded_rows(kind: str, m: int, k: int, group: int, rng: np.random.Generator) -> tuple[Tensor | QuantizedRows, Rows]:
     """And what they stand for: as the references of convert have it."""
     x = rng.normal(size=(m, k)).astype(np.float16)
     given = torch.from_numpy(x)
@@ -199,7 +199,7 @@ def test_one_row_of_e4m3_by_every_tile(n: int, k: int) -> None:
     rng = np.random.default_rng(n)
     w = weights(coded_weights("e4m3", n, k, 0, rng))
     x, exact = coded_rows("e4m3", 1, k, 0, rng)
-    assert isinstance(x, CodedRows)
+    assert isinstance(x, QuantizedRows)
     dense = w.dense().double().numpy()
     for tile in (tile for tile in tiles(1) if takes(tile, x, w)):
         y = products.by_kernel(x, w, torch.float32, tile).double().numpy()
@@ -240,7 +240,7 @@ def test_many_rows_of_e4m3_go_through_scaled_mm() -> None:
     rng = np.random.default_rng(1)
     w = weights(coded_weights("e4m3", 48, 160, 0, rng))
     x, exact = coded_rows("e4m3", 64, 160, 0, rng)
-    assert isinstance(x, CodedRows) and scaled_mm_takes(x, w, torch.bfloat16)
+    assert isinstance(x, QuantizedRows) and scaled_mm_takes(x, w, torch.bfloat16)
     assert not scaled_mm_takes(x, w, torch.float32)
     y = triton_kernels.product(x, w, torch.bfloat16).double().numpy()
     want = exact @ w.dense().double().numpy().T

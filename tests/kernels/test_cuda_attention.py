@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.attention_partition import Kind, Processors
+from millrace.engine.cuda.attention_partition import Kind, SmGeometry
 from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import StepInputs, plain_rows
@@ -75,7 +75,7 @@ class Drawn:
             found, scales[page, :, place] = torch_reference.coded(found, rows.dtype)
         rows[page, :, place] = found.to(rows.dtype)
 
-    def tables(self, processors: Processors) -> StepTables:
+    def tables(self, processors: SmGeometry) -> StepTables:
         K = self.pages.keys.shape[1]
         return step_tables(self.step, PAGE, CPU, Kind(self.q.shape[1] // K, K), processors)
 
@@ -108,7 +108,7 @@ def test_drawn_steps(kept: str, dtype: torch.dtype, seed: int) -> None:
     D, DV = (8 * int(rng.integers(1, 10)) for _ in range(2))
     counts = [(int(rng.integers(0, 300)), int(n)) for n in (1, 1, 1 if few else rng.integers(2, 70))]
     drawn = Drawn.of(seed, counts, (group * K, K, D, DV), kept, dtype)
-    processors = Processors(int(rng.choice([1, 6, 60])), int(rng.choice([64, 128])))
+    processors = SmGeometry(int(rng.choice([1, 6, 60])), int(rng.choice([64, 128])))
     scale = float(rng.choice([0.3, -0.3])) / D**0.5
     drawn.check(triton_kernels.attention(drawn.q, drawn.tables(processors), drawn.pages, scale), scale, dtype)
 
@@ -116,7 +116,7 @@ def test_drawn_steps(kept: str, dtype: torch.dtype, seed: int) -> None:
 def test_parts_are_seen_to_be_merged() -> None:
     """The same step in one part for each block, in some, and a page each: the draws above have all of these."""
     drawn = Drawn.of(7, [(300, 1), (3, 1), (200, 30)], (3, 1, 16, 24), "fp8", torch.float32)
-    found = [drawn.tables(Processors(n)) for n in (1, 3, 90)]
+    found = [drawn.tables(SmGeometry(n)) for n in (1, 3, 90)]
     parts = [[len(work.merges) for work in tables.work] for tables in found]
     assert parts[0] != parts[1] and parts[2] == [2, 1], "blocks of the prompt, then decode rows: one has a page alone"
     for tables in found:
@@ -159,7 +159,7 @@ def test_a_bucket_of_several_kinds() -> None:
 def test_no_token_sees_the_next(at: int) -> None:
     """A page goes without masks when a block's first token sees all of it, and not when it sees all but one key."""
     drawn = Drawn.of(at, [(at, 40)], (2, 1, 16, 16), "f32", torch.float32)
-    drawn.check(triton_kernels.attention(drawn.q, drawn.tables(Processors(1)), drawn.pages, 0.3), 0.3, torch.float32)
+    drawn.check(triton_kernels.attention(drawn.q, drawn.tables(SmGeometry(1)), drawn.pages, 0.3), 0.3, torch.float32)
 
 
 @pytest.mark.parametrize("n", [1, 40])
@@ -170,7 +170,7 @@ def test_every_code_of_e4m3_is_itself(n: int) -> None:
     codes[[0x7F, 0xFF]] = 0  # no numbers
     own = int(drawn.step.pages[0])
     drawn.pages.values.view(torch.uint8)[own, 0, 0], drawn.pages.value_scales[own, 0, 0] = codes, 0.5
-    y = triton_kernels.attention(drawn.q, drawn.tables(Processors(1)), drawn.pages, 1.0)
+    y = triton_kernels.attention(drawn.q, drawn.tables(SmGeometry(1)), drawn.pages, 1.0)
     assert torch.equal(y[0, 0].float(), codes.view(torch.float8_e4m3fn).float() / 2)
 
 
@@ -183,7 +183,7 @@ def test_queries_of_any_magnitude(power: int, n: int) -> None:
     drawn.q *= 2.0**power
     drawn.q[:, 1] *= 2.0**-12
     drawn.check(
-        triton_kernels.attention(drawn.q, drawn.tables(Processors(1)), drawn.pages, scale), scale, drawn.q.dtype
+        triton_kernels.attention(drawn.q, drawn.tables(SmGeometry(1)), drawn.pages, scale), scale, drawn.q.dtype
     )
 
 
@@ -204,7 +204,7 @@ def test_what_is_not_finite_shows(kept: str, what: str, n: int) -> None:
         else:
             rows[own, 0, 5, 3] = float("nan")
     with np.errstate(invalid="ignore"):
-        y = triton_kernels.attention(drawn.q, drawn.tables(Processors(1)), pages, 0.2)
+        y = triton_kernels.attention(drawn.q, drawn.tables(SmGeometry(1)), pages, 0.2)
     wrong = ~y.isfinite().all(2)
     expected = torch.zeros_like(wrong)
     if what.startswith("q"):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millrace.kernels.convert.ref import to_e4m3, to_q8
-from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, transformed
+from millrace.kernels.matmul.coded import AS_E4M3, QuantizedRows, RowQuantization, transformed
 
 triton_kernels = pytest.importorskip("millrace.engine.cuda.triton_kernels", reason="triton is not installed")
 from millrace.kernels.convert.cuda import is_made  # noqa: E402 (Triton's)
@@ -23,7 +23,7 @@ def drawn(rows: int, n: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def same(got: CodedRows, want: CodedRows) -> bool:
+def same(got: QuantizedRows, want: QuantizedRows) -> bool:
     """But for the sign of a zero."""
     codes = got.codes.dtype == want.codes.dtype and torch.equal(got.codes.float(), want.codes.float())
     return bool(codes and torch.equal(got.scales, want.scales))
@@ -42,7 +42,7 @@ def test_e4m3_has_the_same_bits(n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "group"), [(1, 4), (4, 4), (40, 16), (131, 64), (256, 128), (160, 24), (257, 0)])
 def test_int8_has_the_same_bits(n: int, group: int, dtype: torch.dtype) -> None:
     """Groups that end early, that are no power of two, and whole rows."""
-    x, coding = drawn(7, n, dtype), Coding(e4m3=False, group=group)
+    x, coding = drawn(7, n, dtype), RowQuantization(e4m3=False, group=group)
     got, want = triton_kernels.coded_rows(x, coding), coding.rows(x)
     assert same(got, want) and got.group == want.group
     np.testing.assert_allclose(got.dense().numpy(), to_q8(x.float().numpy(), group or n).dequantise(), rtol=1e-6)
@@ -54,7 +54,7 @@ def test_int8_has_the_same_bits(n: int, group: int, dtype: torch.dtype) -> None:
 def test_transformed_rows_agree(n: int, group: int) -> None:
     """Sums come in another order, so that here and there a code is the next one; what is no block of a power of two
     goes as it went."""
-    x, coding = drawn(7, n, torch.float32), Coding(e4m3=False, group=group, transform=True)
+    x, coding = drawn(7, n, torch.float32), RowQuantization(e4m3=False, group=group, transform=True)
     got, want = triton_kernels.coded_rows(x, coding), coding.rows(x)
     exact = transformed(x, group or n)
     far = (got.dense() - exact).abs()
@@ -65,8 +65,10 @@ def test_transformed_rows_agree(n: int, group: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
-@pytest.mark.parametrize("coding", [AS_E4M3, Coding(e4m3=False), Coding(e4m3=False, group=16, transform=True)], ids=str)
-def test_rows_that_are_not_finite_stay_so(coding: Coding) -> None:
+@pytest.mark.parametrize(
+    "coding", [AS_E4M3, RowQuantization(e4m3=False), RowQuantization(e4m3=False, group=16, transform=True)], ids=str
+)
+def test_rows_that_are_not_finite_stay_so(coding: RowQuantization) -> None:
     """And no row but theirs; of a row in groups, no group but theirs."""
     x = drawn(6, 32, torch.float16)
     x[3, 7], x[4, 31], x[5, 0] = float("inf"), float("nan"), float("-inf")

@@ -14,7 +14,7 @@ from torch import Tensor
 from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.lowered import Fusions
 from millrace.kernels.convert.ref import to_e4m3
-from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix
+from millrace.kernels.matmul.coded import AS_E4M3, Matrix, QuantizedRows, RowQuantization
 from millrace.kernels.rms_norm.ref import rms_norm
 from tests.engine.test_cuda import PROMPTS, both
 from tests.support.checkpoints import random_checkpoint
@@ -31,16 +31,22 @@ def drawn(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.floa
     return torch.from_numpy(rng.normal(size=shape) * 10.0 ** rng.integers(-2, 3, (shape[0], 1))).to(dtype)
 
 
-CODINGS = [None, AS_E4M3, Coding(e4m3=False, group=8, transform=True), Coding(e4m3=False, group=24), Coding(e4m3=False)]
+CODINGS = [
+    None,
+    AS_E4M3,
+    RowQuantization(e4m3=False, group=8, transform=True),
+    RowQuantization(e4m3=False, group=24),
+    RowQuantization(e4m3=False),
+]
 
 
 def named(coding: object) -> str:
-    if not isinstance(coding, Coding):
+    if not isinstance(coding, RowQuantization):
         return "floats"
     return "e4m3" if coding.e4m3 else f"int8 in {coding.group}{' transformed' if coding.transform else ''}"
 
 
-def check_rows(y: Matrix, exact: NDArray[Any], dtype: torch.dtype, coding: Coding | None) -> None:
+def check_rows(y: Matrix, exact: NDArray[Any], dtype: torch.dtype, coding: RowQuantization | None) -> None:
     """exact: float64. Of codes: what those of its floats become; a float32 sum may fall to the other side of a step."""
     if coding is None:
         assert isinstance(y, Tensor) and y.dtype == dtype
@@ -50,7 +56,7 @@ def check_rows(y: Matrix, exact: NDArray[Any], dtype: torch.dtype, coding: Codin
     row = torch.bfloat16 if coding.e4m3 and dtype == torch.float32 else dtype
     rows = torch.from_numpy(exact).to(row)
     want = coding.rows(rows)
-    assert isinstance(y, CodedRows) and y.codes.dtype == want.codes.dtype and y.scales.shape == want.scales.shape
+    assert isinstance(y, QuantizedRows) and y.codes.dtype == want.codes.dtype and y.scales.shape == want.scales.shape
     assert (y.width, y.group) == (want.width, want.group)
     scale, whole = want.scales.double().numpy(), want.dense().double().numpy()
     if coding.e4m3:
@@ -70,7 +76,7 @@ def check_rows(y: Matrix, exact: NDArray[Any], dtype: torch.dtype, coding: Codin
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 40, pytest.param(257, marks=pytest.mark.nightly)])
-def test_add_and_normalise(n: int, dtype: torch.dtype, coding: Coding | None, kernels: object) -> None:
+def test_add_and_normalise(n: int, dtype: torch.dtype, coding: RowQuantization | None, kernels: object) -> None:
     rng = np.random.default_rng(n)
     x, residual = drawn(rng, 5, n, dtype=dtype), drawn(rng, 5, n)
     w = torch.from_numpy(rng.normal(size=n)).float()
@@ -84,7 +90,7 @@ def test_add_and_normalise(n: int, dtype: torch.dtype, coding: Coding | None, ke
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 40, pytest.param(257, marks=pytest.mark.nightly)])
-def test_silu_and_multiply(n: int, dtype: torch.dtype, coding: Coding | None, kernels: object) -> None:
+def test_silu_and_multiply(n: int, dtype: torch.dtype, coding: RowQuantization | None, kernels: object) -> None:
     """Halves of one array, as a product of both would give them: rows have a stride."""
     rng = np.random.default_rng(n)
     gate, up = drawn(rng, 5, 2 * n, dtype=dtype).chunk(2, 1)
@@ -97,7 +103,7 @@ def test_silu_and_multiply(n: int, dtype: torch.dtype, coding: Coding | None, ke
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
 @pytest.mark.parametrize("kernels", [triton_kernels, torch_reference], ids=["triton", "plain"])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
-def test_rows_that_are_not_finite_stay_so(coding: Coding | None, kernels: object) -> None:
+def test_rows_that_are_not_finite_stay_so(coding: RowQuantization | None, kernels: object) -> None:
     """And no row but theirs."""
     rng = np.random.default_rng(2)
     x, residual, w = drawn(rng, 3, 40), drawn(rng, 3, 40), torch.ones(40)
@@ -108,7 +114,7 @@ def test_rows_that_are_not_finite_stay_so(coding: Coding | None, kernels: object
             silu_mul(kernels)(x, residual, torch.float32, coding),
         ]
     for y in found:
-        rows = y.dense() if isinstance(y, CodedRows) else y
+        rows = y.dense() if isinstance(y, QuantizedRows) else y
         assert rows.isfinite().all(1).tolist() == [True, False, False]
 
 
@@ -128,7 +134,7 @@ def test_a_thread_has_what_its_registers_hold() -> None:
 
 @pytest.mark.parametrize("n", [1, 40, 4096, 4097, 14336, 28672])
 @pytest.mark.parametrize("coding", CODINGS, ids=named)
-def test_programs_have_all_of_a_row_once(n: int, coding: Coding | None) -> None:
+def test_programs_have_all_of_a_row_once(n: int, coding: RowQuantization | None) -> None:
     """One has it where it has one scale, or is asked for whole; else parts of some thousands."""
     for whole in (False, True):
         shape = shape_of(n, coding, whole=whole)

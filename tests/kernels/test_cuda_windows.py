@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.engine.cuda import torch_reference
-from millrace.engine.cuda.attention_partition import Kind, Processors
+from millrace.engine.cuda.attention_partition import Kind, SmGeometry
 from millrace.engine.cuda.cuda_graphs import Bucket
 from millrace.engine.cuda.step_tables import step_tables
 from millrace.engine.executor import WindowPages
@@ -56,7 +56,7 @@ def check(drawn: Drawn, y: torch.Tensor, scale: float, window: int, softcap: flo
         assert (np.abs(got - want) <= APART[dtype] * bound + 1e-6).all(), s
 
 
-def tables_of(drawn: Drawn, window: int, processors: Processors) -> StepTables:
+def tables_of(drawn: Drawn, window: int, processors: SmGeometry) -> StepTables:
     K = drawn.pages.keys.shape[1]
     kind = Kind(drawn.q.shape[1] // K, K, window)
     return step_tables(drawn.step, PAGE, CPU, kind, processors, held(drawn, window) if window else None)
@@ -75,12 +75,12 @@ def test_drawn_steps(kept: str, dtype: torch.dtype, window: int, softcap: float)
     drawn, scale = Drawn.of(window, counts, (3, 1, 16, 24), kept, dtype), 0.3
     if window:
         spoil(drawn, window)
-    for processors in (Processors(1), Processors(20, 128)):
+    for processors in (SmGeometry(1), SmGeometry(20, 128)):
         y = triton_kernels.attention(drawn.q, tables_of(drawn, window, processors), drawn.pages, scale, window, softcap)
         check(drawn, y, scale, window, softcap, dtype)
     if dtype == torch.float32:
         y = torch_reference.attention(
-            drawn.q, tables_of(drawn, window, Processors(1)), drawn.pages, scale, window, softcap
+            drawn.q, tables_of(drawn, window, SmGeometry(1)), drawn.pages, scale, window, softcap
         )
         check(drawn, y, scale, window, softcap, dtype)
 
@@ -89,7 +89,7 @@ def test_scores_far_beyond_a_cap() -> None:
     """What saturates is as likely as its neighbours; below and above alike."""
     drawn = Drawn.of(1, [(80, 1), (10, 20)], (2, 1, 16, 16), "f32", torch.float32)
     for scale in (1e4, -1e4):
-        y = triton_kernels.attention(drawn.q, tables_of(drawn, 0, Processors(1)), drawn.pages, scale, 0, 2.0)
+        y = triton_kernels.attention(drawn.q, tables_of(drawn, 0, SmGeometry(1)), drawn.pages, scale, 0, 2.0)
         check(drawn, y, scale, 0, 2.0, torch.float32)
 
 
@@ -120,6 +120,6 @@ def test_where_tokens_are_written() -> None:
     """In the pages of the window, counted from the first that is left."""
     drawn = Drawn.of(2, [(300, 1), (126, 4)], (2, 1, 16, 16), "f32", torch.float32)
     moved = replace(held(drawn, 64), pages=i32([7, 8, 1, 2, 3]))
-    tables = step_tables(drawn.step, PAGE, CPU, Kind(2, 1, 64), Processors(1), moved)
+    tables = step_tables(drawn.step, PAGE, CPU, Kind(2, 1, 64), SmGeometry(1), moved)
     assert moved.first.tolist() == [3, 0] and moved.page_starts.tolist() == [0, 2, 5]
     assert tables.slots.tolist() == [8 * 64 + 44, 2 * 64 - 2 + 64, 2 * 64 + 63, 3 * 64, 3 * 64 + 1]

@@ -18,7 +18,7 @@ from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL
 from millrace.kernels.matmul import pack
-from millrace.kernels.matmul.pack import Run, interleave_halves, pack_codes, pack_matrix, rounded_codes
+from millrace.kernels.matmul.pack import SlabTask, interleave_halves, pack_codes, pack_matrix, rounded_codes
 from millrace.kernels.operand_places import Packed
 
 F32, BF16, W8, W4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.W8, WeightFormat.W4
@@ -129,7 +129,7 @@ def test_slabs_of_one_matrix_are_packed_by_all_cores(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "usable_cores", lambda: 3)
     together, put = Barrier(3, timeout=30), dict[int, int]()  # which nobody passes alone
 
-    def packed(run: Run) -> NDArray[np.uint8]:
+    def packed(run: SlabTask) -> NDArray[np.uint8]:
         assert sum(1 for _ in run(lambda _: together.wait(), range(6))) == 6
         return np.zeros(8, np.uint8)
 

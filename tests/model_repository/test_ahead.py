@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.backends import BACKENDS
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.execution import instance_worker
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
@@ -60,7 +60,7 @@ class Gated(ModelBackend):
     def __init__(self, *, is_independent: bool = True) -> None:
         self.is_independent, self.gate, self.executed = is_independent, threading.Event(), list[float]()
 
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         return _Gated(self)
 
 

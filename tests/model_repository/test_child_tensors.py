@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import Array, objects
 from tests.support.python_children import child_of, load
@@ -57,7 +57,7 @@ def test_tensors_of_every_size_and_type_go_there_and_back(tmp_path: Path) -> Non
             rng = np.random.default_rng(1)
             arrays: list[Array] = [rng.integers(0, 2, 50_000).astype(kind) for kind in kinds]
             request = InferRequest({})
-            given = [Given(f"I{i}", n, a.shape, a) for i, (n, a) in enumerate(zip(names, arrays, strict=True))]
+            given = [RawInput(f"I{i}", n, a.shape, a) for i, (n, a) in enumerate(zip(names, arrays, strict=True))]
             model.checker.take(request, given)
             outputs = (await model.infer(request)).outputs
             for i, array in enumerate(arrays):

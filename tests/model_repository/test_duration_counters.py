@@ -8,8 +8,14 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.metrics.duration_counters import N_BOUNDS, BoundedHistogram, Duration, Histogram, Recent
-from millrace.model_repository.metrics.metrics_config import Measures
+from millrace.model_repository.metrics.duration_counters import (
+    N_BOUNDS,
+    BoundedHistogram,
+    Duration,
+    Histogram,
+    RecentWindow,
+)
+from millrace.model_repository.metrics.metrics_config import MetricsConfig
 
 
 def edges() -> list[int]:
@@ -41,7 +47,7 @@ def test_a_bucket_holds_what_is_not_longer_than_its_bound(
 def test_a_summary_has_the_last_durations_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("millrace.model_repository.metrics.duration_counters.time.monotonic", lambda: now_s[0])
-    recent = Recent(Histogram())
+    recent = RecentWindow(Histogram())
     recent.add(77_000_000)
     now_s[0] = 61.0
     assert str(recent.quantiles((0.5,))[0][1]) == "nan", "that was more than a minute ago"
@@ -52,15 +58,17 @@ def test_a_summary_has_the_last_durations_themselves(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_measured_is_said_in_tritons_words() -> None:
-    assert Measures.of(()) == Measures(True, True, False)
+    assert MetricsConfig.of(()) == MetricsConfig(True, True, False)
     said = ("summary_latencies=true", "histogram_latencies=FALSE", "summary_quantiles=0.5:0.05,0.9:0.01")
-    assert Measures.of(said) == Measures(True, False, True, (0.5, 0.9))
-    assert Measures.of(("counter_latencies=0",)) == Measures(False, False, False), "a histogram's sum is the counter"
-    assert Measures.of(("counter_latencies=0", "histogram_latencies=1")) == Measures(False, True, False)
+    assert MetricsConfig.of(said) == MetricsConfig(True, False, True, (0.5, 0.9))
+    assert MetricsConfig.of(("counter_latencies=0",)) == MetricsConfig(False, False, False), (
+        "a histogram's sum is the counter"
+    )
+    assert MetricsConfig.of(("counter_latencies=0", "histogram_latencies=1")) == MetricsConfig(False, True, False)
 
 
 def test_first_responses_are_told_in_whole_milliseconds() -> None:
-    first = Measures.of(()).first_response(empty(ModelConfig))
+    first = MetricsConfig.of(()).first_response(empty(ModelConfig))
     first.add(1_999_999)
     first.add(100_000_001)
     assert first.ns == 101_000_000 and dict(first.up_to())["100"] == 2
@@ -79,13 +87,13 @@ def test_first_responses_are_told_in_whole_milliseconds() -> None:
 )
 def test_a_mistake_in_what_is_measured_is_said(said: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
-        Measures.of(said)
+        MetricsConfig.of(said)
 
 
 @pytest.mark.parametrize(
-    "make", [Duration, Histogram, lambda: BoundedHistogram((0.5, 3.0), 1_000_000), lambda: Recent(Histogram())]
+    "make", [Duration, Histogram, lambda: BoundedHistogram((0.5, 3.0), 1_000_000), lambda: RecentWindow(Histogram())]
 )
-def test_many_at_once_count_as_one_by_one(make: Callable[[], Duration | Histogram | Recent]) -> None:
+def test_many_at_once_count_as_one_by_one(make: Callable[[], Duration | Histogram | RecentWindow]) -> None:
     each_ns = [ns for ns in edges() if ns >= 0]
     together, apart = make(), make()
     together.add_all(each_ns)

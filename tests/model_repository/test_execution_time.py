@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from millrace.model_repository import backends
-from millrace.model_repository.backends.backend import Batched, Instance, InstanceGiven, ModelBackend
-from millrace.model_repository.backends.framework_backend import Network
+from millrace.model_repository.backends.backend import BatchedInstance, Instance, InstanceContext, ModelBackend
+from millrace.model_repository.backends.framework_backend import FrameworkModel
 from millrace.model_repository.execution import execution_time
 from millrace.model_repository.execution.execution_time import MOST_BYTES, QUICK_NS, Pace
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.tensors import Array
 from tests.support.python_models import loaded
 from tests.support.repository import identity, write_models
@@ -59,13 +59,13 @@ def test_a_thread_that_waits_for_the_interpreter_is_judged_by_its_own_time() -> 
     assert (one.quick_bytes, other.quick_bytes) == (8, 0)
 
 
-class Measured(Network):
+class Measured(FrameworkModel):
     """Its time is what the test says, whatever the machine does meanwhile."""
 
     threads: list[str] = []  # noqa: RUF012
     took_ns = 1
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -77,7 +77,7 @@ class Measured(Network):
 
 
 class Measuring(ModelBackend):
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         return Measured(given)
 
 
@@ -95,7 +95,7 @@ def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeyp
 
             async def ask(n: int) -> str:
                 request = InferRequest({})
-                model.checker.take(request, [Given("INPUT0", "FP32", (n,), np.zeros(n, np.float32))])
+                model.checker.take(request, [RawInput("INPUT0", "FP32", (n,), np.zeros(n, np.float32))])
                 assert (await model.infer(request)).outputs["OUTPUT0"].tolist() == [1.0] * n
                 return Measured.threads[-1]
 
@@ -116,5 +116,5 @@ def test_a_quick_network_is_computed_in_the_loops_thread(tmp_path: Path, monkeyp
 
 def test_backends_that_run_a_models_code_stay_in_their_threads() -> None:
     """It may wait for whatever it likes, for other models, too."""
-    assert not issubclass(backends.backend_named("python").__class__, Batched)
-    assert Instance.quick_bytes == 0 == Batched.quick_bytes
+    assert not issubclass(backends.backend_named("python").__class__, BatchedInstance)
+    assert Instance.quick_bytes == 0 == BatchedInstance.quick_bytes

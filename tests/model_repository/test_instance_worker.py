@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.backends import BACKENDS
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, InstanceGoneError, ModelBackend
+from millrace.model_repository.backends.backend import Instance, InstanceContext, InstanceLostError, ModelBackend
 from millrace.model_repository.execution import instance_worker
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
@@ -35,7 +35,7 @@ class _Goes(Instance):
         if self._n == 2:
             assert self._tell is not None
             self._tell("it went")
-            raise InstanceGoneError
+            raise InstanceLostError
         for request in requests:
             request.send(InferResponse({"OUT": request.inputs["IN"]}))
 
@@ -51,7 +51,7 @@ class Goes(ModelBackend):
         self.n_made = self.n_closed = 0
         self.fails = fails
 
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         return _Goes(self)
 
 

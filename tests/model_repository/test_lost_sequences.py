@@ -45,14 +45,14 @@ def test_a_sequence_does_not_go_on_without_what_was_known_of_it(tmp_path: Path, 
             for id_ in (1, 2, 3):
                 assert await sums(model, id_, 10, ends=False) == [10]
             gone = kill(model, 0)
-            await becomes(lambda: bool(model.troubles))
+            await becomes(lambda: bool(model.unready_reason))
             for id_ in (1, 3, 1):  # each time that it is tried
                 code, what = await refusal(model, id_, 1)
                 assert code is Code.UNAVAILABLE and what.startswith(LOST % (id_, gone)), what
                 assert "begin it again with the START flag" in what
             assert int((await model.infer(part(model, 2, 5, END))).outputs["OUTPUT"].item()) == 15, "the other goes on"
             assert await sums(model, 1, 7, 1) == [7, 8], "and what begins anew does, too"
-            await becomes(lambda: not model.troubles)
+            await becomes(lambda: not model.unready_reason)
             assert await asyncio.gather(*(sums(model, id_, 1, 2) for id_ in range(4, 12))) == [[1, 3]] * 8
             code, what = await refusal(model, 1, 1)
             assert code is Code.INVALID_ARG and "must specify the START flag" in what, "that one had ended"

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from millrace.model_repository import backends
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.serve.protocols.kserve.metadata import statistics
 from tests.support.kserve_grpc import connected
@@ -32,7 +32,7 @@ HOLDS = """
 
 
 def usage(repository: ModelRepository, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = repository.get(name).told()["memory_usage"]
+    found: list[dict[str, Any]] = repository.get(name).statistics_dict()["memory_usage"]
     return found
 
 
@@ -78,7 +78,7 @@ class Known(Instance):
 
 
 class KnownBackend(ModelBackend):
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         return Known(None if given.name.endswith("_2") else 1 << 40)
 
 
@@ -112,7 +112,7 @@ class FaultyBackend(ModelBackend):
     def __init__(self, says: Callable[[], Any]) -> None:
         self._says = says
 
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         made = Faulty(None if given.name.endswith("_0") else 1 << 20)
         made.says = self._says
         return made

@@ -11,7 +11,7 @@ import pytest
 from millrace.model_repository.models.backend_model import BackendModel
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Closed
 from tests.support.loaded import BATCHES, Loaded, asked, becomes
@@ -117,7 +117,7 @@ def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> No
             await repository._load(ModelId("", "wide"))
             wide = repository.get("wide")
             request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
-            wide.checker.take(request, [Given("INPUT0", "FP32", data.shape, data)])
+            wide.checker.take(request, [RawInput("INPUT0", "FP32", data.shape, data)])
             answering = asyncio.ensure_future(wide.infer(request))
             await asyncio.sleep(0)
             assert not answering.done() and len((await answering).outputs["OUTPUT0"]) == 1 << 15, "in its thread"
@@ -137,9 +137,9 @@ def test_a_decoupled_model_answers_as_often_as_it_likes(tmp_path: Path) -> None:
             model.checker.take(
                 request,
                 [
-                    Given("IN", "INT32", (3,), values),
-                    Given("DELAY", "UINT32", (3,), zeros),
-                    Given("WAIT", "UINT32", (1,), zeros[:1]),
+                    RawInput("IN", "INT32", (3,), values),
+                    RawInput("DELAY", "UINT32", (3,), zeros),
+                    RawInput("WAIT", "UINT32", (1,), zeros[:1]),
                 ],
             )
             answers: list[tuple[int, int] | None] = []
@@ -155,7 +155,7 @@ def test_a_decoupled_model_answers_as_often_as_it_likes(tmp_path: Path) -> None:
             model.submit(request, receive)
             await asyncio.wait_for(done.wait(), 10)
             assert answers == [(4, 0), (2, 1), (0, 2), None]
-            assert model.told()["inference_stats"]["success"]["count"] == 1
+            assert model.statistics_dict()["inference_stats"]["success"]["count"] == 1
 
     asyncio.run(run())
 

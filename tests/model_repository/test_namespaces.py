@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
-from millrace.model_repository.lifecycle.load_source import read_now
+from millrace.model_repository.lifecycle.load_source import read_for_load
 from millrace.model_repository.metrics.triton_metrics import metrics_text
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
@@ -183,7 +183,7 @@ def test_an_unload_means_those_that_are_there(roots: list[Path], monkeypatch: py
     def waits(folders: Any, one: ModelId, *given: Any) -> Any:
         is_reading.set()
         assert may_read.wait(10)
-        return read_now(folders, one, *given)
+        return read_for_load(folders, one, *given)
 
     async def run() -> None:
         async with served(roots, load_model=("m",)) as repository:
@@ -252,7 +252,7 @@ def test_rings_are_those_of_models_and_not_of_names(
 
     def slowly(folders: Any, one: ModelId, *given: Any) -> Any:
         time.sleep(late_s.get(f"{Path(one.namespace).name} {one.name}", 0))
-        return read_now(folders, one, *given)
+        return read_for_load(folders, one, *given)
 
     monkeypatch.setattr("millrace.model_repository.lifecycle.lifecycle.read_now", slowly)
     pipe(tmp_path / "a", "x", "y")

@@ -11,8 +11,15 @@ import pytest
 
 from millrace.machine.cpu import usable_cores
 from millrace.model_repository.backends import BACKENDS, backend_named, framework_backend
-from millrace.model_repository.backends.backend import InstanceGiven
-from millrace.model_repository.backends.framework_backend import Network, NetworkBackend, Sides, Told, check, with_told
+from millrace.model_repository.backends.backend import InstanceContext
+from millrace.model_repository.backends.framework_backend import (
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
+    Sides,
+    check,
+    merge_signature,
+)
 from millrace.model_repository.config.autocomplete import completed
 from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.model_config import ModelConfig
@@ -23,7 +30,7 @@ from millrace.model_repository.scheduling.ragged_batch import Ragged
 from tests.support.loaded import Loaded, refused
 from tests.support.sequences import part
 
-ROWS = Told("x", "FP32", (-1, 4)), Told("y", "FP32", (-1, 2))
+ROWS = ModelSignature("x", "FP32", (-1, 4)), ModelSignature("y", "FP32", (-1, 2))
 SIDES = """input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
 
 
@@ -34,47 +41,55 @@ def config(text: str) -> ModelConfig:
 
 
 def test_what_a_file_says_completes_what_is_not_said() -> None:
-    found = config_json(with_told(config('backend: "x"'), [ROWS[0]], [ROWS[1]]))
+    found = config_json(merge_signature(config('backend: "x"'), [ROWS[0]], [ROWS[1]]))
     assert found["max_batch_size"] == 4 and found["dynamic_batching"]["preferred_batch_size"] == [4]
     assert [(i["name"], i["data_type"], i["dims"]) for i in found["input"]] == [("x", "TYPE_FP32", [4])]
-    whole = config_json(with_told(config('backend: "x"'), [replace(ROWS[0], dims=(3, 4))], [Told("n", "INT64", ())]))
+    whole = config_json(
+        merge_signature(config('backend: "x"'), [replace(ROWS[0], dims=(3, 4))], [ModelSignature("n", "INT64", ())])
+    )
     assert whole["max_batch_size"] == 0 and whole["input"][0]["dims"] == [3, 4]
     assert whole["output"][0]["dims"] == [1] and whole["output"][0]["reshape"] == {"shape": []}
-    said = config_json(with_told(config('backend: "x" max_batch_size: 2 ' + SIDES), [ROWS[0]], [ROWS[1]]))
+    said = config_json(merge_signature(config('backend: "x" max_batch_size: 2 ' + SIDES), [ROWS[0]], [ROWS[1]]))
     assert said["max_batch_size"] == 2 and "dynamic_batching" not in said
     only_input = SIDES.split(" output")[0]
-    half = config_json(with_told(config('backend: "x" max_batch_size: 2 ' + only_input), [ROWS[0]], [ROWS[1]]))
+    half = config_json(merge_signature(config('backend: "x" max_batch_size: 2 ' + only_input), [ROWS[0]], [ROWS[1]]))
     assert half["output"][0]["dims"] == [2] and half["max_batch_size"] == 2
 
 
 @pytest.mark.parametrize(
     ("told", "what"),
     [
-        (Told("x", "", (-1,), "complex64"), "tensor 'x' has the type complex64, which is not supported"),
-        (Told("x", "FP32", None), "tensor 'x' has any number of dimensions: say its dims in config.pbtxt"),
+        (ModelSignature("x", "", (-1,), "complex64"), "tensor 'x' has the type complex64, which is not supported"),
+        (ModelSignature("x", "FP32", None), "tensor 'x' has any number of dimensions: say its dims in config.pbtxt"),
     ],
 )
-def test_what_no_configuration_can_say_is_named(told: Told, what: str) -> None:
+def test_what_no_configuration_can_say_is_named(told: ModelSignature, what: str) -> None:
     with pytest.raises(StatusError, match=what):
-        with_told(config('backend: "x"'), [told], [ROWS[1]])
+        merge_signature(config('backend: "x"'), [told], [ROWS[1]])
 
 
 @pytest.mark.parametrize(
     ("told", "what"),
     [
-        (Told("z", "FP32", (-1, 4)), "unexpected inference input 'x', allowed inputs are: z"),
-        (Told("x", "FP16", (-1, 4)), "tensor 'x': the model expects data-type FP16 but the model configuration"),
-        (Told("x", "", (-1, 4), "complex64"), "the model expects data-type complex64 but"),
+        (ModelSignature("z", "FP32", (-1, 4)), "unexpected inference input 'x', allowed inputs are: z"),
         (
-            Told("x", "FP32", (-1, 5)),
+            ModelSignature("x", "FP16", (-1, 4)),
+            "tensor 'x': the model expects data-type FP16 but the model configuration",
+        ),
+        (ModelSignature("x", "", (-1, 4), "complex64"), "the model expects data-type complex64 but"),
+        (
+            ModelSignature("x", "FP32", (-1, 5)),
             r"expects 2 dimensions \(shape \[-1, 5\]\) but .* making complete shape \[-1, 4\]",
         ),
-        (Told("x", "FP32", (-1,)), r"expects 1 dimensions \(shape \[-1\]\) but .* specifies 2 dimensions"),
-        (Told("x", "FP32", (8, 4)), r"the first dimension must be -1; but shape expected by the model is \[8, 4\]"),
-        (Told("x", "FP32", ()), r"expects 0 dimensions \(shape \[\]\) but"),
+        (ModelSignature("x", "FP32", (-1,)), r"expects 1 dimensions \(shape \[-1\]\) but .* specifies 2 dimensions"),
+        (
+            ModelSignature("x", "FP32", (8, 4)),
+            r"the first dimension must be -1; but shape expected by the model is \[8, 4\]",
+        ),
+        (ModelSignature("x", "FP32", ()), r"expects 0 dimensions \(shape \[\]\) but"),
     ],
 )
-def test_a_configuration_of_another_file(told: Told, what: str) -> None:
+def test_a_configuration_of_another_file(told: ModelSignature, what: str) -> None:
     said = config('backend: "x" max_batch_size: 8 ' + SIDES)
     with pytest.raises(StatusError, match=what):
         check(said, [told], [ROWS[1]], Ragged(said))
@@ -82,10 +97,10 @@ def test_a_configuration_of_another_file(told: Told, what: str) -> None:
 
 def test_what_a_file_does_not_say_is_not_compared() -> None:
     said = config('backend: "x" max_batch_size: 8 ' + SIDES)
-    check(said, [Told("x", None, None)], [Told("y", None, None)], Ragged(said))
-    check(said, [Told("x", "FP32", (-1, -1))], [ROWS[1], Told("more", "FP32", (-1,))], Ragged(said))
+    check(said, [ModelSignature("x", None, None)], [ModelSignature("y", None, None)], Ragged(said))
+    check(said, [ModelSignature("x", "FP32", (-1, -1))], [ROWS[1], ModelSignature("more", "FP32", (-1,))], Ragged(said))
     with pytest.raises(StatusError, match="configuration expects 1 inputs, model provides 2"):
-        check(said, [ROWS[0], Told("more", "FP32", (-1,))], [ROWS[1]], Ragged(said))
+        check(said, [ROWS[0], ModelSignature("more", "FP32", (-1,))], [ROWS[1]], Ragged(said))
 
 
 def test_parameters_reach_their_settings(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,22 +172,22 @@ HELD = """backend: "sums" max_batch_size: 4 sequence_batching { state {
   input_name: "held" output_name: "held_on" data_type: TYPE_INT32 dims: [ 1 ] } }"""
 
 
-class Sums(NetworkBackend):
+class Sums(FrameworkBackend):
     file = "network.txt"
 
-    def instance(self, given: InstanceGiven) -> Network:
+    def instance(self, given: InstanceContext) -> FrameworkModel:
         return Sum(given)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
         kind = file.read_text()
         return (
-            [Told(name, kind, (-1, 1)) for name in ("INPUT", "held")],
-            [Told(name, kind, (-1, 1)) for name in ("OUTPUT", "held_on")],
+            [ModelSignature(name, kind, (-1, 1)) for name in ("INPUT", "held")],
+            [ModelSignature(name, kind, (-1, 1)) for name in ("OUTPUT", "held_on")],
         )
 
 
-class Sum(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class Sum(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         self.check(*Sums().sides(self.inner, given.file))
 

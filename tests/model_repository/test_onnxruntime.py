@@ -70,7 +70,7 @@ def test_batches_of_several_requests(tmp_path: Path) -> None:
             found = await asyncio.gather(*(infer(repository, "dense", x=x) for x in xs[:4]))  # 1 + 2 + 3 + 1 rows
             for x, one in zip(xs, found, strict=False):
                 np.testing.assert_allclose(one["y"], np.maximum(x.astype(np.float64) @ W, 0), rtol=1e-5, atol=1e-5)
-            assert repository.get("dense").told()["execution_count"] == 1
+            assert repository.get("dense").statistics_dict()["execution_count"] == 1
             alone = await infer(repository, "dense", x=xs[4])
             np.testing.assert_allclose(alone["y"], ReferenceEvaluator(dense()).run(None, {"x": xs[4]})[0], rtol=1e-5)
 

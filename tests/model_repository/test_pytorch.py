@@ -42,7 +42,7 @@ def test_batches_of_several_requests(tmp_path: Path, how: str) -> None:
             found = await asyncio.gather(*(infer(repository, "dense", INPUT__0=x) for x in xs[:4]))  # 1 + 2 + 3 + 1
             for x, one in zip(xs, found, strict=False):
                 np.testing.assert_allclose(one["OUTPUT__0"], exact(x), rtol=1e-5, atol=1e-5)
-            assert repository.get("dense").told()["execution_count"] == 1
+            assert repository.get("dense").statistics_dict()["execution_count"] == 1
             xs[4].flags.writeable = False  # as a request's bytes are
             alone = await infer(repository, "dense", INPUT__0=xs[4])
             assert np.array_equal(alone["OUTPUT__0"], Dense()(torch.from_numpy(xs[4].copy())).detach().numpy())

@@ -17,7 +17,7 @@ from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import InstanceGroup, Resource
 from millrace.model_repository.config.model_config import RateLimiter as Said
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch
 from millrace.model_repository.scheduling.rate_limiter import RateLimiter
@@ -45,7 +45,7 @@ class Slot:
     batch: Batch | None = None
     log: list[str] = field(default_factory=list)
 
-    def room(self) -> None:
+    def on_resources_available(self) -> None:
         for one in self.limiter.among([self] if not self.is_running else [], self.wants):
             self.limiter.begin(one)
             one.is_running = True
@@ -83,7 +83,7 @@ def test_nobody_holds_what_is_not_there(seed: int) -> None:
                 one.wants = False
             else:
                 one.wants = rng.random() < 0.8
-                one.room()
+                one.on_resources_available()
             await asyncio.sleep(0)
             held = sum((Counter(needs[s.name]) for s in found.values() if s.is_running), Counter())
             assert all(held[name] <= n for name, n in limits.items())
@@ -104,11 +104,11 @@ def test_turns_are_by_priority() -> None:
     async def run() -> None:
         found = slots(RateLimiter(), a=group(1, R=1), b=group(2, R=1), c=group(4, R=1))
         for one in found.values():
-            one.room()
+            one.on_resources_available()
         for _ in range(700):
             (running,) = (one for one in found.values() if one.is_running)
             running.end()
-            running.room()
+            running.on_resources_available()
             await asyncio.sleep(0)
         assert [round(one.n_runs / 100) for one in found.values()] == [4, 2, 1]
 
@@ -120,13 +120,13 @@ def test_a_large_one_is_not_starved_and_holds_up_nobody_else() -> None:
         limiter = RateLimiter()
         found = slots(limiter, small=group(R=1), other=group(R=1), large=group(R=2), apart=group(Q=1))
         for name in ("small", "other"):
-            found[name].room()
+            found[name].on_resources_available()
         found["small"].n_runs += 1
-        found["large"].room()
+        found["large"].on_resources_available()
         found["small"].end()
-        found["small"].room()
+        found["small"].on_resources_available()
         assert not found["small"].is_running, "one R is free, for which the large one waits"
-        found["apart"].room()
+        found["apart"].on_resources_available()
         assert found["apart"].is_running
         found["other"].end()
         await asyncio.sleep(0)
@@ -142,13 +142,13 @@ def test_there_is_as_much_as_the_largest_wants() -> None:
     async def run() -> None:
         limiter = RateLimiter()
         found = slots(limiter, a=group(R1=4, R2=4), b=group(R2=5, R3=10), c=group(R1=1, R3=7))
-        found["a"].room()
-        found["b"].room()
+        found["a"].on_resources_available()
+        found["b"].on_resources_available()
         assert found["a"].is_running and not found["b"].is_running
         found["a"].end()
         await asyncio.sleep(0)
         assert found["b"].is_running
-        found["c"].room()
+        found["c"].on_resources_available()
         assert not found["c"].is_running, "3 of R3 are left"
         limiter.remove([found["b"]])
         await asyncio.sleep(0)
@@ -177,7 +177,7 @@ def test_models_compute_one_after_the_other(tmp_path: Path, is_idle: bool) -> No
     models = {name: identity("FP32", "1", LIMITED % (2, 1, priority)) for name, priority in (("a", 1), ("b", 2))}
     write_models(tmp_path, models)
 
-    async def timed(common: Common) -> float:
+    async def timed(common: RepositoryContext) -> float:
         async with Loaded(tmp_path, common) as repository:
             both = [repository.get(name) for name in ("a", "b") for _ in range(4)]
             began_s = time.monotonic()
@@ -185,11 +185,11 @@ def test_models_compute_one_after_the_other(tmp_path: Path, is_idle: bool) -> No
             assert [int(answer.outputs["OUTPUT0"][0, 0]) for answer in answers] == list(range(8))
             return time.monotonic() - began_s
 
-    limited_s = asyncio.run(timed(Common(limiter=RateLimiter())))
-    at_once_s = min(asyncio.run(timed(Common())) for _ in range(1 if is_idle else 5))
+    limited_s = asyncio.run(timed(RepositoryContext(limiter=RateLimiter())))
+    at_once_s = min(asyncio.run(timed(RepositoryContext())) for _ in range(1 if is_idle else 5))
     assert at_once_s < (0.08 if is_idle else limited_s), "four at a time: 0.02 s, if nobody else computes"
     assert limited_s >= 0.08
-    assert asyncio.run(timed(Common(limiter=RateLimiter({"cores": 2})))) >= 0.04
+    assert asyncio.run(timed(RepositoryContext(limiter=RateLimiter({"cores": 2})))) >= 0.04
 
 
 def test_cancelled_requests_and_unloaded_models_leave_the_others_going(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_cancelled_requests_and_unloaded_models_leave_the_others_going(tmp_path:
 
     async def run() -> None:
         flags: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("*",)}
-        async with Loaded(tmp_path, Common(limiter=RateLimiter()), **flags) as repository:
+        async with Loaded(tmp_path, RepositoryContext(limiter=RateLimiter()), **flags) as repository:
             a, b = repository.get("a"), repository.get("b")
             first = asyncio.create_task(a.infer(asked(a, 1)))
             await asyncio.sleep(0)
@@ -231,7 +231,7 @@ def test_a_model_that_asks_one_that_waits_for_its_resources_gets_an_error(tmp_pa
     write(tmp_path, "outer", ASKS, config.replace('"identity"', '"python"'))
 
     async def run() -> None:
-        async with Loaded(tmp_path, Common(limiter=RateLimiter())) as repository:
+        async with Loaded(tmp_path, RepositoryContext(limiter=RateLimiter())) as repository:
             outer = repository.get("outer")
             async with asyncio.timeout(10):
                 with pytest.raises(StatusError, match="deadlock"):
@@ -244,7 +244,7 @@ def test_a_model_that_asks_one_that_waits_for_its_resources_gets_an_error(tmp_pa
 
 def test_flags_are_tritons() -> None:
     flags = OperationFlags(rate_limit="execution_count", rate_limit_resource=("R1:10", "R2:5:0"))
-    assert Common.of(flags).limiter is not None and Common.of(OperationFlags()).limiter is None
+    assert RepositoryContext.of(flags).limiter is not None and RepositoryContext.of(OperationFlags()).limiter is None
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_one_of_two_instances_is_enough_for_a_model_and_not_for_the_server(tmp_p
 
 def test_whoever_stops_is_told_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     told, answers = list[str](), iter([True, False, False, True, False])
-    watch = readiness_probe.Watch("m", lambda: next(answers, True), told.append)
+    watch = readiness_probe.ReadinessProbe("m", lambda: next(answers, True), told.append)
     until(lambda: len(told) == 4)
     watch.stop()
     time.sleep(0.1)

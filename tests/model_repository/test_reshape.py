@@ -11,7 +11,7 @@ from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelOutput, Reshape
 from millrace.model_repository.repository.multi_repository import read_repositories
 from millrace.model_repository.request.infer_request import InferResponse
-from millrace.model_repository.request.reshape import Reshaped
+from millrace.model_repository.request.reshape import OutputReshaper
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import Array
 from tests.support.loaded import Loaded, infer
@@ -22,10 +22,10 @@ def numbers(*shape: int) -> Array:
     return np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
 
 
-def reshaped(max_batch: int, made: tuple[int, ...], dims: tuple[int, ...]) -> Reshaped:
+def reshaped(max_batch: int, made: tuple[int, ...], dims: tuple[int, ...]) -> OutputReshaper:
     said = replace(empty(ModelOutput), name="y", dims=dims, reshape=Reshape(shape=made))
     other = replace(empty(ModelOutput), name="z", dims=(4,))
-    return Reshaped(replace(empty(ModelConfig), name="m", max_batch_size=max_batch, output=(said, other)))
+    return OutputReshaper(replace(empty(ModelConfig), name="m", max_batch_size=max_batch, output=(said, other)))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_models_and_ensembles_answer_in_dims(
         async with Loaded(tmp_path, model_control_mode="explicit", load_model=(name,)) as repository:
             found = (await infer(repository, name, INPUT0=numbers(*given)))["OUTPUT0"]
             assert found.shape == told and found.tobytes() == numbers(*given).tobytes()
-            assert not repository.get(name).answers_at_once(16)  # where nothing is reshaped
+            assert not repository.get(name).can_run_inline(16)  # where nothing is reshaped
 
     asyncio.run(run())
 
@@ -116,7 +116,7 @@ def test_an_output_of_no_such_shape_is_an_error_and_counted(tmp_path: Path) -> N
             with pytest.raises(StatusError, match=r"output 'OUTPUT0' of model 'm' has shape \[3\], expected \[4\]"):
                 await infer(repository, "m", INPUT0=numbers(1, 3))
             assert (await infer(repository, "m", INPUT0=numbers(1, 4)))["OUTPUT0"].shape == (1, 2, 2)
-            said = repository.get("m").told()["inference_stats"]
+            said = repository.get("m").statistics_dict()["inference_stats"]
             assert said["success"]["count"] == said["fail"]["count"] == 1
 
     asyncio.run(run())

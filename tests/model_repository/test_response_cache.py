@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from millrace.errors import ConfigError
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.response_cache import _EACH_BYTES, ResponseCache, digest_of, key_of
 from millrace.model_repository.scheduling.rate_limiter import RateLimiter
@@ -98,7 +98,7 @@ def test_what_was_answered_is_answered_again(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with Loaded(
-            tmp_path, Common(cache=cache), model_control_mode="explicit", load_model=("*",)
+            tmp_path, RepositoryContext(cache=cache), model_control_mode="explicit", load_model=("*",)
         ) as repository:
             model = repository.get("m")
             first = await model.infer(asked(model, 1, 2))
@@ -160,17 +160,17 @@ def test_what_is_not_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     group = "instance_group { count: 1 kind: KIND_CPU rate_limiter { resources { name: 'R' count: 1 } } }"
     write_models(tmp_path, {"m": CACHED % group, "plain": identity("FP32", "1")})
 
-    async def run(common: Common) -> list[str]:
+    async def run(common: RepositoryContext) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "millrace"):
             async with Loaded(tmp_path, common):
                 return sorted(record.getMessage() for record in caplog.records)
 
-    assert asyncio.run(run(Common())) == [
+    assert asyncio.run(run(RepositoryContext())) == [
         "m: rate_limiter is not used without --rate-limit execution_count",
         "m: response_cache is not used without --cache-config local,size=N",
     ]
-    assert asyncio.run(run(Common(cache=ResponseCache(1024), limiter=RateLimiter()))) == []
+    assert asyncio.run(run(RepositoryContext(cache=ResponseCache(1024), limiter=RateLimiter()))) == []
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_what_is_not_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 )
 def test_a_mistake_in_the_flag_is_said(said: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--cache-config"):
-        Common.of(OperationFlags(cache_config=said))
+        RepositoryContext.of(OperationFlags(cache_config=said))

@@ -9,7 +9,7 @@ import pytest
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request import response_stream
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.response_stream import Responses
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import held_bytes, objects
@@ -20,8 +20,8 @@ from tests.support.repository import REPEAT, write_models
 def repeated(model: Model, n: int, delay_ms: int = 0) -> InferRequest:
     request, values = InferRequest({}), np.arange(n, dtype=np.int32)
     delays, wait = np.full(n, delay_ms, np.uint32), np.zeros(1, np.uint32)
-    given = [Given("IN", "INT32", (n,), values), Given("DELAY", "UINT32", (n,), delays)]
-    model.checker.take(request, [*given, Given("WAIT", "UINT32", (1,), wait)])
+    given = [RawInput("IN", "INT32", (n,), values), RawInput("DELAY", "UINT32", (n,), delays)]
+    model.checker.take(request, [*given, RawInput("WAIT", "UINT32", (1,), wait)])
     return request
 
 

@@ -12,7 +12,7 @@ from millrace.model_repository.config.autocomplete import completed
 from millrace.model_repository.config.pbtxt_binder import read_config
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import BatchRules, Closed
-from millrace.model_repository.scheduling.sequence_batcher import SequenceQueue, SequenceRules
+from millrace.model_repository.scheduling.sequence_batcher import SequenceBatcher, SequenceRules
 from tests.support.drawn import SEEDS, examples
 from tests.support.sequence_rules import DIRECT, END, NO_START, OLDEST, START, STEPS, Both, queue_of, request
 
@@ -59,7 +59,7 @@ def test_and_long_schedules_too(seed: int) -> None:
     both.end()
 
 
-def taken(queue: SequenceQueue, now: int = 0, instance: int = 0) -> tuple[list[object], Closed | None]:
+def taken(queue: SequenceBatcher, now: int = 0, instance: int = 0) -> tuple[list[object], Closed | None]:
     batch = queue.take(now, instance)
     if batch is None:
         return [], None

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.model_repository.backends.backend import Batched
+from millrace.model_repository.backends.backend import BatchedInstance
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.status_code import Code, StatusError
 from tests.support.loaded import Loaded
@@ -135,7 +135,7 @@ def test_arrays_of_a_batch_are_put_together(tmp_path: Path, monkeypatch: pytest.
 
     seen: list[dict[str, list[list[int]]]] = []
 
-    class Sums(Batched):
+    class Sums(BatchedInstance):
         def compute(self, inputs):  # type: ignore[no-untyped-def]
             seen.append({name: array.tolist() for name, array in inputs.items()})
             total = inputs["INPUT"] + inputs["INPUT_STATE"]

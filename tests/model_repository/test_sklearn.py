@@ -62,7 +62,7 @@ def test_batches_of_several_requests(tmp_path: Path) -> None:
             for x, one in zip(xs, found, strict=True):
                 assert one["predict"].tolist() == iris().predict(x).reshape(-1, 1).tolist()
                 np.testing.assert_allclose(one["predict_proba"], iris().predict_proba(x), rtol=1e-12)
-            assert repository.get("iris").told()["execution_count"] == 1
+            assert repository.get("iris").statistics_dict()["execution_count"] == 1
 
     asyncio.run(run())
 

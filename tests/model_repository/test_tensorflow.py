@@ -81,7 +81,7 @@ def test_batches_of_several_requests(tmp_path: Path) -> None:
             found = await asyncio.gather(*(infer(repository, "dense", x=x) for x in xs[:4]))
             for x, one in zip(xs, found, strict=False):
                 np.testing.assert_allclose(one["y"], exact(x), rtol=1e-5, atol=1e-5)
-            assert repository.get("dense").told()["execution_count"] == 1
+            assert repository.get("dense").statistics_dict()["execution_count"] == 1
             alone = (await infer(repository, "dense", x=xs[4]))["y"]
             np.testing.assert_allclose(alone, made.score(xs[4])["y"].numpy(), rtol=1e-6)
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.response_cache import ResponseCache
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.tracing.trace_context import Parent, parent_of
-from millrace.model_repository.tracing.tracer import Exchange
+from millrace.model_repository.tracing.tracer import TracedExchange
 from tests.support.ensembles import asking, ensemble
 from tests.support.loaded import BATCHES, Loaded, asked
 from tests.support.python_models import write
@@ -33,7 +33,7 @@ def test_each_request_tells_its_times_and_its_batch(tmp_path: Path) -> None:
     root, file = write_models(tmp_path / "models", {"m": delayed}), tmp_path / "trace.json"
 
     async def run() -> None:
-        async with Loaded(root, Common(tracer=tracer(file))) as repository:
+        async with Loaded(root, RepositoryContext(tracer=tracer(file))) as repository:
             model = repository.get("m")
             requests = [asked(model, 1), asked(model, 2, 3), asked(model, 4)]
             requests[1].id = "mine"
@@ -55,7 +55,7 @@ def test_each_request_tells_its_times_and_its_batch(tmp_path: Path) -> None:
 def test_what_is_computed_at_once_kept_or_refused_is_traced(tmp_path: Path) -> None:
     config = identity("FP32", "1", "max_batch_size: 8 response_cache { enable: true }")
     root, file = write_models(tmp_path / "models", {"m": config, "n": BATCHES % ""}), tmp_path / "trace.json"
-    common = Common(tracer=tracer(file), cache=ResponseCache(1 << 20))
+    common = RepositoryContext(tracer=tracer(file), cache=ResponseCache(1 << 20))
 
     async def run() -> None:
         async with Loaded(root, common, max_model_requests=1) as repository:
@@ -82,7 +82,7 @@ def test_steps_and_models_that_models_ask_are_parts_of_a_trace(tmp_path: Path) -
     file = tmp_path / "trace.json"
 
     async def run() -> None:
-        async with Loaded(root, Common(tracer=tracer(file))) as repository:
+        async with Loaded(root, RepositoryContext(tracer=tracer(file))) as repository:
             for name, tensor in (("both", "x"), ("asks", "INPUT0")):
                 outer = repository.get(name)
                 await outer.infer(asking(outer, (), **{tensor: np.zeros((1, 4), np.int32)}))
@@ -102,7 +102,7 @@ def test_a_part_has_no_trace_without_the_whole(tmp_path: Path) -> None:
     root = write_models(tmp_path / "models", {"a": plain, "both": both})
 
     async def run() -> None:
-        async with Loaded(root, Common(tracer=tracer(file, trace_rate=2))) as repository:
+        async with Loaded(root, RepositoryContext(tracer=tracer(file, trace_rate=2))) as repository:
             for _ in range(4):
                 outer = repository.get("both")
                 await outer.infer(asking(outer, x=np.zeros((1, 4), np.int32)))
@@ -117,7 +117,7 @@ def test_tensors_are_told(tmp_path: Path) -> None:
     root, file = write_models(tmp_path / "models", {"m": config}), tmp_path / "trace.json"
 
     async def run() -> None:
-        async with Loaded(root, Common(tracer=tracer(file, trace_level=("TENSORS",)))) as repository:
+        async with Loaded(root, RepositoryContext(tracer=tracer(file, trace_level=("TENSORS",)))) as repository:
             model = repository.get("m")
             await model.infer(asking(model, INPUT0=np.array([[b"a", b"\xff"]], np.object_)))
 
@@ -162,7 +162,7 @@ def test_a_clients_trace_decides_and_otherwise_the_rate() -> None:
 def test_a_client_that_leaves_ends_its_span_when_the_model_is_done() -> None:
     one, told = spanned()
     request = InferRequest({})
-    with pytest.raises(asyncio.CancelledError), Exchange(one, request, "GRPC", 5):
+    with pytest.raises(asyncio.CancelledError), TracedExchange(one, request, "GRPC", 5):
         one.begin(request, "m")
         raise asyncio.CancelledError
     assert not told.ended
@@ -178,7 +178,7 @@ def test_parts_are_below_whoever_asks(tmp_path: Path) -> None:
     one, told = spanned()
 
     async def run() -> None:
-        async with Loaded(root, Common(tracer=one)) as repository:
+        async with Loaded(root, RepositoryContext(tracer=one)) as repository:
             outer = repository.get("both")
             await outer.infer(asking(outer, x=np.zeros((1, 4), np.int32)))
 

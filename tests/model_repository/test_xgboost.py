@@ -60,7 +60,7 @@ def test_batches_of_several_requests(tmp_path: Path) -> None:
                 found = await asyncio.gather(*(infer(repository, model, input__0=x) for x in xs))
                 for x, one in zip(xs, found, strict=True):
                     assert np.array_equal(one["output__0"], booster.predict(xgboost.DMatrix(x)).reshape(-1, 1))
-                assert repository.get(model).told()["execution_count"] == 1
+                assert repository.get(model).statistics_dict()["execution_count"] == 1
 
     asyncio.run(run())
 

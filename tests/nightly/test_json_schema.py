@@ -11,7 +11,7 @@ import pytest
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from tests.fuzz.schemas import random_schema
 from tests.serve.support import VOCABULARY, tokenizer
 
@@ -23,7 +23,7 @@ MOST = 200  # tokens of an answer
 FLOATS = "multipleOf"
 
 
-def answer(grammars: Grammars, rng: Random, schema: dict[str, Any]) -> bytes | None:
+def answer(grammars: GrammarCompiler, rng: Random, schema: dict[str, Any]) -> bytes | None:
     """Draw one, each allowed token as likely as any other; None if it has no end within MOST tokens."""
     words = tokenizer()
     (matcher,) = grammars.matchers(StructuredOutputsParams(json=schema), 1)
@@ -43,7 +43,7 @@ def answer(grammars: Grammars, rng: Random, schema: dict[str, Any]) -> bytes | N
 def test_random_answers_are_valid() -> None:
     words = tokenizer()
     assert words.eos_token_id is not None
-    grammars, seen = Grammars(words, VOCABULARY, [words.eos_token_id]), Counter[str]()
+    grammars, seen = GrammarCompiler(words, VOCABULARY, [words.eos_token_id]), Counter[str]()
     for seed in range(N):
         rng = Random(f"schema {seed}")
         schema = random_schema(rng, 2)

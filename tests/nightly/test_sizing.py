@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.sizing import PARTS
-from millrace.size.fit.overhead import Held, Run, judged, leave_one_out, replay
+from millrace.size.fit.overhead import LeaveOneOutResult, Run, judged, leave_one_out, replay
 from millrace.size.performance.fitted_devices import profile
 from tests.size.tables import needs_tables, served_runs
 
@@ -22,7 +22,7 @@ def by_profile() -> dict[tuple[str, str], list[Run]]:
     return found
 
 
-def show(where: str, held: Held) -> None:
+def show(where: str, held: LeaveOneOutResult) -> None:
     sys.stdout.write(json.dumps({"of": where, **asdict(held)}) + "\n")
 
 

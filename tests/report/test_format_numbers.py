@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.report.format_numbers import count, exact, four, is_number, things
+from millrace.report.format_numbers import count, exact, format_4_digits, is_number, pluralize
 
 
 @pytest.mark.parametrize("n, said", [
@@ -18,7 +18,7 @@ def test_a_number_of_things_has_two_digits_at_least(n: float, said: str) -> None
     (4371.2, "4,371"), (29_170.4, "29,170"), (1e6, "1,000,000"), (-4371.2, "-4,371"),
 ])  # fmt: skip
 def test_four_digits_or_whole(n: float, said: str) -> None:
-    assert four(n) == said
+    assert format_4_digits(n) == said
 
 
 def test_what_somebody_said_keeps_its_digits() -> None:
@@ -26,7 +26,7 @@ def test_what_somebody_said_keeps_its_digits() -> None:
 
 
 def test_one_thing_is_not_several() -> None:
-    assert [things(n, "run") for n in (0, 1, 2, 1.5, 1e6)] == [
+    assert [pluralize(n, "run") for n in (0, 1, 2, 1.5, 1e6)] == [
         "0 runs",
         "1 run",
         "2 runs",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from millrace.report.page import is_ours, render
+from millrace.report.page import is_millrace_page, render
 from millrace.report.plot_scale import Scale, byte_ticks
 
 BODY = """{% extends "page.html" %}
@@ -52,10 +52,10 @@ def test_a_forgotten_value_is_noticed(template: Path) -> None:
 def test_pages_of_ours_are_known(template: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(render(template, name="x"))
-    assert is_ours(page)
+    assert is_millrace_page(page)
     for other in ("", "<!doctype html><title>millrace</title>", " " * 2000 + page.read_text()):
         page.write_text(other)
-        assert not is_ours(page)
+        assert not is_millrace_page(page)
 
 
 @pytest.mark.parametrize("most", [1, 5, 6, 1000, 1023, 1024, 1025, 3 << 20, 2461696, 1 << 40])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from millrace.report.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Plot, round_ticks, some
+from millrace.report.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Plot, downsample, round_ticks
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_an_axis_holds_its_values() -> None:
 
 
 def test_of_many_every_so_many_eth_is_drawn() -> None:
-    assert some(list(range(10)), 4) == [0, 3, 6, 9] and some([1, 2], 4) == [1, 2]
-    assert len(some(list(range(10_001)), 2000)) <= 2000
+    assert downsample(list(range(10)), 4) == [0, 3, 6, 9] and downsample([1, 2], 4) == [1, 2]
+    assert len(downsample(list(range(10_001)), 2000)) <= 2000

@@ -30,12 +30,12 @@ from millrace.engine.executor import (
 )
 from millrace.errors import MillraceError
 from millrace.kernels.sample.ref import unpacked
-from millrace.runtime.kv.kv_offload import HEADER, RECORD, PageMemory, Tier
+from millrace.runtime.kv.kv_offload import HEADER, RECORD, KvOffloadStore, PageMemory
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.request.queue_options import NO_CLAIM, Claim
-from millrace.runtime.request.request import AnswerText, Request, StopTables, Terms, Timings
+from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.request import AnswerText, Request, RequestOptions, StopTables, Timings
 from millrace.runtime.request.sampling_params import SEED_MASK, SamplingParams, check_prompt, resolve
-from millrace.runtime.scheduling.admission_policy import Policy, first_come
+from millrace.runtime.scheduling.admission_policy import Policy, fcfs
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.structured_output.grammar_process import GrammarProcess
 from tests.runtime.window_memory import WindowMemory
@@ -306,7 +306,7 @@ def make_loop(
     clock: Callable[[], float] | None = None,
     budget: TokenBudget | None = None,
     prefix_cache: bool = True,
-    policy: Policy = first_come,
+    policy: Policy = fcfs,
     tier: Path | None = None,
     depth: int = 1,
 ) -> EngineLoop:
@@ -325,10 +325,10 @@ def compiling() -> GrammarProcess:
     return GrammarProcess(VOCAB, {EOS: FakeTokenizer().token_bytes(EOS)}, [EOS], FakeTokenizer().bos_token_id)
 
 
-def fake_tier(executor: FakeExecutor, path: Path) -> Tier:
+def fake_tier(executor: FakeExecutor, path: Path) -> KvOffloadStore:
     """With room for 1,000 pages."""
     memory = PageMemory(executor.kept())
-    return Tier(path, "a fake", memory, 2 * HEADER.size + 1000 * (RECORD.size + memory.page_bytes))
+    return KvOffloadStore(path, "a fake", memory, 2 * HEADER.size + 1000 * (RECORD.size + memory.page_bytes))
 
 
 def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, of: ExecutorLimits) -> CompletionOutput:
@@ -354,7 +354,7 @@ def new_request(
     params: SamplingParams,
     of: ExecutorLimits,
     defaults: GenerationDefaults | None = None,
-    claim: Claim = NO_CLAIM,
+    claim: QueueOptions = NO_CLAIM,
     queued_s: float = 0.0,
 ) -> Request:
     """As the loop makes one."""
@@ -362,5 +362,11 @@ def new_request(
     resolved = resolve(params, defaults or GenerationDefaults(), of, len(prompt))
     timings = Timings(queued_s)
     return Request(
-        "r", check_prompt(prompt, of), resolved, lambda deltas: None, timings, new_text, terms=Terms(claim=claim)
+        "r",
+        check_prompt(prompt, of),
+        resolved,
+        lambda deltas: None,
+        timings,
+        new_text,
+        terms=RequestOptions(claim=claim),
     )

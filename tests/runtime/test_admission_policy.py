@@ -8,8 +8,8 @@ import pytest
 
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime.kv.pages import PagePool
-from millrace.runtime.request.queue_options import MAX_PRIORITY, Claim
-from millrace.runtime.request.request import Sequence, Stage, Terms
+from millrace.runtime.request.queue_options import MAX_PRIORITY, QueueOptions
+from millrace.runtime.request.request import RequestOptions, Sequence, Stage
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from millrace.runtime.scheduling.admission_policy import (
     AGEING_S,
@@ -19,7 +19,7 @@ from millrace.runtime.scheduling.admission_policy import (
     shortest_first,
 )
 from millrace.runtime.scheduling.scheduler import Scheduler
-from millrace.runtime.service import AsyncEngine, ServiceOptions, Turnover
+from millrace.runtime.service import AsyncEngine, QueueTimeEstimator, ServiceOptions
 from millrace.runtime.settings import SCHEDULES
 from tests.runtime.fakes import FakeClock, limits, make_loop, new_request
 from tests.runtime.test_loop import Client, run_all
@@ -37,7 +37,7 @@ class Crowd:
         )
 
     def joins(self, n_prompt: int = 4, first: int = 1, n: int = 1, **claim: object) -> Sequence:
-        said = Claim(**claim)  # type: ignore[arg-type]
+        said = QueueOptions(**claim)  # type: ignore[arg-type]
         prompt = [first] * n_prompt
         params = SamplingParams(ignore_eos=True, n=n)
         request = new_request(prompt, params, self.limits, claim=said, queued_s=self.now_s)
@@ -129,7 +129,7 @@ def test_the_wait_is_judged_as_it_turns_out(n_places: int) -> None:
     def a_second(step: object) -> None:
         clock.now_s += 1.0
 
-    loop, turnover = make_loop(limits(max_sequences=n_places), a_second, clock=clock), Turnover(n_places)
+    loop, turnover = make_loop(limits(max_sequences=n_places), a_second, clock=clock), QueueTimeEstimator(n_places)
     assert turnover.wait_s(loop.stats()) == 0, "all places are free"
     for lengths, n_steps in (([8] * 40, 30), ([rng.randint(4, 12) for _ in range(60)], 20), ([80] * 3 * n_places, 65)):
         for n in lengths:
@@ -230,7 +230,7 @@ def test_the_lowest_priority_gives_its_pages_back() -> None:
 )  # fmt: skip
 def test_claims_out_of_range_are_refused(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError) as refused:
-        Claim(**wrong)  # type: ignore[arg-type]
+        QueueOptions(**wrong)  # type: ignore[arg-type]
     assert refused.value.param == field
     assert field != "priority" or "an integer from -100, which goes first, to 100" in str(refused.value)
 
@@ -239,8 +239,10 @@ def test_who_has_waited_long_enough_is_ended() -> None:
     clock = FakeClock(0.5)
     loop = make_loop(limits(max_sequences=1), clock=clock)
     running = Client(loop, [1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
-    hasty = Client(loop, [1, 3], SamplingParams(max_tokens=4), Claim(queue_timeout_s=1.0))
-    patient = Client(loop, [1, 4], SamplingParams(max_tokens=4, ignore_eos=True), Claim(queue_timeout_s=10_000.0))
+    hasty = Client(loop, [1, 3], SamplingParams(max_tokens=4), QueueOptions(queue_timeout_s=1.0))
+    patient = Client(
+        loop, [1, 4], SamplingParams(max_tokens=4, ignore_eos=True), QueueOptions(queue_timeout_s=10_000.0)
+    )
     run_all(loop)
     (delta,) = hasty.deltas[-1]
     assert delta.finish_reason is FinishReason.ABORT and "it waited longer than 1 s" in (delta.error or "")
@@ -254,7 +256,7 @@ def test_it_waits_for_as_long_as_it_says_and_no_longer(waited_s: float, reason: 
     loop = make_loop(limits(max_sequences=1), clock=clock)
     running = Client(loop, [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
     loop.step()
-    waits = Client(loop, [1, 3], SamplingParams(max_tokens=2, n=2, ignore_eos=True), Claim(queue_timeout_s=1.0))
+    waits = Client(loop, [1, 3], SamplingParams(max_tokens=2, n=2, ignore_eos=True), QueueOptions(queue_timeout_s=1.0))
     loop.step()
     clock.now_s += waited_s
     run_all(loop)
@@ -268,8 +270,8 @@ def test_who_has_begun_is_not_ended_while_it_waits_again() -> None:
     clock = FakeClock()
     loop = make_loop(limits(n_pages=8, page_tokens=2, max_context=16, max_sequences=3), clock=clock)
     params = SamplingParams(max_tokens=10, ignore_eos=True)
-    first = Client(loop, [2, 2, 2, 2], params, Claim(priority=1, queue_timeout_s=1.0))
-    urgent = Client(loop, [3, 3, 3, 3], params, Claim(priority=-1))
+    first = Client(loop, [2, 2, 2, 2], params, QueueOptions(priority=1, queue_timeout_s=1.0))
+    urgent = Client(loop, [3, 3, 3, 3], params, QueueOptions(priority=-1))
     while loop.stats().preemptions_total == 0:
         loop.step()
     assert loop._scheduler.waiting == first.request.choices and first.request.timings.first_scheduled_s == 0
@@ -290,9 +292,11 @@ def test_who_would_wait_too_long_is_told_at_once() -> None:
             handles = [engine.submit([[1, 2]], [params]) for _ in range(6)]
             await asyncio.sleep(0.02)
             with pytest.raises(BusyError, match="it would wait some") as refused:
-                engine.submit([[1, 2]], [params], terms=Terms(claim=Claim(queue_timeout_s=0.01)))
+                engine.submit([[1, 2]], [params], terms=RequestOptions(claim=QueueOptions(queue_timeout_s=0.01)))
             assert refused.value.retry_after_s >= 1
-            handles.append(engine.submit([[1, 2]], [params], terms=Terms(claim=Claim(queue_timeout_s=60))))
+            handles.append(
+                engine.submit([[1, 2]], [params], terms=RequestOptions(claim=QueueOptions(queue_timeout_s=60)))
+            )
             for handle in handles:
                 async for _ in handle:
                     pass
@@ -308,7 +312,7 @@ def test_one_tenant_may_fill_half_of_the_queue() -> None:
         options = ServiceOptions(max_queued=8)
         async with AsyncEngine(make_loop(limits(max_sequences=1), slow, clock=time.perf_counter), options) as engine:
             params = SamplingParams(max_tokens=12, ignore_eos=True)
-            flood, other = (Terms(claim=Claim(tenant=name)) for name in ("a", "b"))
+            flood, other = (RequestOptions(claim=QueueOptions(tenant=name)) for name in ("a", "b"))
             handles = []
             with pytest.raises(BusyError, match="of this API key are waiting"):
                 for _ in range(20):

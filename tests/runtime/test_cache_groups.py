@@ -14,7 +14,7 @@ from millrace.runtime.kv.cache_groups import CacheGroups, WindowTable
 from millrace.runtime.kv.pages import Key
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.prefix_cache_options import CacheOptions
-from millrace.runtime.request.request import Terms
+from millrace.runtime.request.request import RequestOptions
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from tests.runtime.clients import ASKED, GREEDY, PAGE, Asked, Client, answered, computed, run_all, solo, solo_answers
 from tests.runtime.fakes import RandomBudget, limits, make_loop
@@ -154,7 +154,7 @@ def test_prompts_are_not_kept_as_asked(cache: CacheOptions) -> None:
     """Pages of windows go by their age alone."""
     loop = make_loop(windowed(6, n_pages=200))
     with pytest.raises(RequestError, match="layers with a window or a state"):
-        loop.submit([5] * 20, GREEDY, lambda deltas: None, terms=Terms(cache=cache))
+        loop.submit([5] * 20, GREEDY, lambda deltas: None, terms=RequestOptions(cache=cache))
 
 
 def test_what_is_held_stays_small() -> None:

@@ -18,7 +18,7 @@ from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output import grammar
-from millrace.runtime.structured_output.grammar import Grammars, Matcher, Thoughts
+from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher, ReasoningSpan
 from tests.runtime.fakes import EOS, VOCAB, FakeTokenizer, limits, make_loop
 from tests.serve.support import VOCABULARY, tokenizer
 
@@ -44,17 +44,17 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def fake() -> Grammars:
+def fake() -> GrammarCompiler:
     """Of a small vocabulary; tests that change nothing share its compiling process."""
-    return Grammars(FakeTokenizer(), VOCAB, [EOS])
+    return GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
 
 
-def allowed(grammars: Grammars, matcher: Matcher) -> set[int]:
+def allowed(grammars: GrammarCompiler, matcher: Matcher) -> set[int]:
     return {int(i) for i in np.flatnonzero(unpacked(grammars.masks([matcher])[0], VOCAB))}
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_mask_allows_what_leads_to_a_choice(seed: int, fake: Grammars) -> None:
+def test_a_mask_allows_what_leads_to_a_choice(seed: int, fake: GrammarCompiler) -> None:
     rng = random.Random(seed)
     choices = [word.encode() for word in rng.sample(WORDS, rng.randint(1, 6))]
     asked = StructuredOutputsParams(choice=[c.decode() for c in choices])
@@ -74,13 +74,13 @@ def test_a_mask_allows_what_leads_to_a_choice(seed: int, fake: Grammars) -> None
 
 
 def test_when_it_is_complete_only_the_end_is_allowed() -> None:
-    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS, 5])
+    grammars = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS, 5])
     (matcher,) = grammars.matchers(StructuredOutputsParams(regex="a"), 1)
     matcher.take(1)
     assert EOS in allowed(grammars, matcher) <= {EOS, 5} and not matcher.why
 
 
-def test_masks_of_several_rows_are_those_of_each(fake: Grammars) -> None:
+def test_masks_of_several_rows_are_those_of_each(fake: GrammarCompiler) -> None:
     matchers = [fake.matchers(StructuredOutputsParams(regex=r), 1)[0] for r in ("[a-c]+", "b", "(h|g)a", "[ab]{2}")]
     together = fake.masks(matchers)
     assert [together[i].tolist() for i in range(4)] == [fake.masks([m])[0].tolist() for m in matchers]
@@ -88,7 +88,7 @@ def test_masks_of_several_rows_are_those_of_each(fake: Grammars) -> None:
 
 def test_masks_that_are_filled_beside_are_those_filled_before() -> None:
     """While another thread holds on to them the step has to wait; what is asked for next is filled behind it."""
-    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    grammars = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     matchers = [grammars.matchers(StructuredOutputsParams(regex=r), 1)[0] for r in ("[a-c]+", "b", "(h|g)a", "[ab]{2}")]
     begin, fill = threading.Event(), grammars._fill
 
@@ -105,7 +105,7 @@ def test_masks_that_are_filled_beside_are_those_filled_before() -> None:
 
 
 def test_masks_that_cannot_be_filled_allow_nothing_and_say_so() -> None:
-    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    grammars = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     matchers = grammars.matchers(StructuredOutputsParams(regex="[a-c]+"), 2)
     with patch.object(grammars, "_compute", side_effect=MemoryError("no more")):
         masks, ready = grammars.masks_beside(matchers)
@@ -116,7 +116,7 @@ def test_masks_that_cannot_be_filled_allow_nothing_and_say_so() -> None:
         grammars.masks_beside(matchers)
 
 
-def test_a_token_that_does_not_follow_leaves_nothing_allowed(fake: Grammars) -> None:
+def test_a_token_that_does_not_follow_leaves_nothing_allowed(fake: GrammarCompiler) -> None:
     held, other = fake.matchers(StructuredOutputsParams(regex="ab"), 2)
     held.take(8)
     masks = fake.masks([held, other])
@@ -147,22 +147,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     eos = tokenizer().eos_token_id
     assert eos is not None
-    return Grammars(tokenizer(), VOCABULARY, [eos])
+    return GrammarCompiler(tokenizer(), VOCABULARY, [eos])
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("given, says", BAD, ids=[str(given)[:60] for given, _ in BAD])
-def test_what_cannot_be_held_to_is_refused_by_name(grammars: Grammars, given: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_held_to_is_refused_by_name(grammars: GrammarCompiler, given: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=re.escape(says)) as error:
         grammars.matchers(StructuredOutputsParams(**given, asked_as="guided_json"), 1)
     assert error.value.param == "guided_json" and "\n" not in error.value.what and "start:" not in error.value.what
     assert len(error.value.what) < 500
 
 
-def test_a_temperature_that_is_text_is_none_of_a_rule(grammars: Grammars) -> None:
+def test_a_temperature_that_is_text_is_none_of_a_rule(grammars: GrammarCompiler) -> None:
     lines = [
         'start: x ["temperature="] [y]',
         "// x[temperature=2]",
@@ -175,43 +175,43 @@ def test_a_temperature_that_is_text_is_none_of_a_rule(grammars: Grammars) -> Non
 
 
 @pytest.mark.parametrize("limit", ["LEXER_FUEL", "LEXER_STATES", "GRAMMAR_SIZE"])
-def test_what_explodes_ends_at_a_limit(limit: str, fake: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_explodes_ends_at_a_limit(limit: str, fake: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a lower one: llguidance builds no automaton beforehand, so that little reaches the limits we have."""
     asked = StructuredOutputsParams(grammar="start: A B\nA: /(.*a.{300}.*b.{300}){2}/\nB: /[a-z]{2,9}/")
     fake.matchers(asked, 1)
     monkeypatch.setattr(grammar_limits, limit, 2)
     with pytest.raises(RequestError, match="its grammar cannot be enforced: ") as error:
-        Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
+        GrammarCompiler(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
     assert len(error.value.what) < 400
 
 
-def test_a_vocabulary_that_cannot_spell_it_is_refused(fake: Grammars) -> None:
+def test_a_vocabulary_that_cannot_spell_it_is_refused(fake: GrammarCompiler) -> None:
     with pytest.raises(RequestError, match="no token of the vocabulary"):
         fake.matchers(StructuredOutputsParams(json_object=True), 1)
 
 
 def test_a_model_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError, match="no end-of-text token"):
-        Grammars(FakeTokenizer(), VOCAB, []).matchers(StructuredOutputsParams(regex="a"), 1)
+        GrammarCompiler(FakeTokenizer(), VOCAB, []).matchers(StructuredOutputsParams(regex="a"), 1)
 
 
 def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    compile_one = Grammars._compiled
+    compile_one = GrammarCompiler._compiled
 
-    def counted(self: Grammars, source: str) -> Any:
+    def counted(self: GrammarCompiler, source: str) -> Any:
         compiled.append(source)
         return compile_one(self, source)
 
-    monkeypatch.setattr(Grammars, "_compiled", counted)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", counted)
     monkeypatch.setattr(grammar, "MAX_KEPT", 2)
-    known = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    known = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     for regex in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b, and b that of c
         known.matchers(StructuredOutputsParams(regex=regex), 1)
     assert [source.split("/")[1] for source in compiled] == ["a", "b", "c", "b"] and len(known._kept) == 2
 
 
-def test_what_is_kept_is_bounded_by_its_length(monkeypatch: pytest.MonkeyPatch, fake: Grammars) -> None:
+def test_what_is_kept_is_bounded_by_its_length(monkeypatch: pytest.MonkeyPatch, fake: GrammarCompiler) -> None:
     monkeypatch.setattr(grammar, "MAX_KEPT_CHARACTERS", 1000)
     for letter in "abcde":
         fake.matchers(StructuredOutputsParams(regex=letter * 300), 1)
@@ -221,7 +221,7 @@ def test_what_is_kept_is_bounded_by_its_length(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_several_threads_compile_at_once() -> None:
-    known, failed = Grammars(FakeTokenizer(), VOCAB, [EOS]), list[BaseException]()
+    known, failed = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS]), list[BaseException]()
 
     def work(seed: int) -> None:
         try:
@@ -285,7 +285,7 @@ def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
 EXPLODES = "(a|b)*a(a|b){100}"  # where an `a` was among the last 101 letters: as many states as there are texts
 
 
-def followed(grammars: Grammars, matcher: Matcher, text: str) -> list[set[int]]:
+def followed(grammars: GrammarCompiler, matcher: Matcher, text: str) -> list[set[int]]:
     """What may come next, along a text."""
     masks = []
     for letter in text:
@@ -298,9 +298,9 @@ def followed(grammars: Grammars, matcher: Matcher, text: str) -> list[set[int]]:
 def test_an_answer_that_gives_up_spoils_no_other(spends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of those that run, which began before, nor of those to come; what is compiled anew is kept again."""
     compiled: list[str] = []
-    compile_one = Grammars._compiled
+    compile_one = GrammarCompiler._compiled
 
-    def counted(self: Grammars, source: str) -> Any:
+    def counted(self: GrammarCompiler, source: str) -> Any:
         compiled.append(source)
         return compile_one(self, source)
 
@@ -308,13 +308,13 @@ def test_an_answer_that_gives_up_spoils_no_other(spends: str, monkeypatch: pytes
         monkeypatch.setattr(grammar_limits, "LEXER_STATES", 1000)
     else:
         monkeypatch.setattr(grammar_limits, "STEP_FUEL", 1000)
-    monkeypatch.setattr(Grammars, "_compiled", counted)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", counted)
     rng, asked = random.Random(1), StructuredOutputsParams(regex=EXPLODES)
     long, short = ("".join(rng.choice("ab") for _ in range(n)) for n in (600, 8))
-    alone = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    alone = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     expected = followed(alone, alone.matchers(asked, 1)[0], short + "b")
     assert EOS not in expected[-1] != set()
-    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    grammars = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
     (greedy,), siblings, (idle,) = grammars.matchers(asked, 1), grammars.matchers(asked, 2), grammars.matchers(asked, 1)
     assert [followed(grammars, other, short) for other in siblings] == [expected[:-1]] * 2
     followed(grammars, greedy, long)
@@ -360,8 +360,8 @@ def test_p12_a_form_that_gives_up_fails_one_request_alone(monkeypatch: pytest.Mo
 NEWLINE, TWO = 10, 90  # as if both were white space
 
 
-def test_white_space_behind_a_thought_comes_before_the_form(fake: Grammars) -> None:
-    thoughts = Thoughts(6, 7, False, {NEWLINE: 1, TWO: 2}, 2)
+def test_white_space_behind_a_thought_comes_before_the_form(fake: GrammarCompiler) -> None:
+    thoughts = ReasoningSpan(6, 7, False, {NEWLINE: 1, TWO: 2}, 2)
     ways: list[tuple[list[int], set[int]]] = [
         ([], {6}), ([6, 7], {NEWLINE, TWO}), ([6, 7, NEWLINE], {NEWLINE}), ([6, 7, NEWLINE, NEWLINE], set()),
         ([6, 7, TWO], set()), ([6, 7, 2], set()), ([2], set()),
@@ -375,8 +375,8 @@ def test_white_space_behind_a_thought_comes_before_the_form(fake: Grammars) -> N
         assert allowed(fake, matcher) == form | more | ({EOS} if begun else set()), tokens
 
 
-def test_white_space_that_a_form_begins_with_is_the_forms(fake: Grammars) -> None:
-    (matcher,) = fake.matchers(StructuredOutputsParams(regex="\n?a"), 1, Thoughts(6, 7, True, {NEWLINE: 1}, 2))
+def test_white_space_that_a_form_begins_with_is_the_forms(fake: GrammarCompiler) -> None:
+    (matcher,) = fake.matchers(StructuredOutputsParams(regex="\n?a"), 1, ReasoningSpan(6, 7, True, {NEWLINE: 1}, 2))
     for token in (7, NEWLINE):
         matcher.take(token)
     assert allowed(fake, matcher) == {1} and not matcher.why

@@ -13,7 +13,7 @@ import pytest
 from millrace.errors import MachineError, RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output import grammar_process, grammar_worker
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from millrace.runtime.structured_output.grammar_bounds import (
     MAX_ALL_PROPERTIES,
     MAX_CHAIN,
@@ -29,10 +29,10 @@ Forms = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     words = tokenizer()
     assert words.eos_token_id is not None
-    return Grammars(words, VOCABULARY, [words.eos_token_id])
+    return GrammarCompiler(words, VOCABULARY, [words.eos_token_id])
 
 
 def chain(link: Callable[[dict[str, str]], Any]) -> Callable[[int], Forms]:
@@ -67,7 +67,7 @@ CHAINS: dict[str, Callable[[int], Forms]] = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_of_references_is_bounded(grammars: Grammars, name: str) -> None:
+def test_a_chain_of_references_is_bounded(grammars: GrammarCompiler, name: str) -> None:
     with pytest.raises(RequestError, match=r"chain of more than|rules and terminals") as error:
         grammars.matchers(StructuredOutputsParams(**CHAINS[name](1500), asked_as="guided_json"), 1)
     assert error.value.param == "guided_json"
@@ -75,12 +75,12 @@ def test_a_chain_of_references_is_bounded(grammars: Grammars, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["$ref", "allOf", "Lark's rules", "Lark's terminals", "GBNF"])
-def test_the_longest_chain_is_compiled(grammars: Grammars, name: str) -> None:
+def test_the_longest_chain_is_compiled(grammars: GrammarCompiler, name: str) -> None:
     most = {"allOf": MAX_CHAIN // 2, "GBNF": MAX_GBNF_RULES}.get(name, MAX_CHAIN)
     grammars.matchers(StructuredOutputsParams(**CHAINS[name](most - 4)), 1)
 
 
-def test_an_inline_schema_of_a_grammar_is_bounded_too(grammars: Grammars) -> None:
+def test_an_inline_schema_of_a_grammar_is_bounded_too(grammars: GrammarCompiler) -> None:
     for schema in (CHAINS["$ref"](1500)["json"], {"type": "integer", "minimum": -(2**70)}, {"uniqueItems": True}):
         with pytest.raises(RequestError, match=r"chain of more|exactly|uniqueItems"):
             lark = f'start: "%json" x // %json {{\nx: %json {json.dumps(schema)} "!"'
@@ -101,12 +101,12 @@ def keys(n: int, n_objects: int = 1) -> Forms:
     ({"grammar": "start: A\n" + "\n".join(f'r{i}: "a"' for i in range(MAX_RULES + 1))}, f"more than {MAX_RULES} rules"),
     ({"grammar": "root ::= a\n" + '\na ::= "b"' * 3000}, f"more than {MAX_GBNF_RULES} rules"),
 ], ids=lambda part: str(part)[:30])  # fmt: skip
-def test_counts_are_bounded(grammars: Grammars, form: Forms, says: str) -> None:
+def test_counts_are_bounded(grammars: GrammarCompiler, form: Forms, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         grammars.matchers(StructuredOutputsParams(**form), 1)
 
 
-def test_what_is_within_the_bounds_is_compiled(grammars: Grammars) -> None:
+def test_what_is_within_the_bounds_is_compiled(grammars: GrammarCompiler) -> None:
     grammars.matchers(StructuredOutputsParams(**keys(MAX_PROPERTIES)), 1)
     grammars.matchers(
         StructuredOutputsParams(grammar="start: A\nA: /a/" + "".join(f"\nr{i}: A" for i in range(900))), 1
@@ -173,7 +173,9 @@ def test_a_compiling_process_that_cannot_start_is_the_servers_fault(
     assert problem_of(error.value, accepting=True).status == problem_of(error.value, accepting=False).status == 503
 
 
-def test_an_answer_without_memory_for_its_lexer_ends_alone(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_memory_for_its_lexer_ends_alone(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other answers of the step get their masks."""
     (lost,) = grammars.matchers(StructuredOutputsParams(regex="a+"), 1)
     (other,) = grammars.matchers(StructuredOutputsParams(regex="(?s:.)+"), 1)

@@ -8,8 +8,8 @@ import pytest
 
 from millrace.errors import RequestError
 from millrace.runtime.request.structured_outputs import MAX_BYTES, StructuredOutputsParams
-from millrace.runtime.structured_output.grammar import Grammars
-from millrace.runtime.structured_output.grammar_termination import check_ending
+from millrace.runtime.structured_output.grammar import GrammarCompiler
+from millrace.runtime.structured_output.grammar_termination import check_terminates
 from tests.serve.support import VOCABULARY, tokenizer
 
 ENDLESS = "cannot be met by any text that ends"
@@ -18,7 +18,7 @@ NAMES = "abcd"
 
 def ends(kind: str, text: str) -> bool:
     try:
-        check_ending(StructuredOutputsParams(**{kind: text}), text, text)  # type: ignore[arg-type]
+        check_terminates(StructuredOutputsParams(**{kind: text}), text, text)  # type: ignore[arg-type]
     except RequestError as error:
         assert ENDLESS in error.what
         return False
@@ -149,15 +149,15 @@ LEAST: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     eos = tokenizer().eos_token_id
     assert eos is not None
-    return Grammars(tokenizer(), VOCABULARY, [eos])
+    return GrammarCompiler(tokenizer(), VOCABULARY, [eos])
 
 
 @pytest.mark.parametrize("schema, taken", LEAST, ids=[json.dumps(schema) for schema, _ in LEAST])
 def test_properties_that_could_be_one_twice_are_not_counted(
-    grammars: Grammars, schema: dict[str, Any], taken: bool
+    grammars: GrammarCompiler, schema: dict[str, Any], taken: bool
 ) -> None:
     asked = StructuredOutputsParams(json=schema, asked_as="guided_json")
     if taken:
@@ -173,7 +173,7 @@ def test_properties_that_could_be_one_twice_are_not_counted(
     [{"json": SCHEMAS[0][0]}, {"grammar": 'start: "a" start'}, {"grammar": 'root ::= "a" root'}],
     ids=str,
 )
-def test_what_has_no_end_is_refused_where_it_is_compiled(grammars: Grammars, given: dict[str, Any]) -> None:
+def test_what_has_no_end_is_refused_where_it_is_compiled(grammars: GrammarCompiler, given: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=ENDLESS) as error:
         grammars.matchers(StructuredOutputsParams(**given), 1)
     assert error.value.param == "structured_outputs"

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.errors import RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from millrace.runtime.structured_output.json_schema import simplify
 from tests.serve.support import VOCABULARY, tokenizer
 
@@ -21,9 +21,9 @@ WORDS = tokenizer()
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     assert WORDS.eos_token_id is not None
-    return Grammars(WORDS, VOCABULARY, [WORDS.eos_token_id])
+    return GrammarCompiler(WORDS, VOCABULARY, [WORDS.eos_token_id])
 
 
 def simplified(schema: dict[str, Any]) -> dict[str, Any]:
@@ -79,13 +79,13 @@ def test_a_keyword_that_restricts_nothing_is_removed(schema: dict[str, Any], mor
     assert simplified({"properties": {"x": {**schema, **more}}}) == {"properties": {"x": schema}}
 
 
-def test_unknown_keywords_and_those_of_openapi_are_accepted(grammars: Grammars) -> None:
+def test_unknown_keywords_and_those_of_openapi_are_accepted(grammars: GrammarCompiler) -> None:
     more = {"nullable": False, "discriminator": {"propertyName": "a"}, "xml": {"name": "b"}, "x-order": 3, "unheard": 1}
     schema = {**OBJECT, **more, "externalDocs": {"url": "https://example.com"}}
     grammars.matchers(StructuredOutputsParams(json=schema), 1)
 
 
-def test_a_known_format_stays(grammars: Grammars) -> None:
+def test_a_known_format_stays(grammars: GrammarCompiler) -> None:
     assert takes(grammars, {**TEXT, "format": "date"}, '"2026-02-28"')
     assert not takes(grammars, {**TEXT, "format": "date"}, '"2026-02-31"')
     assert takes(grammars, {**TEXT, "format": "binary"}, '"2026-02-31"')
@@ -132,7 +132,7 @@ def test_what_restricts_and_cannot_be_enforced_is_refused(schema: dict[str, Any]
     "type", "minimum", "multipleOf", "minLength", "required", "properties", "items", "allOf", "enum", "contains",
     "dependentRequired", "propertyNames", "if", "maxContains", "$ref", "$schema", "format", "exclusiveMinimum",
 ])  # fmt: skip
-def test_a_value_of_a_wrong_type_is_the_clients_mistake(grammars: Grammars, key: str) -> None:
+def test_a_value_of_a_wrong_type_is_the_clients_mistake(grammars: GrammarCompiler, key: str) -> None:
     for value in ("x", True, None, [], {}, [5], {"a": 5}, 1.5):
         schema = {"type": ["object", "array", "number"], "contains": {}, "minContains": 0, key: value}
         try:
@@ -151,7 +151,7 @@ def test_only_what_the_root_leads_to_is_looked_at() -> None:
     assert simplified(ring) == ring
 
 
-def takes(grammars: Grammars, schema: dict[str, Any], text: str) -> bool:
+def takes(grammars: GrammarCompiler, schema: dict[str, Any], text: str) -> bool:
     (matcher,) = grammars.matchers(StructuredOutputsParams(json=schema), 1)
     guide = matcher.guide
     return bool(guide.consume_tokens(WORDS.encode(text, add_special_tokens=False)) and guide.is_accepting())
@@ -177,7 +177,7 @@ NEAR = sorted({int(end) + more for end in ENDS for more in (-1025, -1, 0, 1, 2, 
 @pytest.mark.parametrize("lower", [None, "minimum", "exclusiveMinimum"])
 @pytest.mark.parametrize("upper", [None, "maximum", "exclusiveMaximum"])
 def test_bounds_of_integers_are_exact_or_refused(
-    grammars: Grammars, lower: str | None, upper: str | None, n: int
+    grammars: GrammarCompiler, lower: str | None, upper: str | None, n: int
 ) -> None:
     n_taken = 0
     for low, high in pairs(ENDS if lower else [None], ENDS if upper else [None], n):
@@ -205,7 +205,7 @@ def test_bounds_of_integers_are_exact_or_refused(
     {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
     {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1},
 ])  # fmt: skip
-def test_bounds_of_int64_are_accepted(grammars: Grammars, schema: dict[str, Any]) -> None:
+def test_bounds_of_int64_are_accepted(grammars: GrammarCompiler, schema: dict[str, Any]) -> None:
     assert takes(grammars, schema, "12") and takes(grammars, schema, "9007199254740991")
 
 
@@ -223,7 +223,7 @@ def test_errors_quote_the_bound_that_was_sent(key: str, bound: int) -> None:
         assert f'"{key}" at # is {bound}, which cannot be enforced exactly' in refused.value.what
 
 
-def test_a_constant_beyond_float64_is_exact(grammars: Grammars) -> None:
+def test_a_constant_beyond_float64_is_exact(grammars: GrammarCompiler) -> None:
     big = 2**53 + 2
     assert takes(grammars, {"const": big}, str(big)) and not takes(grammars, {"const": big}, str(big + 1))
 
@@ -237,7 +237,7 @@ SPELLINGS = ["0", "0.0", "1", "1.0", "-1", "0.5", "-0.5", "0.25", "-0.25", "1.5"
 @pytest.mark.parametrize("lower", [None, "minimum", "exclusiveMinimum"])
 @pytest.mark.parametrize("upper", [None, "maximum", "exclusiveMaximum"])
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "in allOf"])
-def test_no_number_is_beyond_its_bounds(grammars: Grammars, lower: str, upper: str, apart: bool, n: int) -> None:
+def test_no_number_is_beyond_its_bounds(grammars: GrammarCompiler, lower: str, upper: str, apart: bool, n: int) -> None:
     """llguidance takes n itself where n is an exclusive bound, and the other is within the same unit."""
     n_taken = 0
     for low, high in pairs(FRACTIONS if lower else [None], FRACTIONS if upper else [None], n):

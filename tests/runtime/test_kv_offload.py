@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from millrace.api.offline_generate import generate
 from millrace.errors import ConfigError
-from millrace.runtime.kv.kv_offload import HEADER, RECORD, PageMemory, Tier
-from millrace.runtime.kv.pages import Content, PagePool
+from millrace.runtime.kv.kv_offload import HEADER, RECORD, KvOffloadStore, PageMemory
+from millrace.runtime.kv.pages import PageKey, PagePool
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import SamplingParams
 from tests.runtime.fakes import limits, make_loop
@@ -35,9 +35,9 @@ def content(i: int) -> NDArray[np.uint8]:
     return np.random.default_rng(i).integers(0, 256, (LAYERS, PAGE_BYTES // LAYERS)).astype(np.uint8)
 
 
-def told(i: int) -> Content:
+def told(i: int) -> PageKey:
     """Of its tokens, four in a page."""
-    return Content(b"before" + key(i), np.arange(i, i + 4, dtype=np.int32), 4)
+    return PageKey(b"before" + key(i), np.arange(i, i + 4, dtype=np.int32), 4)
 
 
 class Store:
@@ -45,7 +45,9 @@ class Store:
 
     def __init__(self, path: Path, engine: str = "an engine", n_records: int = 40) -> None:
         self.memory = np.zeros((LAYERS, N_PAGES, PAGE_BYTES // LAYERS), np.uint8)
-        self.tier = Tier(path, engine, PageMemory([self.memory]), 2 * (HEADER.size + n_records // 2 * RECORD_BYTES))
+        self.tier = KvOffloadStore(
+            path, engine, PageMemory([self.memory]), 2 * (HEADER.size + n_records // 2 * RECORD_BYTES)
+        )
         self.pool = PagePool(N_PAGES, self.tier)
 
     def computes(self, chain: int, n: int) -> None:
@@ -179,7 +181,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tmp_path: Path) -> None:
         stats = loop.stats()
         assert stats.preemptions_total > 0 and stats.pages_evicted_total > 0 and stats.pages_used == 0
         n_computed.append(stats.step_tokens_total)
-        if isinstance(loop._pool.tier, Tier):
+        if isinstance(loop._pool.tier, KvOffloadStore):
             assert stats.tier is not None and stats.tier.found_total > 0
             loop._pool.tier.close()
     recomputed, swapped = n_computed
@@ -201,7 +203,7 @@ def test_p1_the_tier_changes_no_answer(data: st.DataObject) -> None:
         for _ in range(2):
             loop = make_loop(of, tier=Path(folder) / "tier")
             assert asked(loop, prompts, params) == plain == asked(loop, prompts, params)
-            assert loop.stats().pages_used == 0 and isinstance(loop._pool.tier, Tier)
+            assert loop.stats().pages_used == 0 and isinstance(loop._pool.tier, KvOffloadStore)
             loop._pool.tier.close()
 
 
@@ -255,7 +257,7 @@ def test_one_server_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be opened"):
         Store(tmp_path / "none" / "tier")
     with pytest.raises(ConfigError, match="may have"):
-        Tier(tmp_path / "small", "e", PageMemory([np.zeros((2, 4, 48), np.uint8)]), 100)
+        KvOffloadStore(tmp_path / "small", "e", PageMemory([np.zeros((2, 4, 48), np.uint8)]), 100)
 
 
 def test_a_full_disk_costs_the_tier_alone(
@@ -330,15 +332,15 @@ def test_at_the_end_the_most_worth_goes_first(tmp_path: Path) -> None:
 
 
 def test_an_end_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, write = Store(tmp_path / "tier"), Tier._write
+    store, write = Store(tmp_path / "tier"), KvOffloadStore._write
     monkeypatch.setattr("millrace.runtime.kv.kv_offload.CLOSE_S", 0.2)
     store.tier._work.maxsize = 1
 
-    def slow(tier: Tier, *given: Any) -> None:
+    def slow(tier: KvOffloadStore, *given: Any) -> None:
         time.sleep(0.15)
         write(tier, *given)
 
-    monkeypatch.setattr(Tier, "_write", slow)
+    monkeypatch.setattr(KvOffloadStore, "_write", slow)
     store.computes(1, 8)
     began_s = time.monotonic()
     store.tier.close()

@@ -12,8 +12,8 @@ from millrace.api.offline_generate import Collector, CompletionOutput, new_outpu
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.request.queue_options import NO_CLAIM, Claim
-from millrace.runtime.request.request import Request, Terms
+from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.request import Request, RequestOptions
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams, TokenLogprobs
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.scheduling.admission_policy import POLICIES
@@ -35,13 +35,13 @@ class Client:
     """Submits to a loop and collects what comes."""
 
     def __init__(
-        self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams, claim: Claim = NO_CLAIM
+        self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams, claim: QueueOptions = NO_CLAIM
     ) -> None:
         self.deltas: list[list[Delta]] = []
         self.prompt, self.params = list(prompt), params
         asked = params.structured_outputs
         self.request: Request = loop.submit(
-            prompt, params, self.deltas.append, terms=Terms(claim=claim),
+            prompt, params, self.deltas.append, terms=RequestOptions(claim=claim),
             matchers=loop.grammars.matchers(asked, params.n) if asked else (),
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ def check_any_schedule(seed: int, depth: int) -> None:
     for _ in range(80):
         if rng.random() < 0.3:
             prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, of.max_context - 1))]
-            claim = Claim(priority=rng.randint(-2, 2), tenant=rng.choice("abc")) if claims else NO_CLAIM
+            claim = QueueOptions(priority=rng.randint(-2, 2), tenant=rng.choice("abc")) if claims else NO_CLAIM
             clients.append(
                 Client(loop, prompt, perhaps_held(rng, random_params(rng, of.max_context - len(prompt))), claim)
             )

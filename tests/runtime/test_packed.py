@@ -12,7 +12,7 @@ from millrace.engine.executor import SAMPLING, IntArray, StepInputs, plain_rows
 from millrace.runtime.request.request import Sequence
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.scheduling.step import BatchBuilder, Chunk, Step
-from millrace.runtime.structured_output.grammar import Grammars, Matcher
+from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher
 from tests.runtime.fakes import LIMITS, VOCAB, limits, new_request
 
 SIZE, CONTEXT, SEQUENCES = LIMITS.page_tokens, 40, 6
@@ -20,7 +20,7 @@ OF = limits(max_step_tokens=SEQUENCES * CONTEXT, max_sequences=SEQUENCES, max_ro
 COUNTS = "token", "position", "history_start", "history_prompt", "history_output", "bias_start", "mask"
 
 
-class Numbered(Grammars):
+class Numbered(GrammarCompiler):
     """A mask is the number that stands for its matcher."""
 
     def __init__(self) -> None:

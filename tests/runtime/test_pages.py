@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from millrace.errors import ConfigError
-from millrace.runtime.kv.pages import DEFAULT_PRIORITY, Content, Key, PagePool, Pages, extend_keys, root_key
+from millrace.runtime.kv.pages import DEFAULT_PRIORITY, Key, PageKey, PagePool, Pages, extend_keys, root_key
 from tests.support.drawn import SEEDS, examples
 
 Chain = tuple[int, ...]  # a token a page
@@ -21,8 +21,8 @@ def keys_of(chain: Chain) -> list[Key]:
     return keys
 
 
-def content_of(chain: Chain, i: int) -> Content:
-    return Content([root_key(), *keys_of(chain)][i], np.array(chain[i : i + 1], np.int32), 1)
+def content_of(chain: Chain, i: int) -> PageKey:
+    return PageKey([root_key(), *keys_of(chain)][i], np.array(chain[i : i + 1], np.int32), 1)
 
 
 @settings(max_examples=examples(20))
@@ -253,7 +253,7 @@ def test_the_page_that_shares_most_is_found(seed: int) -> None:
             asked = np.array(tokens[: rng.randint(0, size)], np.int32)
             common = {p: shared(own, asked.tolist()) for p, (root, own) in known.items() if root == after}
             most = max(common.values(), default=0)
-            found = pool.index.find_part(Content(after, asked, size))
+            found = pool.index.find_part(PageKey(after, asked, size))
             assert (found is None) == (most < 2) and (found is None or found[1] == common[found[0]] == most)
             continue
         pages = pool.reserve(1)
@@ -261,7 +261,7 @@ def test_the_page_that_shares_most_is_found(seed: int) -> None:
         known.pop(pages[0], None)
         keys: list[Key] = []
         extend_keys(keys, after, np.array(tokens, np.int32), 1, size)
-        if pool.publish(pages[0], keys[0], None, Content(after, np.array(tokens, np.int32), size)) == pages[0]:
+        if pool.publish(pages[0], keys[0], None, PageKey(after, np.array(tokens, np.int32), size)) == pages[0]:
             known[pages[0]] = after, tokens
         pool.release(pool.index.find(keys))
     assert pool.index.n_evicted > 0
@@ -278,8 +278,8 @@ def test_no_more_than_16_pages_are_looked_at() -> None:
     assert pages is not None
     for i, page in enumerate(pages):  # the first shares most
         tokens = np.array([1] * (15 if i == 0 else 8) + [2 + i] * (1 if i == 0 else 8), np.int32)
-        pool.publish(page, bytes([i]) * 32, None, Content(root, tokens, 16))
-    assert pool.index.find_part(Content(root, np.array([1] * 15, np.int32), 16)) == (pages[-1], 8), (
+        pool.publish(page, bytes([i]) * 32, None, PageKey(root, tokens, 16))
+    assert pool.index.find_part(PageKey(root, np.array([1] * 15, np.int32), 16)) == (pages[-1], 8), (
         "the newest that are alike"
     )
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.engine.executor import StepInputs
-from millrace.runtime.kv.pages import Content, PagePool, extend_keys, root_key
+from millrace.runtime.kv.pages import PageKey, PagePool, extend_keys, root_key
 from millrace.runtime.request.sampling_params import FinishReason
 from tests.runtime.clients import GREEDY, PAGE, Client, answered, run_all, solo
 from tests.runtime.fakes import POISON, VOCAB, limits, make_loop
@@ -133,7 +133,7 @@ def test_beginnings_of_a_page_are_let_go_when_nobody_owns_them() -> None:
     held = []
     for n in (4, 9, 16):
         (page,) = pool.reserve(1) or ()
-        content = Content(root_key(), tokens[:n], 16)
+        content = PageKey(root_key(), tokens[:n], 16)
         assert pool.index.is_worth_knowing(content) == (n < 16)
         assert pool.publish(page, content.key, None, content) == page
         held.append(page)
@@ -141,9 +141,9 @@ def test_beginnings_of_a_page_are_let_go_when_nobody_owns_them() -> None:
             pool.release([page])
         assert (held[0] in pool.index) == (n != 9), "what comes next has all of it"
     assert held[0] == held[2] != held[1] and held[1] in pool.index, "the first was there to be had again"
-    assert not pool.index.is_worth_knowing(Content(root_key(), tokens[:9], 16)), "a full page begins so"
-    assert not pool.index.is_worth_knowing(Content(root_key(), tokens[:1], 16)), "too few to be found by"
-    assert pool.index.is_worth_knowing(Content(root_key(b"other"), tokens[:9], 16))
+    assert not pool.index.is_worth_knowing(PageKey(root_key(), tokens[:9], 16)), "a full page begins so"
+    assert not pool.index.is_worth_knowing(PageKey(root_key(), tokens[:1], 16)), "too few to be found by"
+    assert pool.index.is_worth_knowing(PageKey(root_key(b"other"), tokens[:9], 16))
     pool.release(held[1:])
     assert pool.n_free == 6 and pool.reserve(6) is not None and len(pool.index) == 0
 
@@ -158,7 +158,7 @@ def test_a_page_that_is_not_full_does_not_go_to_the_second_tier() -> None:
     pool, tokens = PagePool(2, Seen()), np.arange(16, dtype=np.int32)  # type: ignore[arg-type]
     pages = pool.reserve(2) or ()
     for page, content in zip(
-        pages, (Content(root_key(), tokens[1:], 16), Content(root_key(), tokens, 16)), strict=True
+        pages, (PageKey(root_key(), tokens[1:], 16), PageKey(root_key(), tokens, 16)), strict=True
     ):
         pool.publish(page, content.key, None, content)
     pool.release(pages)

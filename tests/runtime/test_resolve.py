@@ -5,7 +5,7 @@ import pytest
 
 from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.errors import RequestError
-from millrace.runtime.request.sampling_params import Resolved, SamplingParams, check_prompt, resolve
+from millrace.runtime.request.sampling_params import ResolvedParams, SamplingParams, check_prompt, resolve
 from tests.runtime.fakes import LIMITS, VOCAB, limits
 
 NOTHING = GenerationDefaults()
@@ -14,7 +14,7 @@ MODEL = GenerationDefaults(
 )
 
 
-def resolved(params: SamplingParams, defaults: GenerationDefaults = NOTHING, n_prompt: int = 10) -> Resolved:
+def resolved(params: SamplingParams, defaults: GenerationDefaults = NOTHING, n_prompt: int = 10) -> ResolvedParams:
     return resolve(params, defaults, LIMITS, n_prompt)
 
 

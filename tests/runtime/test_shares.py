@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.runtime.request.queue_options import Claim
+from millrace.runtime.request.queue_options import QueueOptions
 from millrace.runtime.request.request import Request, Sequence
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.scheduling import admission_policy as order_module
-from millrace.runtime.scheduling.admission_policy import Order, first_come
+from millrace.runtime.scheduling.admission_policy import AdmissionQueue, fcfs
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from tests.runtime.fakes import limits, new_request
 from tests.runtime.test_admission_policy import Crowd
@@ -115,10 +115,10 @@ def test_so_many_tenants_are_remembered_and_who_came_the_longest_ago_is_forgotte
 ) -> None:
     """A forgotten one is as one that comes now; who comes again in time is not forgotten."""
     monkeypatch.setattr(order_module, "MAX_TENANTS", 4)
-    order = Order(first_come, lambda: 0.0, lambda seq: 0)
+    order = AdmissionQueue(fcfs, lambda: 0.0, lambda seq: 0)
 
     def of(tenant: str) -> Request:
-        return new_request([1], SamplingParams(), limits(), claim=Claim(tenant=tenant))
+        return new_request([1], SamplingParams(), limits(), claim=QueueOptions(tenant=tenant))
 
     def arrives(tenant: str) -> Sequence:
         request = of(tenant)

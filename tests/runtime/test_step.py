@@ -7,10 +7,10 @@ from millrace.runtime.kv.int_buffer import IntBuffer
 from millrace.runtime.request.request import Sequence
 from millrace.runtime.request.sampling_params import SamplingParams, TokenLogprobs
 from millrace.runtime.scheduling.step import BatchBuilder, Chunk, Step
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from tests.runtime.fakes import EOS, LIMITS, VOCAB, FakeTokenizer, limits, new_request
 
-GRAMMARS = Grammars(FakeTokenizer(), VOCAB, [EOS])
+GRAMMARS = GrammarCompiler(FakeTokenizer(), VOCAB, [EOS])
 
 
 def sequence(prompt: list[int], params: SamplingParams, pages: list[int]) -> Sequence:

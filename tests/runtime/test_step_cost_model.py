@@ -10,26 +10,26 @@ from hypothesis import given
 
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.step_cost_model import (
-    Schedule,
+    SchedulerSettings,
     StepCost,
     StepProfile,
-    beside,
+    predicted_vs_measured,
     read_profile,
     write_profile,
 )
 from millrace.runtime.scheduling.step_features import StepWork, turns_s
-from millrace.runtime.step_history import PART, StepSeen
+from millrace.runtime.step_history import PART, StepRecord
 from tests.support.drawn import SEEDS
 
 COST = StepCost(((1, 4e-3), (3, 5e-3), (11, 13e-3)), token=2e-3, pair=1e-6, read=1e-5, host=5e-4, host_sequence=1e-4)
-SCHEDULE = Schedule(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
+SCHEDULE = SchedulerSettings(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
 PROFILE = StepProfile("m", "abc", "a machine", "2026-11-23", 100, 0.05, 1e-3, (0.9, 1.0, 1.4), COST, SCHEDULE)
 
 
-def step(number: int, began_s: float, took_s: float, parts: list[tuple[int, int, int, int]]) -> StepSeen:
+def step(number: int, began_s: float, took_s: float, parts: list[tuple[int, int, int, int]]) -> StepRecord:
     """parts: request, choice, start, n"""
     rows = [(request, choice, start, n, n if n > 1 else 0, True) for request, choice, start, n in parts]
-    return StepSeen(number, began_s, took_s, 0, np.array(rows, PART), ("r",) * len(rows))
+    return StepRecord(number, began_s, took_s, 0, np.array(rows, PART), ("r",) * len(rows))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_a_turn_lasts_until_the_next_step_of_somebody_in_it() -> None:
 def test_the_last_steps_stand_beside_their_prediction() -> None:
     old = [step(n, n, 99.0, [(1, 0, n, 1)]) for n in range(1, 20)]
     last = [step(n, n, 6e-3 if n % 2 else 8e-3, [(1, 0, 99, 1)]) for n in range(20, 276)]
-    measured_s, predicted_s = beside(PROFILE, [*old, *last]) or (0, 0)
+    measured_s, predicted_s = predicted_vs_measured(PROFILE, [*old, *last]) or (0, 0)
     assert measured_s == pytest.approx(7e-3)
     assert predicted_s == pytest.approx(1.1 * 5e-3), "the mean of the spread, of what is usual"
-    assert beside(PROFILE, []) is None
+    assert predicted_vs_measured(PROFILE, []) is None
 
 
 def test_a_profile_is_what_was_written(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_lists_of_tokens_are_bounded() -> None:
 def answer_to(params: SamplingParams, tokens: list[int]) -> list[Delta]:
     """The deltas of an answer to a one-letter prompt for which these tokens are drawn; all must be taken."""
     (answer,) = new_request([1], params, LIMITS, GenerationDefaults(eos_token_ids=(EOS,))).choices
-    deltas = [answer.take(token, None) for token in tokens]
+    deltas = [answer.append_token(token, None) for token in tokens]
     assert all(d.finish_reason is None for d in deltas[:-1])
     return deltas
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.runtime.kv.kv_offload import HEADER, RECORD, PageMemory, Tier
+from millrace.runtime.kv.kv_offload import HEADER, RECORD, KvOffloadStore, PageMemory
 from tests.runtime.test_kv_offload import RECORD_BYTES, Store, key
 
 Write = Callable[[int, bytes, int], int]
@@ -140,7 +140,7 @@ def test_every_part_of_every_layer_comes_back(tmp_path: Path, monkeypatch: pytes
     if way != "waiting to be written":
         disk.may_write.set()
     room = 2 * (HEADER.size + 10 * (RECORD.size + 3 * 32 + 3 * 48 + 7 + 2))
-    tier = Tier(tmp_path / "tier", "an engine", PageMemory(kept), room)
+    tier = KvOffloadStore(tmp_path / "tier", "an engine", PageMemory(kept), room)
     for page in (1, 4):
         tier.put(key(page), page)
     if way == "from the file":
@@ -148,7 +148,7 @@ def test_every_part_of_every_layer_comes_back(tmp_path: Path, monkeypatch: pytes
             pass
     if way == "after a restart":
         tier.close()
-        tier = Tier(tmp_path / "tier", "an engine", PageMemory(kept), room)
+        tier = KvOffloadStore(tmp_path / "tier", "an engine", PageMemory(kept), room)
     for cache in kept:
         cache[:, [1, 3, 4]] = 0
     assert tier.fill(key(4), 3) and tier.fill(key(1), 5) and tier.n_found == 2

@@ -28,7 +28,7 @@ class Guest:
 
     def become(self, state: str) -> None:
         self.state, self._since = state, next(CLOCK)
-        self.all.changed(self)
+        self.all.touch(self)
 
     def _is(self, state: str) -> bool:
         type(self).looks += 1
@@ -56,7 +56,7 @@ class Guest:
 
     def check(self, now_s: float) -> None: ...
 
-    def end(self) -> None:
+    def close_gracefully(self) -> None:
         self.ended = True
 
     def abort(self) -> None: ...
@@ -95,7 +95,7 @@ def test_the_one_that_gives_way_is_the_longest_waiting_then_the_longest_incomple
         if inside and rng.random() < 0.6:
             rng.choice(inside).become(rng.choice(["waiting", "incomplete", "busy", "busy"]))
         elif inside and rng.random() < 0.1:
-            everybody.leave(inside.pop(rng.randrange(len(inside))))
+            everybody.remove(inside.pop(rng.randrange(len(inside))))
         else:
             groups = ([g for g in inside if g.state == state] for state in ("waiting", "incomplete"))
             victims = next((sorted(g, key=lambda one: one._since) for g in groups if g), [])

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp
 from millrace.errors import ConfigError
 from millrace.serve.app import PROTOCOLS, create_app
 from millrace.serve.backend import Backend, Models, ServedModel
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.routes import Endpoint, Protocol
-from millrace.serve.http.server_context import Serving
+from millrace.serve.http.server_context import ServerContext
 from millrace.serve.llm.request_types import DetokenizeRequest
 from millrace.serve.ops.health import Phase
 from millrace.serve.ops.metrics import counter
@@ -39,7 +39,7 @@ class Beat:
 class Adder(ServedModel):
     """A model that adds up numbers: the least that a kind of its own needs."""
 
-    def backend(self, serving: Serving) -> "AdderBackend":
+    def backend(self, serving: ServerContext) -> "AdderBackend":
         return AdderBackend(self, serving)
 
 
@@ -52,7 +52,7 @@ class AdderBackend(Backend):
     async def warm_up(self) -> str | None:
         return None
 
-    def pulse(self) -> Beat:
+    def health(self) -> Beat:
         return self.beat
 
     def collect(self) -> Iterator[Metric]:
@@ -63,7 +63,7 @@ class AdderBackend(Backend):
     def close(self) -> None: ...
 
 
-async def add(backend: AdderBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
+async def add(backend: AdderBackend, call: RequestContext, asked: DetokenizeRequest) -> ASGIApp:
     return Response(json.dumps({"model": call.model, "sum": sum(asked.tokens)}), media_type="application/json")
 
 
@@ -76,7 +76,7 @@ class Site:
     """The application itself, in this thread; its engines are not started."""
 
     def __init__(self, models: list[ServedModel]) -> None:
-        self.models = Models(Serving(ServerSettings(port=0)), models)
+        self.models = Models(ServerContext(ServerSettings(port=0)), models)
         self._app = create_app(self.models, (*PROTOCOLS, NINE))
 
     def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
@@ -193,4 +193,4 @@ def test_a_server_is_as_well_as_its_sickest_model() -> None:
 
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match='2 models are called "plus"'):
-        Models(Serving(ServerSettings(port=0)), [ADDER, replace(ADDER, name="plus", aliases=())])
+        Models(ServerContext(ServerSettings(port=0)), [ADDER, replace(ADDER, name="plus", aliases=())])

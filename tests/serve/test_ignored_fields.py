@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from millrace.errors import RequestError
 from millrace.serve.app import PROTOCOLS
-from millrace.serve.llm.request_decoding import decode, let_go, read_request, take_ignored
+from millrace.serve.llm.request_decoding import decode, drop_large_fields, pop_ignored_fields, read_request
 from millrace.serve.llm.request_types import Body, ChatRequest
 from tests.serve.support import Running, post
 
@@ -135,10 +135,10 @@ def test_a_struct_says_what_it_ignores(kind: type[Body]) -> None:
     needed = ", ".join(f'"{name}": {value}' for name, value in NEEDED.items() if name in own)
     body = ", ".join(filter(None, [needed, *(f'"{name}": [[]]' for name in sorted(kind.OTHERS))]))
     asked = decode(f"{{{body}}}".encode(), kind)
-    assert set(take_ignored(asked, kind)) == kind.OTHERS - UNSAID
+    assert set(pop_ignored_fields(asked, kind)) == kind.OTHERS - UNSAID
     held = {name for name in asked.__struct_fields__ if getattr(asked, name) not in (UNSET, None)}
     assert held == own & NEEDED.keys()
-    let_go(asked)
+    drop_large_fields(asked)
     assert not [name for name in held - {"max_tokens"} if getattr(asked, name)]
 
 

@@ -15,16 +15,16 @@ from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
 from millrace.serve.http import routes, server_context
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.server_context import LARGE, LARGE_BODY, Lane
+from millrace.serve.http.server_context import LARGE, LARGE_BODY, BoundedExecutor
 from millrace.serve.llm import generation_stream
 from millrace.serve.llm.language_model import (
     LONG_CHARACTERS,
     LONG_CHAT_BYTES,
     SHORT_CHARACTERS,
     VERY_LONG_CHARACTERS,
-    Texts,
+    TextProcessor,
 )
-from millrace.serve.llm.request_decoding import decode, take_ignored
+from millrace.serve.llm.request_decoding import decode, pop_ignored_fields
 from millrace.serve.llm.request_types import ChatRequest, Message
 from tests.runtime.fakes import FakeTokenizer
 from tests.serve.support import Running, post
@@ -51,9 +51,9 @@ class Stuck(FakeTokenizer):
 
 
 @contextlib.contextmanager
-def made(stuck: Sequence[str] = ()) -> Iterator[tuple[Texts, Stuck]]:
+def made(stuck: Sequence[str] = ()) -> Iterator[tuple[TextProcessor, Stuck]]:
     tokenizer = Stuck([LENGTHS[name] for name in stuck])
-    made = Texts(tokenizer, None, max_pending=8, max_context=10**9)
+    made = TextProcessor(tokenizer, None, max_pending=8, max_context=10**9)
     try:
         yield made, tokenizer
     finally:
@@ -124,7 +124,7 @@ class Template:
 
 def test_long_chats_do_not_hold_up_short_ones() -> None:
     template = Template()
-    given = Texts(FakeTokenizer(), cast(ChatTemplate, template), 8, 10**9)
+    given = TextProcessor(FakeTokenizer(), cast(ChatTemplate, template), 8, 10**9)
     (for_long,) = template.others
     for_long.released.clear()
     hello = [Message(role="user", content="Hi")]
@@ -151,7 +151,7 @@ def test_what_nobody_waits_for_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
         entered.set()
         assert stopped.wait(60)
 
-    lane = Lane("test", 4, stop=stopped.set)
+    lane = BoundedExecutor("test", 4, stop=stopped.set)
 
     async def main() -> None:
         task = asyncio.create_task(lane.run(work))
@@ -173,7 +173,7 @@ def test_a_tokenizer_that_fails_says_so_in_every_lane(n: int) -> None:
         def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
             raise CheckpointError("it panicked", "a tokenizer that works", "mend it")
 
-    given = Texts(Broken(), None, 8, 10**9)
+    given = TextProcessor(Broken(), None, 8, 10**9)
     with pytest.raises(HttpError) as error:
         within(lambda: given.encode(["a" * n], False))
     assert (error.value.status, error.value.code) == (503, "tokenizer_failed")
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_fails_says_so_in_every_lane(n: int) -> None:
 def test_long_texts_go_to_processes_that_closing_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     closed: list[TokenizerProcess] = []
     monkeypatch.setattr(TokenizerProcess, "close", lambda process: closed.append(process))
-    given = Texts(FakeTokenizer(), None, 8, 10**9, tmp_path)
+    given = TextProcessor(FakeTokenizer(), None, 8, 10**9, tmp_path)
     assert given._medium._process is None
     processes = [given._long._process, given._very_long._process]
     assert None not in processes and processes[0] is not processes[1]
@@ -192,7 +192,7 @@ def test_long_texts_go_to_processes_that_closing_ends(monkeypatch: pytest.Monkey
 
 
 def test_who_comes_after_the_end_is_told() -> None:
-    lane = Lane("test", 4)
+    lane = BoundedExecutor("test", 4)
 
     async def main() -> None:
         assert await lane.run(lambda: 1) == 1
@@ -239,6 +239,6 @@ def test_what_changes_nothing_is_let_go_of() -> None:
     """Decoded it is many times the body, and the answer may take minutes."""
     body = b'{"messages": [], "metadata": [{}, {}], "verbosity": "low", "functions": [], "temperature": 1}'
     asked = decode(body, ChatRequest)
-    assert take_ignored(asked, ChatRequest) == ("verbosity",)
+    assert pop_ignored_fields(asked, ChatRequest) == ("verbosity",)
     held = {name: getattr(asked, name) for name in asked.__struct_fields__ if getattr(asked, name) not in (UNSET, None)}
     assert held == {"messages": [], "temperature": 1}

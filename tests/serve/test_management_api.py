@@ -21,7 +21,7 @@ from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
 from millrace.serve.app import PROTOCOLS
 from millrace.serve.http.api_key_file import read_keys
-from millrace.serve.http.server_context import Serving
+from millrace.serve.http.server_context import ServerContext
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.request_types import other_names
 from millrace.serve.settings import ServerSettings
@@ -68,7 +68,7 @@ def test_p16_metrics_have_vllms_names(server: Running, path: str) -> None:
 
 def test_the_fingerprint_says_what_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def fingerprint(name: str, **metadata: object) -> str:
-        backend = replace(model, name=name, metadata=metadata).backend(Serving(ServerSettings(port=0)))
+        backend = replace(model, name=name, metadata=metadata).backend(ServerContext(ServerSettings(port=0)))
         backend.close()
         return backend.fingerprint
 

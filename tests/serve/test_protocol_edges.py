@@ -20,8 +20,8 @@ from millrace.serve.http.errors import HttpError
 from millrace.serve.llm import tools as tools_module
 from millrace.serve.protocols.responses import store as store_module
 from millrace.serve.protocols.responses.answer import Answer
-from millrace.serve.protocols.responses.endpoints import MAX_BEHIND_BYTES, Feed
-from millrace.serve.protocols.responses.store import OVERHEAD_BYTES, Kept, Responses
+from millrace.serve.protocols.responses.endpoints import MAX_BEHIND_BYTES, EventBroadcast
+from millrace.serve.protocols.responses.store import OVERHEAD_BYTES, Responses, StoredResponse
 from tests.serve.support import Fake, Running, post, serving_with, until
 
 RESPONSES = "/v1/responses"
@@ -180,7 +180,7 @@ def test_cancelled_it_tells_its_reader(gated: Running, gate: threading.Semaphore
 
 def test_a_reader_who_is_too_far_behind_is_told_and_holds_nothing() -> None:
     async def run() -> list[bytes]:
-        feed, block = Feed(), b"x" * 100_000
+        feed, block = EventBroadcast(), b"x" * 100_000
         for _ in range(40):
             feed.put(block)
             assert feed._n_bytes <= MAX_BEHIND_BYTES + len(block)
@@ -242,7 +242,7 @@ def test_stored_responses_take_the_memory_that_is_counted(monkeypatch: pytest.Mo
     """Of a body whose lists are 20 times as large decoded; with tools that are not told to the model."""
     stores, keep = dict[int, Responses](), Responses.keep
 
-    def seen(self: Responses, kept: Kept) -> None:
+    def seen(self: Responses, kept: StoredResponse) -> None:
         stores[id(self)] = self
         keep(self, kept)
 
@@ -288,9 +288,9 @@ def test_large_tools_are_read_beside_the_event_loop(
     assert threads == ["millrace-replies"]
 
 
-def kept(n: int, n_bytes: int, answered: bool = True, tenant: str = "") -> Kept:
+def kept(n: int, n_bytes: int, answered: bool = True, tenant: str = "") -> StoredResponse:
     said = b"x" * (n_bytes - OVERHEAD_BYTES)
-    return Kept(f"resp_{n}", tenant, said, status="completed" if answered else "in_progress")
+    return StoredResponse(f"resp_{n}", tenant, said, status="completed" if answered else "in_progress")
 
 
 def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def watched_store(monkeypatch: pytest.MonkeyPatch) -> list[Responses]:
     """The store into which the last response was put."""
     stores, keep = list[Responses](), Responses.keep
 
-    def watched(self: Responses, kept: Kept) -> None:
+    def watched(self: Responses, kept: StoredResponse) -> None:
         stores[:] = [self]
         keep(self, kept)
 

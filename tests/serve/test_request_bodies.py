@@ -1,4 +1,4 @@
-"""Bodies on their way are bounded together, and who is slow with them does not keep others out."""
+"""BodyLimiter on their way are bounded together, and who is slow with them does not keep others out."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from millrace.serve.http import connection
 from millrace.serve.http import request_bodies as bodies_module
 from millrace.serve.http.connection_limits import MAX_REFUSED
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.request_bodies import FREE_BYTES, Bodies, read_body
+from millrace.serve.http.request_bodies import FREE_BYTES, BodyLimiter, read_body
 from tests.serve.support import START, Fake, connect, everything, post, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")
@@ -37,7 +37,7 @@ def test_half_sent_bodies_give_way_to_quick_ones() -> None:
 class Sender:
     """A body that comes when it is told to."""
 
-    def __init__(self, bodies: Bodies, client: str) -> None:
+    def __init__(self, bodies: BodyLimiter, client: str) -> None:
         self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._bodies, self._client = bodies, client
         self.task = asyncio.create_task(self._read())
@@ -65,7 +65,7 @@ def test_memory_of_large_bodies_is_released_after_the_last_of_them(monkeypatch: 
     monkeypatch.setattr(bodies_module, "release_free_memory", released.release)
 
     async def work() -> None:
-        bodies = Bodies(8 << 20, 10, 64 << 20)
+        bodies = BodyLimiter(8 << 20, 10, 64 << 20)
 
         async def send(n_bytes: int) -> None:
             sender = Sender(bodies, "a")
@@ -95,7 +95,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def test_the_client_that_holds_most_gives_way_with_its_first() -> None:
     async def main() -> None:
-        bodies = Bodies(10**6, 60.0, 1_000_000)
+        bodies = BodyLimiter(10**6, 60.0, 1_000_000)
         slow = Sender(bodies, "honest")  # came first, and holds less than the other client
         await slow.sends(200_000 + FREE_BYTES)
         many = [Sender(bodies, "greedy") for _ in range(4)]
@@ -118,7 +118,7 @@ def test_the_client_that_holds_most_gives_way_with_its_first() -> None:
 
 def test_what_is_complete_does_not_give_way() -> None:
     async def main() -> None:
-        bodies = Bodies(10**6, 60.0, 500_000)
+        bodies = BodyLimiter(10**6, 60.0, 500_000)
         whole = Sender(bodies, "decoding")
         await whole.sends(400_000 + FREE_BYTES, last=True)
         late = Sender(bodies, "other")
@@ -133,7 +133,7 @@ def test_what_is_complete_does_not_give_way() -> None:
 
 def test_a_body_that_takes_too_long_is_told_so() -> None:
     async def main() -> None:
-        late = Sender(Bodies(10**6, 0.05, 10**6), "a")
+        late = Sender(BodyLimiter(10**6, 0.05, 10**6), "a")
         await late.sends(10)
         await asyncio.wait([late.task])
         assert late.refusal() == "body_timeout"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.load.trace_files import read_requests
 from millrace.errors import ConfigError
 from millrace.runtime.request.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def test_prompts_that_begin_alike_share_numbers_as_far_as_they_do(tmp_path: Path
 def test_the_trace_is_replayed(tmp_path: Path) -> None:
     shared = tokens(BLOCK)
     recorded(tmp_path / "r", np.concatenate([shared, tokens(88)]), np.concatenate([shared, tokens(38)]))
-    first, second = read_requests(tmp_path / "r", None, 0).sessions(Words())
+    first, second = read_requests(tmp_path / "r", None, 0).sessions(PromptWords())
     assert (first.at_s, second.at_s) == (0, 0.5) and (first.turns[0].max_tokens, second.turns[0].max_tokens) == (5, 6)
     texts = [s.turns[0].text.split() for s in (first, second)]
     assert [len(t) for t in texts] == [600, 550] and texts[0][:BLOCK] == texts[1][:BLOCK] != texts[0][38 : 38 + BLOCK]
@@ -100,7 +100,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptur
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.stat().st_size == n and [line["timestamp"] for line in lines(path)] == [1000.0]
     assert caplog.text.count("nothing more is recorded: the file cannot be written (File too large)") == 1
-    assert len(list(read_requests(path, None, 0).sessions(Words()))) == 1
+    assert len(list(read_requests(path, None, 0).sessions(PromptWords()))) == 1
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:

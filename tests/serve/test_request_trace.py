@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.runtime.request.request import Timings
-from millrace.runtime.step_history import PART, RequestSeen, RequestTrace, StepSeen
+from millrace.runtime.step_history import PART, RequestRecord, RequestTrace, StepRecord
 from millrace.serve.ops.request_trace import _prompt_token_s, _trace
 from millrace.serve.ops.step_timeline import PAUSE_S, _without_pauses
 
@@ -15,8 +15,8 @@ KNOWN = (21, 0, 1000, 1, 1, True)
 
 def seen_step(
     number: int, began_s: float, took_s: float, parts: list[tuple[int, int, int, int, int, bool]]
-) -> StepSeen:
-    return StepSeen(number, began_s, took_s, 0, np.array(parts, PART), tuple(f"request-{p[0]}" for p in parts))
+) -> StepRecord:
+    return StepRecord(number, began_s, took_s, 0, np.array(parts, PART), tuple(f"request-{p[0]}" for p in parts))
 
 
 LONG = seen_step(1, 10.0, 0.2, [(20, 0, 0, 1000, 1000, True)])
@@ -28,7 +28,7 @@ def test_a_hit_saved_what_a_miss_takes() -> None:
     """By the pace of all prompts, not by that of the token that a hit leaves over: its step is not its own."""
     pace = _prompt_token_s([LONG, SHORT, PLAIN])
     assert pace == pytest.approx((0.2 + 0.016 / 16) / 1001)
-    seen = RequestSeen(21, "known", 1001, 1000, Timings(10.1, 10.2, 10.216, n_output_tokens=1), "")
+    seen = RequestRecord(21, "known", 1001, 1000, Timings(10.1, 10.2, 10.216, n_output_tokens=1), "")
     told = _trace(RequestTrace(seen, [(SHORT, SHORT.parts[:1])]), pace)
     assert told.prefill_saved_ms == pytest.approx(1000 * 201 / 1001, abs=1e-3)
     (step,) = told.steps
@@ -37,7 +37,7 @@ def test_a_hit_saved_what_a_miss_takes() -> None:
 
 def test_without_a_prompt_nothing_is_known() -> None:
     assert _prompt_token_s([PLAIN]) is None and _prompt_token_s([]) is None
-    seen = RequestSeen(0, "other-0", 50, 0, Timings(0.0), "")
+    seen = RequestRecord(0, "other-0", 50, 0, Timings(0.0), "")
     assert _trace(RequestTrace(seen, []), None).prefill_saved_ms is None
 
 

@@ -10,13 +10,13 @@ import openai
 import pytest
 
 from millrace.checkpoint.tokenizer.tokenizer import Detokenizer
-from millrace.checkpoint.tool_calls.answer_parser import Reader, Said
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, ParsedDelta
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, Reasoning, ToolFormat
 from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.http.server_context import LARGE_STEP
 from millrace.serve.llm import generation_stream
 from millrace.serve.llm.logprobs import ContentLogprobs
-from millrace.serve.llm.output_parsing import AnswerReader
+from millrace.serve.llm.output_parsing import OutputParser
 from millrace.serve.protocols.responses import endpoints
 from tests.serve.support import MODEL, Fake, Running, post, serving_with, tokenizer
 
@@ -107,7 +107,7 @@ def test_they_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert reply.status_code == (400 if stream else 200), "the end of a stream has them four times"
         chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "n": 2, "logprobs": True}
         assert "lower n, max_tokens or" in post(small.url, "/v1/chat/completions", chat).json()["error"]["message"]
-        monkeypatch.setattr(generation_stream.Generation, "hold", _no_room)
+        monkeypatch.setattr(generation_stream.GenerationStream, "reserve_unsent_bytes", _no_room)
         whole = post(small.url, PATH, ASK)
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "too_many_answers"
         assert events(small)[-1]["response"]["error"]["code"] == "too_many_answers"
@@ -144,7 +144,7 @@ def test_each_token_belongs_to_what_it_says(seed: int) -> None:
         if at < len(thought) + len(content) and until > max(at, len(thought)):
             expected.append(i)
         at = until
-    reader = AnswerReader(Reader(HERMES, Reasoning(), tools=["f"]), None)
+    reader = OutputParser(AnswerParser(HERMES, Reasoning(), tools=["f"]), None)
     told, shown, read, own = ContentLogprobs(tokenizer(), [], True), Detokenizer(tokenizer()), "", list[int]()
     done = 0
     while done < len(ids):
@@ -194,7 +194,7 @@ def test_they_do_not_depend_on_how_deltas_were_merged(format: ToolFormat, pieces
     (end,) = words.encode("<|im_end|>", False)
     ids.append(end)
     for cuts in ([], list(range(1, len(ids))), *([at] for at in range(1, len(ids)))):
-        reader = AnswerReader(Reader(format, Reasoning(), tools=["f"]), None)
+        reader = OutputParser(AnswerParser(format, Reasoning(), tools=["f"]), None)
         told, shown, own, read = ContentLogprobs(words, [], False), Detokenizer(words, False), list[int](), ""
         for begin, until in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             is_last = until == len(ids)
@@ -219,14 +219,14 @@ def test_an_answer_without_a_reader_is_all_content() -> None:
             finish = FinishReason.STOP if i == len(each) - 1 else None
             logprobs = tuple(TokenLogprobs(token, -1.0, 0) for token in some)
             delta = Delta(0, "d" if some[0] != end else "", tuple(some), logprobs, finish)
-            own += [token.token_id for token in told.take(delta, Said(delta.text))]
+            own += [token.token_id for token in told.take(delta, ParsedDelta(delta.text))]
         assert own == ids[:-1]
 
 
 def test_tokens_of_a_call_are_not_kept() -> None:
     """However long it is: nobody is told of them."""
     words = tokenizer()
-    reader, told = AnswerReader(Reader(HERMES, None, tools=["f"]), None), ContentLogprobs(words, [], True)
+    reader, told = OutputParser(AnswerParser(HERMES, None, tools=["f"]), None), ContentLogprobs(words, [], True)
     text = 'a<tool_call>{"name": "f", "arguments": {"t": "' + "a" * 2000
     most = 0
     for letter in text:
@@ -240,7 +240,7 @@ def test_tokens_of_a_call_are_not_kept() -> None:
 def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """That has all of the text's log probabilities. Without them they are one write; and they are counted as often."""
     blocks, held = list[bytes](), list[int]()
-    followed, hold = endpoints._followed, generation_stream.Generation.hold
+    followed, hold = endpoints._followed, generation_stream.GenerationStream.reserve_unsent_bytes
 
     async def watched(*args: Any) -> Any:
         async for block in followed(*args):
@@ -252,7 +252,7 @@ def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch
         hold(self, n_bytes)
 
     monkeypatch.setattr(endpoints, "_followed", watched)
-    monkeypatch.setattr(generation_stream.Generation, "hold", counted)
+    monkeypatch.setattr(generation_stream.GenerationStream, "reserve_unsent_bytes", counted)
     post(server.url, PATH, ASK)
     n_once, held[:] = sum(held), []
     told = events(server)

@@ -24,7 +24,7 @@ from millrace.runtime.service import ServiceOptions
 from millrace.serve.http import routes
 from millrace.serve.http.server_context import LARGE_STEP
 from millrace.serve.llm.logprobs import OffsetLogprobs
-from millrace.serve.llm.request_decoding import take_ignored
+from millrace.serve.llm.request_decoding import pop_ignored_fields
 from millrace.serve.llm.request_types import Body
 from millrace.serve.llm.response_types import CompletionLogprobs
 from millrace.serve.settings import ServerSettings
@@ -270,14 +270,14 @@ def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: py
 
     def see(asked: Any, kind: type[Body], unknown: Sequence[str]) -> tuple[str, ...]:
         held.append(asked.messages if path.endswith("chat/completions") else asked.prompt)
-        return take_ignored(asked, kind, unknown)
+        return pop_ignored_fields(asked, kind, unknown)
 
     def wait(step: StepInputs) -> None:
         if held:
             answering.set()
             assert seen.wait(20)
 
-    monkeypatch.setattr(routes, "take_ignored", see)
+    monkeypatch.setattr(routes, "pop_ignored_fields", see)
     body: dict[str, Any] = {"max_tokens": 3, "stream": stream, "prompt": ["a", "b"]}
     if path.endswith("chat/completions"):
         del body["prompt"]

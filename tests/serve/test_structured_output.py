@@ -11,7 +11,7 @@ import pytest
 
 from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from millrace.serve.llm.request_decoding import chat_params, completion_params, decode
 from millrace.serve.llm.request_types import ChatRequest, CompletionRequest
 from millrace.serve.settings import ServerSettings
@@ -211,14 +211,14 @@ def test_another_failure_of_such_an_answer_is_the_servers(few_states: None) -> N
 
 def test_the_vocabulary_is_prepared_before_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the event loop, which says meanwhile that it is not ready."""
-    prepare, threads, may_go_on = Grammars.prepare, list[str](), threading.Event()
+    prepare, threads, may_go_on = GrammarCompiler.prepare, list[str](), threading.Event()
 
-    def held_up(self: Grammars) -> None:
+    def held_up(self: GrammarCompiler) -> None:
         threads.append(threading.current_thread().name)
         assert may_go_on.wait(20)
         prepare(self)
 
-    monkeypatch.setattr(Grammars, "prepare", held_up)
+    monkeypatch.setattr(GrammarCompiler, "prepare", held_up)
     with ThreadPoolExecutor(1) as opener:
         context = serving_with(Fake(ends=True))
         opened = opener.submit(context.__enter__)

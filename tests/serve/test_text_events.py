@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.serve.llm.generation_stream import TextEvents, events
+from millrace.serve.llm.generation_stream import TextDeltaEncoder, events
 from millrace.serve.protocols.openai.replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -26,7 +26,7 @@ def chat(name: str, choice: int, text: str) -> ChatChunk:
 @pytest.mark.parametrize(("field", "reply"), [(b'"text"', completion), (b'"content"', chat)])
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_those_of_the_whole_reply(field, reply, name: str) -> None:  # type: ignore[no-untyped-def]
-    plain = TextEvents(field, lambda choice: reply(name, choice, ""))
+    plain = TextDeltaEncoder(field, lambda choice: reply(name, choice, ""))
     for choice in (0, 3, 0):
         for text in TEXTS:
             assert plain.event(choice, text) == events([reply(name, choice, text)])

@@ -23,10 +23,10 @@ from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
 from millrace.serve.http import server_context
-from millrace.serve.http.server_context import Lane
+from millrace.serve.http.server_context import BoundedExecutor
 from millrace.serve.llm.request_decoding import decode
 from millrace.serve.llm.request_types import ChatRequest
-from millrace.serve.llm.token_lower_bound import LeastTokens, n_words, reach
+from millrace.serve.llm.token_lower_bound import TokenLowerBound, n_words, reach
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import ROOMY, Fake, Running, post, running, tokenizer
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece
@@ -208,7 +208,7 @@ class _Shrinking(Tokenizer):
 
 def test_a_tokenizer_that_drops_characters_gives_no_bound() -> None:
     assert reach(_Shrinking()) is None
-    LeastTokens(_Shrinking(), 64).check("é " * 9000, "prompt")
+    TokenLowerBound(_Shrinking(), 64).check("é " * 9000, "prompt")
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a " * 6000}, {"messages": [{"role": "user", "content": "a " * 6000}]}])
@@ -245,7 +245,7 @@ def in_loop(work: Callable[[], Any]) -> Any:
 
 def test_a_lane_is_bounded_in_number_and_bytes() -> None:
     async def main() -> None:
-        gate, lane = threading.Event(), Lane("test", max_pending=2)
+        gate, lane = threading.Event(), BoundedExecutor("test", max_pending=2)
         first = [asyncio.create_task(lane.run(gate.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(BusyError):
@@ -282,7 +282,7 @@ def test_abandoned_work_leaves_the_queue_or_is_stopped(monkeypatch: pytest.Monke
             entered.set()
             time.sleep(0.02)
 
-        lane = Lane("test", max_pending=9, stop=stopped.set)
+        lane = BoundedExecutor("test", max_pending=9, stop=stopped.set)
         running_, waiting = (asyncio.create_task(lane.run(work)) for work in (long, lambda: done.append("waiting")))
         behind = asyncio.create_task(lane.run(lambda: done.append("behind")))
         assert await asyncio.to_thread(entered.wait, 10)

@@ -3,10 +3,10 @@
 import pytest
 
 from millrace.checkpoint.tokenizer.tokenizer import Detokenizer
-from millrace.checkpoint.tool_calls.answer_parser import Reader
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser
 from millrace.checkpoint.tool_calls.formats import Reasoning
 from millrace.runtime.request.sampling_params import Delta, FinishReason
-from millrace.serve.llm.output_parsing import AnswerReader, ThoughtTokens
+from millrace.serve.llm.output_parsing import OutputParser, ThoughtTokens
 from tests.serve.support import tokenizer
 
 # whether the prompt opened them; before them, they with their marks, behind them
@@ -38,7 +38,7 @@ def test_they_are_those_of_the_thought(opened: bool, before: str, thought: str, 
     answer, expected = ids(before) + ids(thought) + ids(behind), len(ids(thought))
     for cuts in ([], list(range(1, len(answer))), *([at] for at in range(1, len(answer)))):
         count = ThoughtTokens(Reasoning(), Detokenizer(words), opened)
-        reader = AnswerReader(Reader(None, Reasoning(), thinks=opened), count)
+        reader = OutputParser(AnswerParser(None, Reasoning(), thinks=opened), count)
         shown, thoughts = Detokenizer(words), ""
         for begin, until in zip([0, *cuts], [*cuts, len(answer)], strict=True):
             some = answer[begin:until]

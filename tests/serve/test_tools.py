@@ -11,7 +11,7 @@ from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.request.tool_specs import MAX_TOOLS
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from millrace.serve.llm.tools import Tools, tools_of
 from tests.serve.support import VOCABULARY, tokenizer
 
@@ -151,7 +151,7 @@ def test_properties_may_be_named_elsewhere(i: int) -> None:
     parameters, able = ELSEWHERE[i]
     schema = tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required").schemas["f"]
     end = tokenizer().eos_token_id or 0
-    grammars = Grammars(tokenizer(), VOCABULARY, [end])
+    grammars = GrammarCompiler(tokenizer(), VOCABULARY, [end])
 
     def may_come(text: str) -> bool:
         (matcher,) = grammars.matchers(StructuredOutputsParams(json=schema), 1)

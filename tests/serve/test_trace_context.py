@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.model_repository.tracing.trace_context import parent_of
-from millrace.serve.http.http_request import joined
+from millrace.serve.http.http_request import combine_duplicate_headers
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -38,8 +38,10 @@ def test_states_that_are_wrong_go_nowhere(state: str) -> None:
 
 def test_of_two_parents_there_is_none_and_two_states_are_one() -> None:
     """As headers of one name are read everywhere here; `test_spans.py` sends them."""
-    twice = joined([(b"traceparent", PARENT.encode()), (b"host", b"x"), (b"traceparent", PARENT.encode())], b",")
+    twice = combine_duplicate_headers(
+        [(b"traceparent", PARENT.encode()), (b"host", b"x"), (b"traceparent", PARENT.encode())], b","
+    )
     assert twice[b"host"] == b"x" and parent_of(twice[b"traceparent"], None) is None
-    states = joined([("tracestate", "a=1"), ("traceparent", PARENT), ("tracestate", "b=2")], ",")
+    states = combine_duplicate_headers([("tracestate", "a=1"), ("traceparent", PARENT), ("tracestate", "b=2")], ",")
     found = parent_of(states["traceparent"], states["tracestate"])
     assert found is not None and found.state == "a=1,b=2"

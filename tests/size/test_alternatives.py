@@ -28,7 +28,7 @@ def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(capacity, "_LEAST", 100)
     monkeypatch.setattr(capacity, "_TURNS", 1)
     monkeypatch.setattr(alternatives, "_MOST_SIMULATED", 1)
-    monkeypatch.setattr(answer_module, "changes", lambda *_: ())  # not looked at here
+    monkeypatch.setattr(answer_module, "sensitivities", lambda *_: ())  # not looked at here
     found = plan(**asked, hardware=["all"])
     first, *rest = found.alternatives
     assert first.plan is found.plan and found.plan.point.source == Source.SIMULATED

@@ -16,7 +16,7 @@ from millrace.size.answer.multi_model import shared
 from millrace.size.performance.models import PRESETS
 from millrace.size.performance.operating_point import Source
 from millrace.size.question.question import Question
-from millrace.size.report.answer_json import band, read_as, told, told_point
+from millrace.size.report.answer_json import answer_to_dict, interpretation_notes, told_point, uncertainty_text
 from millrace.size.report.answer_tables import tables
 from millrace.size.report.page import size_page
 from millrace.size.simulation import capacity
@@ -206,8 +206,11 @@ def test_the_p95_of_measured_calls_is_said_to_be_a_bound(runs: str) -> None:
         and escape(said) in size_page(two)
     )
     assert said not in " ".join(next(tables(one)).notes) + one.plan.provenance
-    assert told(two)["answer"]["point"]["p95_is_upper_bound"] and said in told(two)["definitions"]["p95"]
-    assert not told(one)["answer"]["point"]["p95_is_upper_bound"]
+    assert (
+        answer_to_dict(two)["answer"]["point"]["p95_is_upper_bound"]
+        and said in answer_to_dict(two)["definitions"]["p95"]
+    )
+    assert not answer_to_dict(one)["answer"]["point"]["p95_is_upper_bound"]
     assert asked(runs, rate=5, **more).plan.provenance == "measured", "of a limit on the mean the p95 decides nothing"
 
 
@@ -221,7 +224,7 @@ def test_memory_adds_up() -> None:
 
 
 def test_an_answer_as_data(runs: str) -> None:
-    found = json.loads(json.dumps(told(asked(runs, rate=707.5))))
+    found = json.loads(json.dumps(answer_to_dict(asked(runs, rate=707.5))))
     assert found["answer"]["systems"] == 11 and found["answer"]["point"]["requests_per_s_of_system"] == 70.744
     assert found["answer"]["limits"] == {"ttft_ms": 500, "itl_ms": None, "e2e_ms": None, "of": "mean"}
     assert found["question"]["rate"] == 707.5 and found["memory"] is None
@@ -232,9 +235,12 @@ def test_what_a_table_leaves_out_is_told(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     unsteady = ROWS[0].replace(",5.195,", ",9,")
     path.write_text("\n".join((HEAD, *ROWS, unsteady, unsteady)) + "\n")
-    assert read_as(asked(str(path), rate=5))[-1] == f"{path}: 2 rows left out, which were not in a steady state"
+    assert (
+        interpretation_notes(asked(str(path), rate=5))[-1]
+        == f"{path}: 2 rows left out, which were not in a steady state"
+    )
     path.write_text("\n".join((HEAD, *ROWS)) + "\n")
-    assert "left out" not in " ".join(read_as(asked(str(path), rate=5)))
+    assert "left out" not in " ".join(interpretation_notes(asked(str(path), rate=5)))
 
 
 @pytest.mark.parametrize("rate, said", [
@@ -243,7 +249,7 @@ def test_what_a_table_leaves_out_is_told(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_band_is_told_where_it_is_one(runs: str, rate: float, said: str) -> None:
     """70.744 requests/s of a system: of 70 2 % more are 71.4."""
-    assert band(asked(runs, rate=rate)) == said
+    assert uncertainty_text(asked(runs, rate=rate)) == said
 
 
 def test_why_there_is_no_p95_beside() -> None:

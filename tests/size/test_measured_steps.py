@@ -9,22 +9,22 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
-from millrace.runtime.scheduling.step_cost_model import Schedule, StepCost, StepProfile, write_profile
+from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepCost, StepProfile, write_profile
 from millrace.size import plan
 from millrace.size.answer.answer import Answer
 from millrace.size.answer.sizing import Fleet
 from millrace.size.answer.sizing import plan as bought
 from millrace.size.load.token_lengths import Lengths
 from millrace.size.performance.operating_point import Limits, Source
-from millrace.size.report.answer_json import told
+from millrace.size.report.answer_json import answer_to_dict
 from millrace.size.report.page import size_page
 from millrace.size.simulation import capacity
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.measured_steps import OwnSteps, Profiled
+from millrace.size.simulation.measured_steps import MeasuredStepTimes, Profiled
 from millrace.size.simulation.virtual_clock import Arrival
 from tests.size.test_steps import LAW
 
-SCHEDULE = Schedule(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
+SCHEDULE = SchedulerSettings(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
 PROFILE = StepProfile(
     "m", "e1f2", machine_name(), "2026-11-23", 1000, 0.05, 2e-3, (0.8, 1.0, 1.1, 1.5), LAW, SCHEDULE
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_plan_is_what_verify_predicts(tmp_path: Path) -> None:
     point, n = found.point, 100
     at_s = np.cumsum(np.random.default_rng(0).exponential(1 / point.rate, n))
     arrivals = [Arrival(float(t), 128, 32) for t in at_s]
-    seen = OwnSteps.of(PROFILE).simulation(128).run(arrivals).requests[n // 4 :]
+    seen = MeasuredStepTimes.of(PROFILE).simulation(128).run(arrivals).requests[n // 4 :]
     assert point.source == Source.SIMULATED and point.p95 is not None
     assert point.mean.ttft_s == np.mean([one.ttft_s for one in seen])
     assert point.p95.itl_s == np.quantile([one.itl_s for one in seen], 0.95)
@@ -63,7 +63,7 @@ def test_a_plan_is_what_verify_predicts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few")
 def test_what_is_told_names_the_steps(tmp_path: Path) -> None:
     answer = planned(tmp_path)
-    said = told(answer)["answer"]
+    said = answer_to_dict(answer)["answer"]
     assert said["provenance"] == answer.plan.provenance and said["error"] == 0.05
     assert "measured steps of m" in size_page(answer)
     assert answer.memory is None and answer.money is None, "nobody has said what it has, and costs"

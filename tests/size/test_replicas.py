@@ -12,7 +12,7 @@ from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.size.load.trace_arrivals import Replay, arrivals
-from millrace.size.simulation.replicas import Router, blind, least_loaded, prefix_aware, simulate, together
+from millrace.size.simulation.replicas import Router, least_loaded, merge_routed, prefix_aware, random_router, simulate
 from millrace.size.simulation.simulator import Simulation
 from millrace.size.simulation.virtual_clock import Arrival
 from millrace.tune.recorded_requests import read_recording
@@ -41,7 +41,7 @@ def drawn(n: int, rate: float, seed: int = 1, families: int = 0) -> list[Arrival
     return [Arrival(t, 1100, 20, b if families else ()) for t, b in zip(at_s, blocks, strict=True)]
 
 
-@pytest.mark.parametrize("route", [blind(), least_loaded, prefix_aware])
+@pytest.mark.parametrize("route", [random_router(), least_loaded, prefix_aware])
 def test_one_replica_behind_a_router_is_that_replica(route: Router) -> None:
     coming = drawn(150, 30, families=4)
     (found,) = simulate([replica()], coming, route)
@@ -58,10 +58,10 @@ def test_replicas_do_not_know_of_each_other() -> None:
     ]
 
 
-@pytest.mark.parametrize("route", [blind(), least_loaded, prefix_aware])
+@pytest.mark.parametrize("route", [random_router(), least_loaded, prefix_aware])
 def test_all_is_answered_and_littles_law_holds(route: Router) -> None:
     found = simulate([replica() for _ in range(3)], drawn(300, 90, families=6), route)
-    whole = together(found)
+    whole = merge_routed(found)
     assert len(whole.requests) == 300 == len(whole.of("e2e_s"))
     for one in (*found, whole):
         assert one.in_system_s == pytest.approx(one.of("e2e_s").sum(), rel=1e-9)
@@ -73,10 +73,10 @@ def test_what_a_router_knows_shortens_waits() -> None:
     coming = drawn(500, 120, families=80)
 
     def of(route: Router, cached: bool) -> tuple[float, int]:
-        found = together(simulate([replica(cached) for _ in range(4)], coming, route))
+        found = merge_routed(simulate([replica(cached) for _ in range(4)], coming, route))
         return float(found.of("ttft_s", after_s=2.0).mean()), found.prefix_hits
 
-    assert of(least_loaded, False)[0] < 0.8 * of(blind(), False)[0]
+    assert of(least_loaded, False)[0] < 0.8 * of(random_router(), False)[0]
     aware, least = of(prefix_aware, True), of(least_loaded, True)
     assert aware[1] > 1.3 * least[1] and aware[0] < 0.9 * least[0]
 

@@ -14,7 +14,7 @@ from millrace.size.performance.operating_point import Limits, Point, Source
 from millrace.size.performance.operating_points import offers
 from millrace.size.question.settings import HardwareSettings
 from millrace.size.simulation import capacity
-from millrace.size.simulation.search_budget import Search, TimeIsUp
+from millrace.size.simulation.search_budget import Search, SearchTimeoutError
 from millrace.size.simulation.simulated_capacity import Replicas, simulated
 from tests.size.offered import work_of
 
@@ -68,7 +68,7 @@ def test_a_search_shares_its_time() -> None:
         now_s = until_s
         search.tick()
         now_s = until_s + 0.5
-        with pytest.raises(TimeIsUp):
+        with pytest.raises(SearchTimeoutError):
             search.tick()
 
     with search.part(1 / 2):
@@ -109,7 +109,7 @@ def test_a_simulation_is_given_up_at_once() -> None:
     search = counted(3)
     for _ in range(3):
         search.tick()
-    with pytest.raises(TimeIsUp):
+    with pytest.raises(SearchTimeoutError):
         search.tick()
     search.again(2)
     search.tick()

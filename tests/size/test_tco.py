@@ -11,8 +11,8 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES, find_device
 from millrace.size import plan
 from millrace.size.money.prices import Prices, Rent, middle, read_prices
-from millrace.size.money.tco import Needed, bought, break_even_hours, engines, hybrid, money, rented, watts
-from millrace.size.report.answer_json import told
+from millrace.size.money.tco import FleetNeed, bought, break_even_hours, engines, hybrid, money, rented, watts
+from millrace.size.report.answer_json import answer_to_dict
 from millrace.size.report.answer_tables import in_short
 from millrace.size.report.cost_tables import costs, of_devices
 from tests.size.tables import SIZING, needs_tables
@@ -41,7 +41,7 @@ def own(tmp_path: Path, text: str = OWN) -> Prices:
 def test_the_course_exercise(tmp_path: Path) -> None:
     """200 requests/s on DGX H100s of 41.56 each, by the course's costs (no power): 119 kUSD each, 572 kUSD a year."""
     peak = 30e6 * 30 / (365 * 86_400) * 7
-    fleet = Needed(H100, 1, 8, 5, peak / 41.56, (1,) * 24)
+    fleet = FleetNeed(H100, 1, 8, 5, peak / 41.56, (1,) * 24)
     found = bought(fleet, own(tmp_path))
     assert found is not None and found.system == 119_000
     assert found.by_figures == pytest.approx(572e3, abs=500) and found.year == 5 * 119_000
@@ -49,7 +49,7 @@ def test_the_course_exercise(tmp_path: Path) -> None:
 
 def test_power() -> None:
     """10.2 kW through a year at 0.10 USD and a PUE of 1.3: 11.6 kUSD; others have as much beside their devices."""
-    found = bought(Needed(H100, 1, 8, 1, 1.0, (1,) * 24), read_prices(None))
+    found = bought(FleetNeed(H100, 1, 8, 1, 1.0, (1,) * 24), read_prices(None))
     assert found is not None and found.power == pytest.approx(10.2 * 8760 * 0.1 * 1.3)
     l40s = find_device("L40S")
     assert watts(l40s, read_prices(None)) == pytest.approx(8 * 350 * 10_200 / 5600)
@@ -58,17 +58,17 @@ def test_power() -> None:
 def test_rents_and_hours() -> None:
     """Twelve devices by day for 10 hours and 2 else, at 3 each."""
     rents = [Rent("H100 SXM", hour, "x", "neocloud", DAY) for hour in (1.0, 3.0, 9.0)]
-    found = rented(Needed(H100, 2, 8, 2, 1.5, (1,) * 14 + (6,) * 10), rents)
+    found = rented(FleetNeed(H100, 2, 8, 2, 1.5, (1,) * 14 + (6,) * 10), rents)
     assert found is not None and found.rent.hour == 3 and found.peak_hour == 36
     assert found.always == 36 * 8760 and found.scaled == (14 * 2 + 10 * 12) * 3 * 365
-    assert rented(Needed(H100, 2, 8, 2, 1.5, (1,) * 24), []) is None
+    assert rented(FleetNeed(H100, 2, 8, 2, 1.5, (1,) * 24), []) is None
     assert middle(rents[:2]).hour == 1
 
 
 @pytest.mark.parametrize("hourly", [(1,) * 24, (3,) * 14 + (20,) * 10, tuple(range(1, 25)), (40,) * 23 + (41,)])
 def test_no_other_split_is_cheaper(hourly: tuple[int, ...]) -> None:
     prices = read_prices(None)
-    fleet = Needed(H100, 1, 8, -(-max(hourly) // 8), 5.1, hourly)
+    fleet = FleetNeed(H100, 1, 8, -(-max(hourly) // 8), 5.1, hourly)
     own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
     best = hybrid(fleet, own, rent)
     assert own is not None and rent is not None and best is not None
@@ -82,7 +82,7 @@ def test_who_buys_all_buys_what_is_to_spare() -> None:
     """Of 16 devices around the clock: 3 systems with one to spare cost less than one and 8 rented devices, 4 do not."""
     prices = read_prices(None)
     for spare, systems in ((1, 3), (2, 1)):
-        fleet = Needed(H100, 1, 8, 2 + spare, 2.0, (16,) * 24)
+        fleet = FleetNeed(H100, 1, 8, 2 + spare, 2.0, (16,) * 24)
         own = bought(fleet, prices)
         best = hybrid(fleet, own, rented(fleet, prices.rents(H100, None)))
         assert own is not None and best is not None and best.systems == systems
@@ -92,7 +92,7 @@ def test_who_buys_all_buys_what_is_to_spare() -> None:
 def test_break_even() -> None:
     """At the hour where both cost the same, a system that is needed so long costs as much rented as bought."""
     prices = read_prices(None)
-    fleet = Needed(H100, 8, 8, 1, 1.0, (1,) * 24)
+    fleet = FleetNeed(H100, 8, 8, 1, 1.0, (1,) * 24)
     own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
     hours = break_even_hours(own, rent)
     assert own is not None and rent is not None and hours is not None
@@ -104,7 +104,7 @@ def test_break_even() -> None:
 def test_by_the_token(tmp_path: Path) -> None:
     """1,000 in and 100 out at 0.5 and 1.5 a million are 0.00065 a request."""
     prices = own(tmp_path)
-    found = money(Needed(H100, 1, 8, 2, 2.0, (16,) * 24), prices, None, 10.0, 2.0, (1000, 100))
+    found = money(FleetNeed(H100, 1, 8, 2, 2.0, (16,) * 24), prices, None, 10.0, 2.0, (1000, 100))
     assert found.by_token == pytest.approx(10 * 31_536_000 * 0.00065)
     assert found.break_even_requests == pytest.approx(2 * 119_000 / 365 / 0.00065)
     assert found.utilisation == pytest.approx(10 / 32) and found.rented is not None and found.bought is not None
@@ -263,7 +263,7 @@ def test_the_cheapest_way_is_named(more: dict[str, object], way: str, both: str)
     assert found.cheapest_way == way and ways[way] == min(ways.values()) == found.cheapest
     named = {row[0]: row[1] for row in costs(found).rows}
     assert named["both"].endswith(both) and named["the cheapest way"].startswith(f"{way}, {found.cheapest:,.0f}: ")
-    assert told(asked)["money"]["cheapest_way"] == way
+    assert answer_to_dict(asked)["money"]["cheapest_way"] == way
 
 
 def test_what_few_requests_cost_stands_whole() -> None:

@@ -10,16 +10,16 @@ from millrace.bench.client.request_record import Answer
 from millrace.bench.load.inputs import Turn
 from millrace.bench.run.run import Record
 from millrace.errors import ConfigError
-from millrace.runtime.scheduling.step_cost_model import Schedule
+from millrace.runtime.scheduling.step_cost_model import SchedulerSettings
 from millrace.size.fit.verify import Part, Probe, Times, arrivals_of, figures
 from millrace.size.question.settings import VerifySettings
-from millrace.size.simulation.measured_steps import OwnSteps
+from millrace.size.simulation.measured_steps import MeasuredStepTimes
 from millrace.size.simulation.virtual_clock import Arrival
 from tests.size.test_steps import LAW, rows
 
-SCHEDULE = Schedule(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
+SCHEDULE = SchedulerSettings(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
 FRONT_S = 2e-3
-OWN = OwnSteps(LAW, (1.0,), 0.0, SCHEDULE)
+OWN = MeasuredStepTimes(LAW, (1.0,), 0.0, SCHEDULE)
 
 
 def record(sent_s: float, first_s: float, last_s: float, n_input: int, n_output: int) -> Record:

@@ -7,7 +7,7 @@ import numpy as np
 
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from tests.support.loaded import Loaded, infer
 
 # Behind a backend's name.
@@ -40,7 +40,7 @@ async def sums_of(model: Model, id_: int) -> None:
         total += x
         request = InferRequest({})
         request.correlation_id, request.flags = id_, (i == 0) | (i == 3) << 1
-        model.checker.take(request, [Given("x", "FP32", x.shape, x)])
+        model.checker.take(request, [RawInput("x", "FP32", x.shape, x)])
         outputs = (await model.infer(request)).outputs
         assert outputs.keys() == {"y", "who"} and outputs["who"].tolist() == [[id_]]
         assert np.array_equal(outputs["y"], total)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.tensors import Array, named_type
 
 # a model, its inputs' names with tensors, its outputs'
@@ -34,6 +34,6 @@ def _mapped(field: str, pairs: Mapping[str, str]) -> str:
 def asking(model: Model, outputs: Sequence[str] = (), **arrays: Array) -> InferRequest:
     request = InferRequest({}, tuple(outputs))
     model.checker.take(
-        request, [Given(name, named_type(name, array), array.shape, array) for name, array in arrays.items()]
+        request, [RawInput(name, named_type(name, array), array.shape, array) for name, array in arrays.items()]
     )
     return request

@@ -28,7 +28,7 @@ from millrace.engine.cuda.device_constants import Loaded
 from millrace.engine.cuda.executor import CudaExecutor
 from millrace.engine.executor import ExecutorLimits
 from millrace.kernels.matmul import coded
-from millrace.kernels.matmul.coded import CodedRows
+from millrace.kernels.matmul.coded import QuantizedRows
 
 DEVICE = torch.device("cuda:0")
 MOST_PROGRAMS = 65535  # along the second and the third axis of a launch
@@ -225,9 +225,9 @@ def loaded_there(like: Loaded) -> Loaded:
     return Loaded({value: _there(x) for value, x in like.tensors.items()}, codes)
 
 
-def _rows_there(w: CodedRows) -> CodedRows:
+def _rows_there(w: QuantizedRows) -> QuantizedRows:
     least = None if w.minimums is None else _there(w.minimums)
-    return CodedRows(_there(w.codes), _there(w.scales), w.width, w.group, least, w.zero)
+    return QuantizedRows(_there(w.codes), _there(w.scales), w.width, w.group, least, w.zero)
 
 
 def _there(x: Tensor) -> Tensor:

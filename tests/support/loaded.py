@@ -9,10 +9,10 @@ import numpy as np
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.tensors import Array
 from tests.support.repository import identity
 
@@ -22,7 +22,7 @@ BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
 class Loaded:
     """A repository in an event loop."""
 
-    def __init__(self, root: Path, common: Common | None = None, **flags: Any) -> None:
+    def __init__(self, root: Path, common: RepositoryContext | None = None, **flags: Any) -> None:
         self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),), **flags), common)
 
     async def __aenter__(self) -> ModelRepository:
@@ -49,14 +49,14 @@ async def infer(repository: ModelRepository, name: str, /, **inputs: Array) -> d
     """What the model answers to inputs of the types that it declares."""
     model, request = repository.get(name), InferRequest({})
     kinds = {i.name: i.data_type.name.removeprefix("TYPE_").replace("STRING", "BYTES") for i in model.config.input}
-    model.checker.take(request, [Given(key, kinds[key], x.shape, x) for key, x in inputs.items()])
+    model.checker.take(request, [RawInput(key, kinds[key], x.shape, x) for key, x in inputs.items()])
     return dict((await model.infer(request)).outputs)
 
 
 def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:
     request = InferRequest({})
     data = np.array(values, dtype=np.float32).reshape(-1, 1)
-    model.checker.take(request, [Given("INPUT0", datatype, data.shape, data)])
+    model.checker.take(request, [RawInput("INPUT0", datatype, data.shape, data)])
     return request
 
 

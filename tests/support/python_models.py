@@ -9,7 +9,7 @@ from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.tensors import Array, objects
 
 ANY = """backend: "python" %s
@@ -52,7 +52,7 @@ def asked(model: Model, parameters: dict[str, Any] | None = None, **arrays: Arra
     names = {"f": "FP32", "O": "BYTES", "i": "INT32"}
     request = InferRequest({}, request_id="r")
     request.parameters = parameters or {}
-    model.checker.take(request, [Given(n, names[a.dtype.kind], a.shape, a) for n, a in arrays.items()])
+    model.checker.take(request, [RawInput(n, names[a.dtype.kind], a.shape, a) for n, a in arrays.items()])
     return request
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchRules
-from millrace.model_repository.scheduling.sequence_batcher import SequenceQueue, SequenceRules
+from millrace.model_repository.scheduling.sequence_batcher import SequenceBatcher, SequenceRules
 from tests.support.batching_rules import Model as Batcher
 
 START, END = 1, 2
@@ -29,8 +29,8 @@ def null(like: InferRequest) -> InferRequest:
     return InferRequest({}, request_id="null")
 
 
-def queue_of(rules: SequenceRules, n_instances: int = 1) -> SequenceQueue:
-    return SequenceQueue(rules, n_instances, lambda _: None, null)
+def queue_of(rules: SequenceRules, n_instances: int = 1) -> SequenceBatcher:
+    return SequenceBatcher(rules, n_instances, lambda _: None, null)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 
 CONTROLS = """
   control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
@@ -72,7 +72,7 @@ def part(model: Model, id_: int | str, value: int, flags: int = 0, **more: Any) 
     for name, what in more.items():
         setattr(request, name, what)
     data = np.array([[value]] if model.config.max_batch_size else [value], np.int32)
-    model.checker.take(request, [Given("INPUT", "INT32", data.shape, data)])
+    model.checker.take(request, [RawInput("INPUT", "INT32", data.shape, data)])
     return request
 
 

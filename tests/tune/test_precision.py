@@ -12,12 +12,12 @@ from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights.quantized_matrix import FP8
-from millrace.compile.accuracy_pricing import Question
+from millrace.compile.accuracy_pricing import AccuracyQuery
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions, precision_map
 from millrace.compile.resolve_model import BUNDLED
 from millrace.compile.source import Source
-from millrace.engine.artifact.accuracy_loss import Evaluation, Price, rounded
+from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.native.executor import NativeExecutor
@@ -47,8 +47,8 @@ FOUR = "w4a8 g32, lm_head w8a8"
 def question(
     checkpoint: Checkpoint, candidates: Sequence[str], max_kl: float | None = None, context: int = CONTEXT,
     **others: object,
-) -> Question:  # fmt: skip
-    return Question(
+) -> AccuracyQuery:  # fmt: skip
+    return AccuracyQuery(
         source=Source.from_checkpoint(checkpoint, context), tokenizer=checkpoint.tokenizer,
         options=BuildOptions(**others),  # type: ignore[arg-type]
         candidates=[precision_map(c, 32) for c in candidates], max_kl=max_kl, progress=lambda *_: None,
@@ -82,7 +82,7 @@ def test_auto_takes_the_first_that_keeps_within_the_bound(tiny: Checkpoint) -> N
     chosen, everything = PRICER.answer(question(tiny, names, max_kl=0))
     prices = everything.tried
     kls = [p.kl or 0 for p in prices]
-    assert chosen.default == "fp32" and prices[3] == Price(
+    assert chosen.default == "fp32" and prices[3] == AccuracyLoss(
         "fp32", 0, 1, 1, 15_859_712
     )  # the reference is not run twice
     assert [p.name for p in prices] == [FOUR, "w8a8 g32", "bf16", "fp32"] and kls == sorted(kls, reverse=True)

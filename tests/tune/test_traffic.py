@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.tune.day_night import apart, day_and_night
+from millrace.tune.day_night import day_and_night, distance
 from millrace.tune.kv_occupancy import computed, held, pages, sequences
-from millrace.tune.traffic import FEWEST, Asked, check_enough, percentile, propose
+from millrace.tune.traffic import FEWEST, TrafficSummary, check_enough, percentile, propose
 from tests.tune.traffic_files import line, recording
 
 PAGE, BLOCK, HOUR = 64, 512, 3600.0
-ASKED = Asked(model_context=8192, usual_batch=16, step_tokens=512)
+ASKED = TrafficSummary(model_context=8192, usual_batch=16, step_tokens=512)
 Lines = list[dict[str, Any]]
 
 
@@ -107,7 +107,7 @@ def test_a_proposal_agrees_with_sorting(tmp_path: Path, seed: int) -> None:
     covers = (100.0, 99.0, 90.0, 50.0)[seed]
     lines = drawn(200, seed, max_tokens=400 if seed % 2 else 0)
     found = recording(tmp_path / "r", lines)
-    p = propose(found, Asked(model_context=8192, usual_batch=16, step_tokens=512, covers=covers))
+    p = propose(found, TrafficSummary(model_context=8192, usual_batch=16, step_tokens=512, covers=covers))
     needed = [r["input_length"] + max(math.ceil(r["output_length"] / r["choices"]), r["max_tokens"]) for r in lines]
     assert p.context % PAGE == 0 and p.context - PAGE < least(needed, covers) <= p.context
     assert p.n_unfit == sum(n > p.context for n in needed) <= (100 - covers) / 100 * len(lines)
@@ -134,7 +134,7 @@ def test_rows_that_are_timed_are_those_of_most_of_the_time(tmp_path: Path) -> No
     p = propose(recording(tmp_path / "r", lines), ASKED)
     assert p.rows.decode == (1, 2, 3), "50, 90 and 99 % of 100 s"
     assert p.rows.prefill == (128, 512), "of 11 prompts the 6th and the 10th, up to a step's tokens"
-    narrow = Asked(model_context=8192, usual_batch=16, step_tokens=512, max_batch=2, max_context=200)
+    narrow = TrafficSummary(model_context=8192, usual_batch=16, step_tokens=512, max_batch=2, max_context=200)
     assert propose(recording(tmp_path / "r", lines), narrow).rows.prefill == (128, 200)
     assert propose(recording(tmp_path / "r", lines), narrow).rows.decode == (1, 2)
 
@@ -171,9 +171,9 @@ def test_what_is_longer_than_the_model_takes_is_counted(tmp_path: Path) -> None:
     lines = [line(i, 100 if i % 4 else 9000, 28) for i in range(100)]
     p = propose(recording(tmp_path / "r", lines), ASKED)
     assert (p.context, p.n_unfit, p.longest) == (8192, 25, 9028)
-    odd = Asked(model_context=100, usual_batch=16, step_tokens=512)
+    odd = TrafficSummary(model_context=100, usual_batch=16, step_tokens=512)
     assert propose(recording(tmp_path / "r", lines), odd).context == 100, "no whole page fits"
-    told = Asked(model_context=8192, usual_batch=16, step_tokens=512, max_context=127)
+    told = TrafficSummary(model_context=8192, usual_batch=16, step_tokens=512, max_context=127)
     assert propose(recording(tmp_path / "r", lines), told).n_unfit == 100
 
 
@@ -181,7 +181,7 @@ def test_without_stays_nothing_is_guessed(tmp_path: Path) -> None:
     lines = [line(i, 64 * (1 + i % 2), 0) for i in range(100)]
     p = propose(recording(tmp_path / "r", lines), ASKED)
     assert p.batch is None and p.rows.decode == (1, 4, 16) and p.pages_running == p.pages_kept == 24, "16 in a row"
-    narrow = Asked(model_context=8192, usual_batch=16, step_tokens=512, max_batch=4)
+    narrow = TrafficSummary(model_context=8192, usual_batch=16, step_tokens=512, max_batch=4)
     p = propose(recording(tmp_path / "r", lines), narrow)
     assert p.rows.decode == (1, 4) and p.pages_running == 6
 
@@ -220,7 +220,7 @@ def days(n_days: int, of_hour: Callable[[int], tuple[int, int, int]], duration: 
 
 def test_day_and_night_are_found_where_they_are(tmp_path: Path) -> None:
     office = days(2, lambda hour: (40, 200, 50) if 8 <= hour < 20 else (4, 3000, 400))
-    found = apart(recording(tmp_path / "r", office), ASKED)
+    found = distance(recording(tmp_path / "r", office), ASKED)
     (day, by_day), (night, by_night) = found
     assert (day.name, day.first, day.end, day.hours) == ("day", 8, 20, 12)
     assert (night.name, night.first, night.end, night.hours) == ("night", 20, 8, 12)
@@ -229,15 +229,15 @@ def test_day_and_night_are_found_where_they_are(tmp_path: Path) -> None:
 
 
 def test_lengths_alone_make_a_night_too(tmp_path: Path) -> None:
-    found = apart(recording(tmp_path / "r", days(2, lambda h: (10, 2000 if 1 <= h < 6 else 200, 50))), ASKED)
+    found = distance(recording(tmp_path / "r", days(2, lambda h: (10, 2000 if 1 <= h < 6 else 200, 50))), ASKED)
     assert {(part.first, part.end, p.context) for part, p in found} == {(1, 6, 2112), (6, 1, 256)}
 
 
 def test_hours_that_are_alike_are_not_parted(tmp_path: Path) -> None:
     alike = recording(tmp_path / "r", days(2, lambda hour: (10, 200, 50)))
-    assert apart(alike, ASKED) == []
+    assert distance(alike, ASKED) == []
     busier = recording(tmp_path / "r", days(2, lambda hour: (40 if hour < 12 else 5, 200, 50)))
-    assert day_and_night(busier) is not None and apart(busier, ASKED) == [], "more of the same needs no other engine"
+    assert day_and_night(busier) is not None and distance(busier, ASKED) == [], "more of the same needs no other engine"
 
 
 def test_less_than_a_day_has_no_night(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ source: vllm.LLM with its EngineArgs, methods and SamplingParams, vLLM 0.11; a f
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.errors import ConfigError, alike, nearest
+from millrace.errors import ConfigError, close_matches, nearest
 
 SAME = {
     "max_model_len": "max_context", "max_num_seqs": "max_batch", "n_ctx": "max_context", "n_threads": "threads",
@@ -129,7 +129,7 @@ def check_call(method: str, given: Mapping[str, object], known: frozenset[str], 
                 f"{method}(..., SamplingParams({name}=...))", f"write SamplingParams({name}=...)",
             )  # fmt: skip
         else:
-            meant, near = alike(name, known), nearest(name, known)
+            meant, near = close_matches(name, known), nearest(name, known)
             mend = f"write {meant}=" if meant else f"leave it out; help(LLM.{method}) says what there is"
             raise ConfigError(f'{method}() has no argument "{name}"', near, mend)
 

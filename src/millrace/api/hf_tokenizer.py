@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.tokenizer.tokenizer import NAMED_TOKENS, VocabularyTokenizer
-from millrace.errors import CheckpointError, ConfigError, RequestError, nearest, plain
+from millrace.errors import CheckpointError, ConfigError, RequestError, nearest, sanitize
 
 Message = Mapping[str, object]
 # Arguments of transformers, the values that ask for what happens anyway, and what to do for another.
@@ -60,7 +60,7 @@ class HfTokenizer:
             raise AttributeError(name)
         known = [n for n in dir(type(self)) if not n.startswith("_")]
         known += [f"{token}{end}" for token in NAMED_TOKENS for end in ("", "_id")]
-        raise AttributeError(f"this tokenizer has no {plain(name)} ({nearest(name, known)}); {_ELSEWHERE}")
+        raise AttributeError(f"this tokenizer has no {sanitize(name)} ({nearest(name, known)}); {_ELSEWHERE}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigError(

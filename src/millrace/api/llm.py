@@ -23,10 +23,10 @@ from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.engine import Engine
 from millrace.env import is_plain_terminal, read_env
-from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
+from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, close_matches, nearest, sanitize
 from millrace.runtime.encoder_loop import EncoderLoop
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any
+from millrace.runtime.open_engine import OpenedEncoder, RunningModel, open_any
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.request.tool_specs import checked_tools
 from millrace.runtime.settings import RunSettings
@@ -50,7 +50,7 @@ def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mappin
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
     for name in given:
         if name not in (known := build | run | compat_vllm.KNOWN):
-            meant = alike(name, known)
+            meant = close_matches(name, known)
             mend = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
             raise ConfigError(f'LLM has no setting "{name}"', nearest(name, known, build | run), mend)
     ours = compat_vllm.translated(given)
@@ -84,7 +84,7 @@ def _in_python_words(given_as: Mapping[str, str]) -> Iterator[None]:
 
 def _open(
     name: str, engine: Engine, run: RunSettings, embeds: bool | None
-) -> tuple[Opened | OpenedEncoder, EngineLoop | EncoderLoop]:
+) -> tuple[RunningModel | OpenedEncoder, EngineLoop | EncoderLoop]:
     """embeds: what was asked for; None: what the model can. raises ConfigError where it cannot do that"""
     encoder = engine.manifest.is_encoder
     if embeds not in (None, encoder):
@@ -94,10 +94,10 @@ def _open(
             "leave task, runner and convert out, or choose another model",
         )  # fmt: skip
     opened = open_any(name, engine, run)
-    return opened, opened.loop(opened.for_throughput()) if isinstance(opened, Opened) else opened.loop()
+    return opened, opened.loop(opened.for_throughput()) if isinstance(opened, RunningModel) else opened.loop()
 
 
-def _release(loop: EngineLoop | EncoderLoop, opened: Opened | OpenedEncoder, made_in: int) -> None:
+def _release(loop: EngineLoop | EncoderLoop, opened: RunningModel | OpenedEncoder, made_in: int) -> None:
     """Ends the engine's thread, then gives the memory back."""
     if os.getpid() != made_in:  # a forked child: threads and memory are its parent's
         return
@@ -333,12 +333,14 @@ class LLM:
         raise compat_vllm.no_attribute(self, name, _CAN[encoder], encoder=encoder)
 
     def __repr__(self) -> str:
-        opened: Opened | None = self.__dict__.get("_opened")
+        opened: RunningModel | None = self.__dict__.get("_opened")
         if opened is None:
             return "<LLM: not opened>"
         m, closed = opened.engine.manifest, "" if self._released.alive else ", closed"
         precision = m.precision.get("default", "?")
-        return f"<LLM {plain(opened.name)}: {precision}, {m.max_context} tokens, {m.max_sequences} at a time{closed}>"
+        return (
+            f"<LLM {sanitize(opened.name)}: {precision}, {m.max_context} tokens, {m.max_sequences} at a time{closed}>"
+        )
 
     def close(self) -> None:
         """Gives the memory back; also at the end of a `with`."""

@@ -15,7 +15,7 @@ from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request import prompt_embeds
 from millrace.runtime.request.prefix_cache_options import OPTIONS, CacheOptions
-from millrace.runtime.request.request import FREELY, Request, Terms
+from millrace.runtime.request.request import FREELY, Request, RequestOptions
 from millrace.runtime.request.resume import FIELD, parse_resume_token_ids
 from millrace.runtime.request.sampling_params import (
     Delta,
@@ -162,7 +162,7 @@ def incoming(
     collectors: list[Collector] = []
     requests: list[Request] = []
     try:
-        for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
+        for i, (prompt, wanted) in enumerate(zip(prompts, _per_prompt(params, len(prompts)), strict=True)):
             text, ids = _asked(loop, prompt)
             wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
 
@@ -254,12 +254,12 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
     return None, value
 
 
-def prompt_terms(prompt: Prompt) -> Terms:
+def prompt_terms(prompt: Prompt) -> RequestOptions:
     """Return the request options of a prompt. raises RequestError naming the field"""
     given = prompt if isinstance(prompt, Mapping) else {}
     options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given.items() if key in OPTIONS}
     delivered = parse_resume_token_ids(given.get(FIELD))
-    return Terms(cache=CacheOptions(**options), delivered=delivered) if options or delivered else FREELY
+    return RequestOptions(cache=CacheOptions(**options), delivered=delivered) if options or delivered else FREELY
 
 
 def _not_a_prompt(what: str) -> RequestError:
@@ -271,7 +271,7 @@ def _not_a_prompt(what: str) -> RequestError:
     )
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
     several = params if isinstance(params, Sequence) else [params or SamplingParams()]
     for one in several:
         if not isinstance(one, SamplingParams):

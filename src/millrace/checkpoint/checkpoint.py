@@ -73,7 +73,7 @@ class Checkpoint:
             )  # fmt: skip
         raw = _read_raw(folder)
         notes = () if raw.pop(COMPRESSION, None) is None else (NOT_FOLLOWED,)
-        said = _said(folder, raw)
+        said = _config_fields(folder, raw)
         return Checkpoint(folder, said.config, Tensors({}, {}), said.generation, (*said.notes, *notes))
 
     @property
@@ -185,7 +185,7 @@ def _open_gguf(path: Path) -> GgufCheckpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    said = _said(folder, _read_raw(folder))
+    said = _config_fields(folder, _read_raw(folder))
     config, notes = said.config, said.notes
     tensors = CompressedTensors.of(folder, said.compression) if said.compression else Tensors.open(folder)
     if isinstance(config, ModelConfig):
@@ -202,7 +202,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ConfigFiles:
     """What a folder says beside its weights. has_dtype: whether it names the type of these"""
 
     config: ModelConfig | EncoderConfig
@@ -232,7 +232,7 @@ def _read_raw(folder: Path) -> dict[str, object]:
     return read_json_object(folder / CONFIG)
 
 
-def _said(folder: Path, raw: dict[str, object]) -> _Said:
+def _config_fields(folder: Path, raw: dict[str, object]) -> _ConfigFiles:
     """raw: config.json, whose part about compression is taken out. raises CheckpointError"""
     said = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
     compression = read_compression(said) if is_compressed(said) else None
@@ -240,7 +240,9 @@ def _said(folder: Path, raw: dict[str, object]) -> _Said:
         del raw[COMPRESSION]
     config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
-    return _Said(config, generation, compression, any(raw.get(key) is not None for key in ("dtype", "torch_dtype")))
+    return _ConfigFiles(
+        config, generation, compression, any(raw.get(key) is not None for key in ("dtype", "torch_dtype"))
+    )
 
 
 def _stored_dtype(tensors: Tensors) -> str:

@@ -24,11 +24,11 @@ _ENDING_S = 1.0  # for a process to end after its connection was closed
 _LONG_S = 0.05  # of which what a process takes, one slice of the kernel's, is hardly felt
 
 
-class LateError(Exception):
+class WorkerTimeoutError(Exception):
     """The process did not answer in time, and was killed."""
 
 
-class EndedError(Exception):
+class WorkerDiedError(Exception):
     """The process ended without an answer.
 
     returncode: its exit status; -N if signal N ended it; closed: by its owner, who wants no answer
@@ -110,7 +110,7 @@ class FrameProcess:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING_S)  # its connection closes before it has ended: its own exit status is awaited
         self.close()
-        raise LateError if late.is_set() else EndedError(process.returncode, self._killed)
+        raise WorkerTimeoutError if late.is_set() else WorkerDiedError(process.returncode, self._killed)
 
 
 def unavailable(what: str) -> MachineError:
@@ -145,7 +145,7 @@ class Worker:
             try:
                 with self._work_of(process):
                     return process.exchange(payload, timeout_s)
-            except EndedError as ended:
+            except WorkerDiedError as ended:
                 if process is not before or process.killed or not (retry or ended.is_from_outside):
                     raise
             again = self._started()  # the other may have ended before it was asked
@@ -211,9 +211,9 @@ class Worker:
             raise self._unavailable(f"{error.strerror}") from None
         try:
             self._greet(process)
-        except LateError:
+        except WorkerTimeoutError:
             raise self._unavailable("it was not ready in time") from None
-        except EndedError as error:
+        except WorkerDiedError as error:
             raise self._unavailable(f"it ended with exit status {error.returncode}") from None
         except BaseException:
             process.close()

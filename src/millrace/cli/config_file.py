@@ -19,7 +19,7 @@ import click
 from millrace.cli.flag_aliases import hint
 from millrace.cli.options import GroupedOption
 from millrace.errors import ConfigError
-from millrace.settings import check_value, once, read_given
+from millrace.settings import check_value, read_given, reject_duplicate_keys
 
 _MOST_BYTES = 1 << 20
 _EXPECTED = "YAML with one flag a line, like `port: 9000`"
@@ -120,7 +120,7 @@ def _read(file: Path) -> Iterator[_Entry]:
 
     def mapping(loader: Loader, node: Any) -> dict[Any, Any]:
         pairs = [(loader.construct_object(k, deep=True), loader.construct_object(v, deep=True)) for k, v in node.value]
-        return once([(str(key), value) for key, value in pairs])
+        return reject_duplicate_keys([(str(key), value) for key, value in pairs])
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:

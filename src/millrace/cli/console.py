@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from millrace.env import is_plain_terminal
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.report.format_numbers import is_number
 
 _BYTES = 1 << 16  # a total from here on is one of bytes; smaller ones are rounds and shapes
@@ -135,10 +135,10 @@ class Lines:
         counts_on = total == self._total and done >= self._done
         if not counts_on and what != self._what:
             self._what, self._said_s = what, self._clock()
-            note(f"{plain(what)} ...")
+            note(f"{sanitize(what)} ...")
         elif self._clock() - self._said_s >= self.EVERY_S:
             self._said_s = self._clock()
-            note(f"  {plain(what)}: {_so_far(done, total)}")
+            note(f"  {sanitize(what)}: {_so_far(done, total)}")
         self._done, self._total = done, total
 
 

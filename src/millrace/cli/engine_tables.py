@@ -16,7 +16,7 @@ from millrace.engine.artifact.manifest import Manifest
 from millrace.engine.artifact.tactics import TacticTable, read_tables, table_for
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.cuda.engine import GpuEngine
-from millrace.errors import plain
+from millrace.errors import sanitize
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import with_groups
 from millrace.machine.cpu import fingerprint, usable_cores
@@ -91,7 +91,7 @@ class Tables:
         m = self.engine.manifest
         if self.of_texts:
             return f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"
-        bounds = [f"{plain(s.name)} from {s.low:,} to {s.high:,}, usually {s.usual:,}" for s in m.symbols]
+        bounds = [f"{sanitize(s.name)} from {s.low:,} to {s.high:,}, usually {s.usual:,}" for s in m.symbols]
         return "; ".join(bounds) or "all shapes are fixed"
 
     def kernels(self) -> Counter[str]:

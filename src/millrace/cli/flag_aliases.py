@@ -8,7 +8,7 @@ from functools import cache
 import click
 
 from millrace.cli.flag_hints import BUILD, ENGINE, LOAD, LOCAL, SAME, SERVER, TENSORS, Groups, Kind
-from millrace.errors import alike
+from millrace.errors import close_matches
 
 REPOSITORY = "--model-repository"
 # A flag that only these commands have -> what their users type by habit; the first that knows a flag is taken.
@@ -66,7 +66,7 @@ def _flags(family: int) -> dict[str, list[tuple[Kind, str]]]:
 
 def nearest_options(option: str, known: Collection[str]) -> str:
     """`did you mean "--port"?`, or the options that share a word with it or look like it."""
-    meant = alike(option, known)
+    meant = close_matches(option, known)
     if meant is not None:
         return f'did you mean "{meant}"?'
     words = set(option[:200].strip("-").split("-"))
@@ -120,7 +120,7 @@ def check_short(command: click.Command, ctx: click.Context, arguments: Sequence[
         value_next = isinstance(param, click.Option) and not (param.is_flag or param.count)
 
 
-def as_here(arguments: list[str]) -> list[str]:
+def translate_flag(arguments: list[str]) -> list[str]:
     """A command line; Triton's switches have a value, and an error of its own says `--allow-client-shm=true`."""
     if arguments[:1] != ["serve"]:
         return arguments

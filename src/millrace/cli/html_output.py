@@ -4,13 +4,13 @@ from pathlib import Path
 
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError
-from millrace.report.page import is_ours
+from millrace.report.page import is_millrace_page
 
 
 def check_page(file: Path) -> None:
     """raises ConfigError where something else is"""
     try:
-        if file.exists() and not (file.is_file() and is_ours(file)):
+        if file.exists() and not (file.is_file() and is_millrace_page(file)):
             raise ConfigError(
                 f"{file} is already there, and is no page of millrace", "a new file, or one that was written so",
                 "name another; nothing was written",

@@ -9,13 +9,13 @@ from millrace.checkpoint.chat.chat_prompt import PromptRenderer
 from millrace.checkpoint.chat.chat_template import normalised
 from millrace.errors import CheckpointError, MachineError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.request.request import Timings
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class TimedGeneration:
     """A finished request with its times."""
 
     output: RequestOutput
@@ -76,7 +76,7 @@ def stream(
     params: SamplingParams,
     show: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
-) -> Answered:
+) -> TimedGeneration:
     """Steps `loop` until the request is done, or `stopped` says so. `show` gets the text of the first choice.
 
     raises RequestError where prompt or params are wrong
@@ -95,10 +95,10 @@ def stream(
         collector.add(arrived)
         arrived.clear()
     collector.output.num_cached_tokens = request.n_cached
-    return Answered(collector.output, request.timings)
+    return TimedGeneration(collector.output, request.timings)
 
 
-def chat_ids(model: Opened, messages: Sequence[Mapping[str, object]]) -> list[int]:
+def chat_ids(model: RunningModel, messages: Sequence[Mapping[str, object]]) -> list[int]:
     """A conversation through the model's chat template. raises CheckpointError where it has none"""
     if model.chat_template is None:
         raise CheckpointError(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 from millrace import __version__
-from millrace.cli.flag_aliases import as_here, check_short, hint, value_of
+from millrace.cli.flag_aliases import check_short, hint, translate_flag, value_of
 from millrace.env import is_plain_terminal, read_env
 from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
@@ -129,7 +129,7 @@ def run(arguments: Sequence[str]) -> int:
     color = False if is_plain_terminal() else None  # None: where the output is a terminal
     try:
         _check_text(given)
-        code = cli.main(as_here(given), prog_name="millrace", standalone_mode=False, color=color)
+        code = cli.main(translate_flag(given), prog_name="millrace", standalone_mode=False, color=color)
         return code if isinstance(code, int) else 0
     except MillraceError as error:
         return _mistake(error, color)

@@ -4,24 +4,24 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from millrace.cli.console import note, progress
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 from millrace.compile.cache.engine_cache import EngineCache
 from millrace.compile.resolve_model import find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.engine.artifact.engine import Engine
-from millrace.engine.cuda.device_lookup import ON_CPU, Place
+from millrace.engine.cuda.device_lookup import ON_CPU, DeviceId
 from millrace.env import Env
 from millrace.errors import EngineError
-from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any, open_engine
+from millrace.runtime.open_engine import OpenedEncoder, RunningModel, open_any, open_engine
 from millrace.runtime.settings import RunSettings
 from millrace.tune.accuracy_pricing import pricing
 
 
 def engine_of(
-    model: str, build: BuildSettings, env: Env, *, quiet: bool = False, place: Place = ON_CPU
+    model: str, build: BuildSettings, env: Env, *, quiet: bool = False, place: DeviceId = ON_CPU
 ) -> tuple[str, Engine]:  # fmt: skip
     """Name and engine of MODEL, downloaded and built where needed. quiet: without progress"""
-    with ended_in_order(), progress(quiet) as report:
+    with raise_on_sigterm(), progress(quiet) as report:
         return find_engine(
             model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing, place=place
         )  # fmt: skip
@@ -31,7 +31,7 @@ def engine_of(
 def opened(
     model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False,
     one_table: bool = False,
-) -> Iterator[Opened]:  # fmt: skip
+) -> Iterator[RunningModel]:  # fmt: skip
     """A language model, ready to run; closed at the end.
 
     sequences: how many there will be at a time, where that is known; one_table: as of `open_engine`
@@ -47,7 +47,7 @@ def opened(
 @contextmanager
 def opened_to_serve(
     model: str, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool = False
-) -> Iterator[Opened | OpenedEncoder]:
+) -> Iterator[RunningModel | OpenedEncoder]:
     """MODEL, a language model or an encoder, ready to run; closed at the end."""
     with _cache_mended(env):
         name, engine = engine_of(model, build, env, quiet=quiet, place=run.place)

@@ -9,7 +9,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def ended_in_order() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind the block like Ctrl-C, then end the process with 128 + signal; a second one at once.
 
     For the main thread. A signal that is ignored (nohup) or handled already stays so.

@@ -7,7 +7,7 @@ from typing import Protocol
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
-from millrace.compile.build import BuildOptions, settled
+from millrace.compile.build import BuildOptions, resolve_options
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
@@ -21,7 +21,7 @@ AUTO_MAX_KL = 0.01  # nats a token, where nobody says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class AccuracyQuery:
     """A language model, and in what it may run.
 
     candidates: in the order in which they are tried
@@ -46,7 +46,7 @@ class Pricer(Protocol):
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
         """What `auto` chooses from, cheapest first. own: what the model runs in where nobody says otherwise"""
 
-    def answer(self, question: Question) -> tuple[PrecisionMap, Evaluation]:
+    def answer(self, question: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
         """raises ConfigError where no candidate keeps within the bound, and for a text that cannot be used"""
 
 
@@ -54,7 +54,7 @@ Pricing = Callable[[BuildSettings], Pricer]  # the door's: made only where somet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToMeasure:
+class PricingTask:
     """What is measured before an engine is built; without a pricer nothing is, for the reason that `without` gives.
 
     tiles: with sums of bfloat16 by tiles, because they were asked for. An engine that has them because its machine does
@@ -75,7 +75,10 @@ class ToMeasure:
 
 def _without_price(source: Source, options: BuildOptions) -> str:
     """Why such an engine has no price: it computes what the checkpoint stores, or what all are measured against."""
-    own, asked = settled(source, replace(options, precision=None, kv_format=None)), settled(source, options)
+    own, asked = (
+        resolve_options(source, replace(options, precision=None, kv_format=None)),
+        resolve_options(source, options),
+    )
     if (asked.precision.meaning, asked.kv_format) == (own.precision.meaning, own.kv_format):
         return "it runs in what the checkpoint stores"
     exact = PrecisionMap(Precision.FP32).meaning
@@ -86,7 +89,7 @@ def _without_price(source: Source, options: BuildOptions) -> str:
 
 def to_measure(
     build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
-) -> ToMeasure:
+) -> PricingTask:
     """raises ConfigError where `auto` is asked for and nothing can be measured, or shall be"""
     auto = build.precision == AUTO
     if isinstance(checkpoint.config, EncoderConfig):
@@ -107,15 +110,15 @@ def to_measure(
         )  # fmt: skip
     without = (not auto and _without_price(source, options)) or without
     if without or pricing is None:
-        return ToMeasure(without=without)
-    pricer, asked, tiles = pricing(build), settled(source, options).precision, build.bf16_sums == "tiles"
+        return PricingTask(without=without)
+    pricer, asked, tiles = pricing(build), resolve_options(source, options).precision, build.bf16_sums == "tiles"
     if not auto:
-        return ToMeasure(candidates=(asked,), pricer=pricer, tiles=tiles)
+        return PricingTask(candidates=(asked,), pricer=pricer, tiles=tiles)
     bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
-    return ToMeasure(candidates=pricer.candidates(asked), max_kl=bound, pricer=pricer, tiles=tiles)
+    return PricingTask(candidates=pricer.candidates(asked), max_kl=bound, pricer=pricer, tiles=tiles)
 
 
-def check_measured(build: BuildSettings, what: ToMeasure) -> None:
+def check_measured(build: BuildSettings, what: PricingTask) -> None:
     """raises ConfigError for a text to measure on, where nothing is measured"""
     if build.calibration is not None and what.pricer is None:
         raise ConfigError(

@@ -18,7 +18,7 @@ from millrace.compile.lower_cpu.program_report import program_table
 from millrace.compile.lower_cpu.sizes import check_dims
 from millrace.compile.passes.expressions import fold_constants, fuse_elementwise
 from millrace.compile.passes.pipeline import pipeline, run_passes, unfused
-from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
+from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes, with_head_precision
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune.tuner import Tuning, tune_folder
@@ -47,7 +47,7 @@ from millrace.engine.artifact.manifest import (
 )  # fmt: skip
 from millrace.engine.cache_specs import KvFormat
 from millrace.engine.io_slots import Slot, slot
-from millrace.errors import CheckpointError, ConfigError, plain
+from millrace.errors import CheckpointError, ConfigError, sanitize
 from millrace.graph.graph_json import graph_table
 from millrace.graph.partition import cut
 from millrace.graph.rewrite import LOGITS, head_of, prune
@@ -84,7 +84,7 @@ class BuildOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class ResolvedOptions:
     """What an engine will be made as: BuildOptions for one source, with every open question answered.
 
     table: "f32" or "bf16", of embedding tables
@@ -114,15 +114,15 @@ class Settled:
         return f"{chosen} {self.kv_format!r} {self.by_tiles} {sizes} {self.fuse} {self.keep}"
 
 
-def settled(source: Source, options: BuildOptions) -> Settled:
+def resolve_options(source: Source, options: BuildOptions) -> ResolvedOptions:
     """What `options` leave open is the checkpoint's own, or follows from the precision. raises ConfigError"""
     _check(options)
-    precision = keeping_the_head(options.precision or source.own_precision, source.stored)
+    precision = with_head_precision(options.precision or source.own_precision, source.stored)
     table = plain_format(precision.default)
     kv = options.kv_format
     if kv is None:
         kv = KvFormat[table.upper()] if source.kv_format is None or table == "f32" else source.kv_format
-    return Settled(
+    return ResolvedOptions(
         precision=precision, table=table, tiles=options.tiles, kv_format=kv,
         max_context=source.max_context, max_batch=options.max_batch, max_step_tokens=options.max_step_tokens,
         fuse=options.fuse, profile=options.profile, keep=options.keep,
@@ -145,7 +145,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
 
     raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
     """
-    chosen = settled(source, options)
+    chosen = resolve_options(source, options)
     precision = chosen.precision
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     _check_context(traced, chosen.max_context)
@@ -153,10 +153,10 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     return Plan(precision, traced, _program(traced, chosen), notes_of(source, chosen))
 
 
-def notes_of(source: Source, chosen: Settled) -> tuple[str, ...]:
+def notes_of(source: Source, chosen: ResolvedOptions) -> tuple[str, ...]:
     """To be said aloud to the user."""
     rounded = rounding_notes(source.stored, chosen.precision)
-    return tuple(map(plain, (*source.notes, *rounded, *_table_note(source.stored_table, chosen.table))))
+    return tuple(map(sanitize, (*source.notes, *rounded, *_table_note(source.stored_table, chosen.table))))
 
 
 def plan_pieces(
@@ -167,7 +167,7 @@ def plan_pieces(
     wanted: of a piece, what it shall give instead of its outputs; a piece of which nothing is wanted is left out
     raises as plan_engine
     """
-    chosen, pieces = settled(source, options), _cut(source)
+    chosen, pieces = resolve_options(source, options), _cut(source)
     if wanted is not None:
         pieces = tuple(prune(replace(piece, outputs=ports)) for piece in pieces if (ports := wanted(piece)))
     return (_program(piece, chosen) for piece in pieces)
@@ -175,7 +175,7 @@ def plan_pieces(
 
 def reference_pieces(source: Source, options: BuildOptions) -> tuple[Graph, ...]:
     """The graphs of the same pieces for the interpreter, one node for each layer and none of our fusions."""
-    precision = settled(source, options).precision
+    precision = resolve_options(source, options).precision
     return tuple(run_passes(piece, unfused(precision)) for piece in _cut(source))
 
 
@@ -184,7 +184,7 @@ def _cut(source: Source) -> tuple[Graph, ...]:
     return cut(run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)]))
 
 
-def _program(traced: Graph, chosen: Settled) -> Program:
+def _program(traced: Graph, chosen: ResolvedOptions) -> Program:
     passes = pipeline(chosen.precision) if chosen.fuse else unfused(chosen.precision)
     graph = run_passes(traced, passes)
     program = lower(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, tiles=chosen.tiles)
@@ -206,7 +206,7 @@ def _check_context(graph: Graph, max_context: int) -> None:
         )  # fmt: skip
 
 
-def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
+def _bounds(graph: Graph, chosen: ResolvedOptions) -> dict[Symbol, Bounds]:
     """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
     tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
     if any(runnable(node).whole_sequences for node in graph.nodes):  # a sequence is in one step, or not at all
@@ -365,7 +365,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         bf16_sums="tiles" if any(call.params.get("tiles") for call in program.calls) else "pairs",
     )  # fmt: skip
     return Manifest(
-        format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
+        format=FORMAT, millrace=millrace.__version__, model_name=sanitize(name), architecture=source.architecture,
         source=source.identity(),
         precision=plan.precision.described(_head(plan.traced)), group=plan.precision.group,
         n_parameters=source.n_parameters,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
-from millrace.compile.accuracy_pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
-from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
+from millrace.compile.accuracy_pricing import AUTO, AccuracyQuery, Pricing, PricingTask, check_measured, to_measure
+from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, resolve_options, write_engine
 from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.cache.timing_cache import TimingCache
 from millrace.compile.disk_space_check import check_new, check_room
@@ -46,7 +46,7 @@ class Builder:
     checkpoint: Checkpoint
     source: Source
     options: BuildOptions
-    measure: ToMeasure
+    measure: PricingTask
     alone: GpuPrecision
     tuning: Tuning | None
     cache: Path | None
@@ -107,7 +107,7 @@ class Builder:
         How long the kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
         """
         asked = [replace(self.options, precision=p) for p in self.measure.candidates] or [self.options]
-        keys = " ".join(settled(self.source, options).key for options in asked)
+        keys = " ".join(resolve_options(self.source, options).key for options in asked)
         return f"{FORMAT} {kernels_digest()} {self.identity} {keys} {self.measure.key} {self.alone.name}"
 
     def write(self, folder: Path) -> None:
@@ -130,7 +130,7 @@ class Builder:
             return self.options, Evaluation(self.measure.without)
         first = replace(self.options, precision=self.measure.candidates[0])
         check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # mistakes are said early, too
-        question = Question(
+        question = AccuracyQuery(
             source=self.source, tokenizer=self.checkpoint.tokenizer,
             options=replace(self.options, tiles=self.measure.tiles), candidates=self.measure.candidates,
             max_kl=self.measure.max_kl, progress=self.progress or (lambda *_: None),

@@ -59,13 +59,13 @@ class PrecisionMap:
         return held if self.stored_groups or held.group == self.group else None
 
     @property
-    def meaning(self) -> "Meaning":
+    def meaning(self) -> "PrecisionSpec":
         """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
         rows = dict(self.x_groups)
         others = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
         layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in others)
         head = (self.of(HEAD, is_head=True), self.x_group_of(HEAD, is_head=True))
-        meant = Meaning(layers, head, self.group, self.stored_groups)
+        meant = PrecisionSpec(layers, head, self.group, self.stored_groups)
         quantised = any(p.quantised for p in Precision if meant.uses(p))
         return meant if quantised else replace(meant, group=0, stored_groups=False)
 
@@ -102,7 +102,7 @@ class PrecisionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class PrecisionSpec:
     """What a map of precisions says, in one form.
 
     layers: by pattern, "" for all that no pattern names, with the groups of activations where they are others than
@@ -173,7 +173,7 @@ def _like(held: QuantisedFormat | None) -> int:
     return max(held.group, 32) if held and not held.e4m3 and held.group <= DEFAULT_GROUP else DEFAULT_GROUP
 
 
-def keeping_the_head(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
+def with_head_precision(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """A head of which nothing was asked has the layers' precision where that keeps the checkpoint's own codes."""
     asked = chosen.head or chosen.names(HEAD) or chosen.of(HEAD, is_head=True) == chosen.default
     if asked or HEAD not in stored or not chosen.kept(stored[HEAD].held, chosen.default):

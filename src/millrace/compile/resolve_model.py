@@ -12,7 +12,7 @@ from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.manifest import MANIFEST, read_manifest
-from millrace.engine.cuda.device_lookup import CPU, ON_CPU, Gpu, Place, find_gpu
+from millrace.engine.cuda.device_lookup import CPU, ON_CPU, DeviceId, Gpu, find_gpu
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, EngineError, nearest
 from millrace.settings import flag_of
@@ -66,7 +66,7 @@ def _cached(model: str, env: Env) -> tuple[str, Path]:
 def find_engine(
     model: str | tuple[str, Path], build: BuildSettings, env: Env, *, progress: Progress | None = None,
     say: Say | None = None, precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None,
-    place: Place = ON_CPU,
+    place: DeviceId = ON_CPU,
 ) -> tuple[str, Engine]:  # fmt: skip
     """MODEL's engine: the folder itself if it is one, else from the cache, else built now. For a GPU made anew.
 
@@ -105,7 +105,7 @@ def find_engine(
 
 
 def _built_on_gpu(
-    folder: Path, build: BuildSettings, gpu: Gpu, env: Env, say: Say | None, place: Place
+    folder: Path, build: BuildSettings, gpu: Gpu, env: Env, say: Say | None, place: DeviceId
 ) -> tuple[str, Engine]:  # fmt: skip
     from millrace.compile.lower_gpu.from_engine import AT_A_START, built_engine
 

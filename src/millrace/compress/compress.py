@@ -14,7 +14,7 @@ import numpy as np
 import millrace
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint, GgufCheckpoint
 from millrace.checkpoint.compressed.scheme import KEY
-from millrace.checkpoint.config.config_writer import written as config_of
+from millrace.checkpoint.config.config_writer import config_json as config_of
 from millrace.checkpoint.tokenizer.tokenizer import read_json_object
 from millrace.checkpoint.weights.safetensors import Tensors
 from millrace.compile.settings import Progress
@@ -22,13 +22,13 @@ from millrace.compress.calibration.layerwise_rounding import Layer
 from millrace.compress.calibration.statistics import InputStatistics
 from millrace.compress.checkpoint.checkpoint_writer import Folder, check_place, unfinished
 from millrace.compress.checkpoint.compression_record import Applied, write_record
-from millrace.compress.checkpoint.tensor_layout import NAMES, Form, Matrix, described
-from millrace.compress.compression_plan import WEIGHT, Job
-from millrace.compress.measure.layer_diagnostics import Figures, figures, lost
+from millrace.compress.checkpoint.tensor_layout import NAMES, Matrix, TensorLayout, described
+from millrace.compress.compression_plan import WEIGHT, CompressionPlan
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
 from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.methods.quantization_grid import Array, rounded
 from millrace.compress.methods.structured_pruning import config_of as pruned_config
-from millrace.compress.recipe import SEARCHES, Treatment
+from millrace.compress.recipe import SEARCHES, LayerRecipe
 from millrace.compress.recipe import written as recipe_of
 from millrace.compress.report.page import write_page
 from millrace.errors import CheckpointError, MachineError
@@ -47,10 +47,12 @@ class Piece:
     matrices: Mapping[str, Matrix]
     errors: Mapping[str, float]
     floats: Mapping[str, Array] = field(default_factory=dict)
-    figures: Mapping[str, Figures] = field(default_factory=dict)
+    figures: Mapping[str, LayerDiagnostics] = field(default_factory=dict)
 
 
-Way = Callable[[Job], Iterator[Piece]]  # how a job is done: with a `layers.Method` for each layer, or without any
+Way = Callable[
+    [CompressionPlan], Iterator[Piece]
+]  # how a job is done: with a `layers.Method` for each layer, or without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Result:
     """errors: by linear layer"""
 
     folder: Path
-    job: Job
+    job: CompressionPlan
     errors: Mapping[str, float]
 
     @property
@@ -67,13 +69,13 @@ class Result:
         return sorted(self.errors.items(), key=lambda item: -item[1])
 
 
-def by_rounding(job: Job) -> Iterator[Piece]:
+def by_rounding(job: CompressionPlan) -> Iterator[Piece]:
     """Each matrix by itself, to the nearest of its grid: what needs no data."""
     for name in job.layers:
         yield rounded_alone(job, name)
 
 
-def rounded_alone(job: Job, name: str, x: InputStatistics | None = None) -> Piece:
+def rounded_alone(job: CompressionPlan, name: str, x: InputStatistics | None = None) -> Piece:
     """x: its input, where that is known: it changes nothing but what errors are of."""
     treatment, form = job.layers[name]
     w = job.checkpoint.tensors.load(name + WEIGHT)
@@ -93,7 +95,7 @@ def rounded_alone(job: Job, name: str, x: InputStatistics | None = None) -> Piec
 def by_layers(layers: Iterable[Layer]) -> Way:
     """What methods that need statistics have made, layer by layer (`layers.rounded_layers`), on grids of the job's."""
 
-    def made(job: Job) -> Iterator[Piece]:
+    def made(job: CompressionPlan) -> Iterator[Piece]:
         for layer in layers:
             matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in job.layers}
             errors = {name: layer.matrices[name].error for name in matrices}
@@ -102,14 +104,14 @@ def by_layers(layers: Iterable[Layer]) -> Way:
     return made
 
 
-def compress(job: Job, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None) -> Result:
+def compress(job: CompressionPlan, out: Path, way: Way = by_rounding, progress: Progress = lambda *_: None) -> Result:
     """Writes the folder `out`, which must not exist: whole and proved, or not at all. Memory: what `way` yields.
 
     raises ConfigError for a folder that is there, MachineError where it has no room, CheckpointError for the source's
     """
     check_place(out, job.bytes_after)
     errors: dict[str, float] = {}
-    why: dict[str, Figures] = {}
+    why: dict[str, LayerDiagnostics] = {}
     with unfinished(out) as path:
         folder, seen, done = Folder(path, job.specs), dict[str, bytes](), 0
         sizes = _sizes(job)
@@ -137,7 +139,7 @@ def compress(job: Job, out: Path, way: Way = by_rounding, progress: Progress = l
     return Result(out, job, errors)
 
 
-def _sizes(job: Job) -> dict[str, int]:
+def _sizes(job: CompressionPlan) -> dict[str, int]:
     """Bytes in the folder, of each layer that is changed."""
     found = dict.fromkeys(job.treated, 0)
     for tensor, spec in job.specs.items():
@@ -147,7 +149,7 @@ def _sizes(job: Job) -> dict[str, int]:
     return found
 
 
-def _put(folder: Folder, job: Job, name: str, array: Array) -> bytes:
+def _put(folder: Folder, job: CompressionPlan, name: str, array: Array) -> bytes:
     with np.errstate(over="ignore"):
         cast = array.astype(_DTYPES[job.specs[name].dtype])
     folder.put(name, cast)
@@ -168,7 +170,9 @@ def _digest_of(arrays: list[Any]) -> bytes:
     return whole.digest()
 
 
-def _write_small(job: Job, path: Path, errors: Mapping[str, float], why: Mapping[str, Figures]) -> None:
+def _write_small(
+    job: CompressionPlan, path: Path, errors: Mapping[str, float], why: Mapping[str, LayerDiagnostics]
+) -> None:
     checkpoint = job.checkpoint
     for name, content in checkpoint.files.items():
         (path / name).write_bytes(content)
@@ -194,7 +198,7 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], why: Mapping
     write_page(path)
 
 
-def _form(treatment: Treatment, form: Form) -> Applied:
+def _form(treatment: LayerRecipe, form: TensorLayout) -> Applied:
     return Applied(
         treatment.method, form.bits, form.group, treatment.smooth, treatment.search, treatment.minimums
     )  # fmt: skip

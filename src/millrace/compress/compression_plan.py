@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.weights.safetensors import FLOAT_NAMES, TensorInfo
-from millrace.compress.checkpoint.tensor_layout import NAMES, Form, Spec
+from millrace.compress.checkpoint.tensor_layout import NAMES, Spec, TensorLayout
 from millrace.compress.methods.quantization_grid import GROUPS
 from millrace.compress.methods.sparsity_2_4 import OF, SPARSEGPT
 from millrace.compress.methods.structured_pruning import Prune, Sizes, shapes, sizes
-from millrace.compress.recipe import CLIP, FP8, FP8_GPTQ, FP8_TENSOR, Recipe, Treatment
+from millrace.compress.recipe import CLIP, FP8, FP8_GPTQ, FP8_TENSOR, LayerRecipe, Recipe
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
 
@@ -31,7 +31,7 @@ _BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # of a Gram matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompressionPlan:
     """layers: what is done to each linear layer that is rounded; specs: the tensors that will be written
     sparse: layers whose weights stay floats, and of which some become zero; pruned: sizes that are left, where any is
     less than it was, and the tensors that get smaller
@@ -39,11 +39,11 @@ class Job:
 
     checkpoint: Checkpoint
     recipe: Recipe
-    layers: Mapping[str, tuple[Treatment, Form]]
+    layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]
     ignored: tuple[str, ...]
     specs: Mapping[str, Spec]
     notes: tuple[str, ...]
-    sparse: Mapping[str, Treatment] = field(default_factory=dict)
+    sparse: Mapping[str, LayerRecipe] = field(default_factory=dict)
     pruned: tuple[Sizes, Mapping[str, tuple[int, ...]]] | None = None
 
     @property
@@ -116,7 +116,7 @@ class Job:
         return tensor.rpartition(".")[0] in self.treated
 
 
-def seconds_a_million(treatment: Treatment) -> float:
+def seconds_a_million(treatment: LayerRecipe) -> float:
     """Of weights, about, that it takes to round them."""
     if treatment.fp8:
         return _FP8_S + (_FP8_SEARCH_S + _GPTQ_S) * treatment.calibrated
@@ -127,7 +127,7 @@ def seconds_a_million(treatment: Treatment) -> float:
     return search + _GPTQ_S * gptq + _AWQ_S * awq
 
 
-def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
+def plan(checkpoint: Checkpoint, recipe: Recipe) -> CompressionPlan:
     """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
     _check_source(checkpoint)
     if recipe.prune:
@@ -136,8 +136,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
     # A tied head has no tensor, and yet is a linear layer to who reads config.json.
     ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
     linears = _linears(tensors)
-    layers: dict[str, tuple[Treatment, Form]] = {}
-    sparse: dict[str, Treatment] = {}
+    layers: dict[str, tuple[LayerRecipe, TensorLayout]] = {}
+    sparse: dict[str, LayerRecipe] = {}
     smaller: Counter[tuple[int, int, int]] = Counter()
     for name, (_, K) in linears.items():
         if name in ignored:
@@ -162,7 +162,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
         floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8, treatment.method == FP8_TENSOR
-        form = Form(treatment.bits, group, treatment.minimums, *floats)
+        form = TensorLayout(treatment.bits, group, treatment.minimums, *floats)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)
     if not layers and not sparse:
@@ -178,13 +178,13 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         "format has a shorter last group" for (K, asked, own), n in smaller.items()
     )  # fmt: skip
     about, specs = _source_notes(checkpoint) if layers else (), _specs(checkpoint, layers)
-    return Job(
+    return CompressionPlan(
         checkpoint, recipe, layers, tuple(ignored), specs,
         (*about, *_size_notes(checkpoint, specs), *notes, *_reader_notes(layers), *_sparse_notes(sparse)), sparse,
     )  # fmt: skip
 
 
-def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Job:
+def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> CompressionPlan:
     """raises as `plan`"""
     config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
     left = sizes(config, prune)
@@ -195,10 +195,10 @@ def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Job:
         f"{config.n_heads} query heads are left, with the weights that they had: a pruned model has to be trained "
         "again before it is of use, and that is not done here"
     )
-    return Job(checkpoint, recipe, {}, (), specs, (note,), pruned=(left, smaller))
+    return CompressionPlan(checkpoint, recipe, {}, (), specs, (note,), pruned=(left, smaller))
 
 
-def _thinned(name: str, K: int, treatment: Treatment) -> Treatment:
+def _thinned(name: str, K: int, treatment: LayerRecipe) -> LayerRecipe:
     """raises CheckpointError where inputs do not come in fours"""
     if K % OF:
         raise CheckpointError(
@@ -208,7 +208,7 @@ def _thinned(name: str, K: int, treatment: Treatment) -> Treatment:
     return treatment
 
 
-def _reader_notes(layers: Mapping[str, tuple[Treatment, Form]]) -> tuple[str, ...]:
+def _reader_notes(layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]) -> tuple[str, ...]:
     """What transformers (5.23, compressed-tensors 0.20) makes of zero points; docs/compress.md has more of it."""
     if not any(form.minimums for _, form in layers.values()):
         return ()
@@ -219,7 +219,7 @@ def _reader_notes(layers: Mapping[str, tuple[Treatment, Form]]) -> tuple[str, ..
             "quantization_config=CompressedTensorsConfig(dequantize=True)",)  # fmt: skip
 
 
-def _sparse_notes(sparse: Mapping[str, Treatment]) -> tuple[str, ...]:
+def _sparse_notes(sparse: Mapping[str, LayerRecipe]) -> tuple[str, ...]:
     if not sparse:
         return ()
     return (
@@ -297,7 +297,7 @@ def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> N
             )  # fmt: skip
 
 
-def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[Treatment, Form]]) -> dict[str, Spec]:
+def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[LayerRecipe, TensorLayout]]) -> dict[str, Spec]:
     found: dict[str, Spec] = {}
     for tensor, info in checkpoint.tensors.items():
         name = tensor.removesuffix(WEIGHT)

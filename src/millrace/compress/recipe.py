@@ -40,15 +40,15 @@ from millrace.compress.methods.quantization_grid import (
     GROUPS,
     IMATRIX_MSE,
     LLM_COMPRESSOR_MSE,
-    Convention,
     Grid,
+    RangeConvention,
     Search,
 )
 from millrace.compress.methods.sparsity_2_4 import METHODS as SPARSE
 from millrace.compress.methods.structured_pruning import Prune
 from millrace.compress.presets import ABOUT
 from millrace.errors import ConfigError, nearest
-from millrace.settings import once
+from millrace.settings import reject_duplicate_keys
 
 VERSION = 1
 ROW = "row"
@@ -69,7 +69,7 @@ _MOST_BYTES, _MOST_LAYERS, _LONGEST = 1 << 20, 4096, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
+class LayerRecipe:
     """What is done to a layer; its fields are a recipe's keys."""
 
     method: str = "rtn"
@@ -79,7 +79,7 @@ class Treatment:
     bits: int = 4
     group: int = 128  # 0 for a whole row
     minimums: bool = False
-    scales: Convention = Convention.COMPRESSED_TENSORS
+    scales: RangeConvention = RangeConvention.COMPRESSED_TENSORS
     search: str = "none"
     activations: int | str = 16
 
@@ -116,30 +116,32 @@ class Recipe:
     """
 
     name: str
-    usual: Treatment
-    exceptions: tuple[tuple[str, Treatment], ...] = ()
+    usual: LayerRecipe
+    exceptions: tuple[tuple[str, LayerRecipe], ...] = ()
     about: str = field(default="", compare=False)  # of presets: whose it is
     prune: Prune | None = None
     kv: str | None = None
 
-    def of(self, layer: str) -> Treatment:
+    def of(self, layer: str) -> LayerRecipe:
         return next((own for pattern, own in self.exceptions if fnmatchcase(layer, pattern)), self.usual)
 
 
-_ROWS_OF_8 = Treatment(bits=8, group=0, scales=Convention.MODEL_OPTIMIZER)
+_ROWS_OF_8 = LayerRecipe(bits=8, group=0, scales=RangeConvention.MODEL_OPTIMIZER)
 PRESETS: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("int8-wo", _ROWS_OF_8, about=ABOUT["int8-wo"]),
-        Recipe("int4-wo", Treatment(), about=ABOUT["int4-wo"]),
-        Recipe("int4-wo-mse", Treatment(search="llm-compressor"), about=ABOUT["int4-wo-mse"]),
-        Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8), about=ABOUT["fp8"]),
-        Recipe("fp8-tensor", Treatment(method="fp8-tensor", bits=8, group=0, activations=8), about=ABOUT["fp8-tensor"]),
-        Recipe("fp8-gptq", Treatment(method="fp8-gptq", bits=8, group=0, activations=8), about=ABOUT["fp8-gptq"]),
-        Recipe("int4-gptq", Treatment(method="gptq"), about=ABOUT["int4-gptq"]),
-        Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP), about=ABOUT["int4-gptq-clip"]),
-        Recipe("int4-awq", Treatment(smooth="awq", search=CLIP), about=ABOUT["int4-awq"]),
-        Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8), about=ABOUT["w4afp8-awq"]),
+        Recipe("int4-wo", LayerRecipe(), about=ABOUT["int4-wo"]),
+        Recipe("int4-wo-mse", LayerRecipe(search="llm-compressor"), about=ABOUT["int4-wo-mse"]),
+        Recipe("fp8", LayerRecipe(method="fp8", bits=8, group=0, activations=8), about=ABOUT["fp8"]),
+        Recipe(
+            "fp8-tensor", LayerRecipe(method="fp8-tensor", bits=8, group=0, activations=8), about=ABOUT["fp8-tensor"]
+        ),
+        Recipe("fp8-gptq", LayerRecipe(method="fp8-gptq", bits=8, group=0, activations=8), about=ABOUT["fp8-gptq"]),
+        Recipe("int4-gptq", LayerRecipe(method="gptq"), about=ABOUT["int4-gptq"]),
+        Recipe("int4-gptq-clip", LayerRecipe(method="gptq", search=CLIP), about=ABOUT["int4-gptq-clip"]),
+        Recipe("int4-awq", LayerRecipe(smooth="awq", search=CLIP), about=ABOUT["int4-awq"]),
+        Recipe("w4afp8-awq", LayerRecipe(smooth="awq", search=CLIP, activations=FP8), about=ABOUT["w4afp8-awq"]),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", sizes=RMS, activations=8),
                about=ABOUT["int8-sq"]),
     )
@@ -162,7 +164,11 @@ def read_recipe(name: str) -> Recipe:
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a recipe", "name another file")
     try:
-        said = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data, object_pairs_hook=once)
+        said = (
+            tomllib.loads(data.decode())
+            if path.suffix == ".toml"
+            else json.loads(data, object_pairs_hook=reject_duplicate_keys)
+        )
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}", "a recipe", "correct it") from error
     return parsed(said, path.stem)
@@ -183,7 +189,7 @@ def parsed(said: object, name: str) -> Recipe:
     layers = said.get("layers", [])
     if not isinstance(layers, list) or len(layers) > _MOST_LAYERS or not all(isinstance(x, dict) for x in layers):
         raise _wrong("layers", layers, f"at most {_MOST_LAYERS} tables, each with a match")
-    usual = _treatment({k: v for k, v in said.items() if k not in _OF_ALL}, Treatment(), "")
+    usual = _treatment({k: v for k, v in said.items() if k not in _OF_ALL}, LayerRecipe(), "")
     exceptions = []
     for i, one in enumerate(layers):
         pattern = one.get("match")
@@ -203,7 +209,7 @@ def _kv(said: object, prune: Prune | None) -> str | None:
     return None if said == _FLOAT else said
 
 
-def _prune(said: object, usual: Treatment, layers: list[object]) -> Prune:
+def _prune(said: object, usual: LayerRecipe, layers: list[object]) -> Prune:
     """raises ConfigError for shares that are none, and beside anything else that is done to layers"""
     if not isinstance(said, dict) or not said or not said.keys() <= {"mlp", "heads"}:
         raise _wrong("prune", said, "a table with mlp, heads, or both")
@@ -227,7 +233,7 @@ def written(recipe: Recipe) -> dict[str, Any]:
     return {"version": VERSION, **_plain(recipe.usual), **more}
 
 
-def _plain(one: Treatment) -> dict[str, Any]:
+def _plain(one: LayerRecipe) -> dict[str, Any]:
     values = {f.name: getattr(one, f.name) for f in fields(one)}
     return {**values, "group": one.group or ROW, "scales": str(one.scales)}
 
@@ -235,11 +241,11 @@ def _plain(one: Treatment) -> dict[str, Any]:
 _CHOICES: Mapping[str, tuple[object, ...]] = {
     "method": METHODS, "smooth": SMOOTH, "sizes": ("largest", RMS), "bits": (4, 8),
     "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
-    "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16, FP8),
+    "scales": tuple(map(str, RangeConvention)), "search": tuple(SEARCHES), "activations": (8, 16, FP8),
 }  # fmt: skip
 
 
-def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatment:
+def _treatment(said: Mapping[str, Any], usual: LayerRecipe, where: str) -> LayerRecipe:
     for key, value in said.items():
         if key == "alpha":
             if type(value) not in (int, float) or not 0 <= value <= 1:
@@ -253,7 +259,7 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
     if "group" in values:
         values["group"] = 0 if values["group"] == ROW else values["group"]
     if "scales" in values:
-        values["scales"] = Convention(values["scales"])
+        values["scales"] = RangeConvention(values["scales"])
     if values.get("method") in _FLOATS:  # of which there is one form
         values = {
             "smooth": "none",
@@ -271,7 +277,7 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
     return made
 
 
-def _check(made: Treatment, where: str) -> None:
+def _check(made: LayerRecipe, where: str) -> None:
     if made.fp8:
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
             raise _wrong(

@@ -20,7 +20,7 @@ class KvFormat(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KvFormatSpec:
     """Of a format: what users call it, and what it takes.
 
     numbers: float32 of each token and head beside its key, and as many beside its value: a scale, a minimum
@@ -38,9 +38,10 @@ class Kept:
         return PAGE_TOKENS * (width * self.bits // 8 + 2 * self.numbers * 4)
 
 
-KEPT: Mapping[KvFormat, Kept] = {
-    KvFormat.F32: Kept("fp32", 32), KvFormat.BF16: Kept("bf16", 16), KvFormat.INT8: Kept("int8", 8, 1),
-    KvFormat.FP8: Kept("fp8", 8, 1), KvFormat.INT4: Kept("int4", 4, 2, columns=32),
+KEPT: Mapping[KvFormat, KvFormatSpec] = {
+    KvFormat.F32: KvFormatSpec("fp32", 32), KvFormat.BF16: KvFormatSpec("bf16", 16),
+    KvFormat.INT8: KvFormatSpec("int8", 8, 1),
+    KvFormat.FP8: KvFormatSpec("fp8", 8, 1), KvFormat.INT4: KvFormatSpec("int4", 4, 2, columns=32),
 }  # fmt: skip
 KV_CACHE_DTYPES = {kept.name: format for format, kept in KEPT.items()}
 

@@ -69,7 +69,7 @@ class Score:
     parts: list[Tokens] = field(default_factory=list)
 
     def add(self, found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> None:
-        self.parts.append(beside(found, reference, targets))
+        self.parts.append(log_probs_vs_reference(found, reference, targets))
 
     @property
     def tokens(self) -> Tokens:
@@ -100,7 +100,7 @@ class Score:
         return float(self.tokens.same.mean())
 
 
-def beside(found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
+def log_probs_vs_reference(found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
     """found, reference: (n, vocabulary); targets: the tokens that came"""
     at, divergence = np.arange(len(targets)), np.empty(len(targets))
     rows = max(1, BLOCK // found.shape[1])

@@ -7,7 +7,7 @@ as E4M3 are rounded to it, each by the scale of its own largest value, as engine
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.compile.build import BuildOptions, plan_pieces, reference_pieces, settled
+from millrace.compile.build import BuildOptions, plan_pieces, reference_pieces, resolve_options
 from millrace.compile.source import Source
 from millrace.engine.cache_specs import PAGE_TOKENS
 from millrace.engine.reference.interpreter import Interpreter
@@ -41,7 +41,7 @@ def _through(
     piece: Graph, source: Source, options: BuildOptions, text: Windows, carried: NDArray[np.float32] | None
 ) -> NDArray[np.float32]:
     """What the piece carries on: (W, n, ...)"""
-    chosen, length = settled(source, options), int(text.ids.shape[1])
+    chosen, length = resolve_options(source, options), int(text.ids.shape[1])
     pages = np.arange(-(-length // PAGE_TOKENS), dtype=np.int32)
     interpreter = Interpreter(
         piece, kv=chosen.kv_format, bf16_table=chosen.table == "bf16", n_pages=len(pages), fp8_rows=fp8_rows(source)

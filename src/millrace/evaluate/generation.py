@@ -15,7 +15,7 @@ from millrace.compile.settings import Progress
 from millrace.errors import ConfigError
 from millrace.evaluate.paired_comparison import Verdict
 from millrace.evaluate.questions import AskedLine, Numbered, Questions
-from millrace.evaluate.resumable_results import RIGHT, Kept, Key
+from millrace.evaluate.resumable_results import RIGHT, Key, ResumableResults
 from millrace.evaluate.safe_regex import Pattern
 
 _AT_ONCE = 512  # prompts that wait for their turn
@@ -26,7 +26,7 @@ Render = Callable[[Sequence[Mapping[str, object]]], list[int]]  # a conversation
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationTask:
     """One question, as tokens. cut: the prompt's beginning was left out"""
 
     key: Key
@@ -39,10 +39,10 @@ class Ask:
 
 
 # (number of one, its answer), as each is through; it is closed where no more is wanted
-Generates = Callable[[Sequence[Ask]], Generator[tuple[int, str], None, None]]
+Generates = Callable[[Sequence[GenerationTask]], Generator[tuple[int, str], None, None]]
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class GeneratedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """text: of the answer; cut, id: as of `Chosen`; gave_up: whether it is right could not be told"""
 
     group: str
@@ -69,7 +69,7 @@ def judges(questions: Questions) -> list[Judge]:
 
 def asks(
     questions: Questions, judged: Sequence[Judge], tokenizer: Tokenizer, render: Render, room: int
-) -> Iterator[Ask]:
+) -> Iterator[GenerationTask]:
     """room: tokens of the context. raises ConfigError for an answer that may be longer than it"""
     for one, judge in zip(questions.lines, judged, strict=True):
         line = one.line
@@ -84,10 +84,16 @@ def asks(
         else:
             ids = render([{"role": m.role, "content": m.content} for m in line.messages])
         most, key = room - line.max_tokens, (one.group, one.number)
-        yield Ask(key, ids[-most:], line.max_tokens, line.stop, judge, len(ids) > most, one.id)
+        yield GenerationTask(key, ids[-most:], line.max_tokens, line.stop, judge, len(ids) > most, one.id)
 
 
-def answer(generates: Generates, asked: Iterable[Ask], n: int, kept: Kept[Said], progress: Progress) -> None:
+def answer(
+    generates: Generates,
+    asked: Iterable[GenerationTask],
+    n: int,
+    kept: ResumableResults[GeneratedAnswer],
+    progress: Progress,
+) -> None:
     """Those that `kept` has not, each kept as soon as it is there. n: how many there are in all"""
     left = (ask for ask in asked if ask.key not in kept.records)
     progress("answering", len(kept.records), n)
@@ -95,7 +101,7 @@ def answer(generates: Generates, asked: Iterable[Ask], n: int, kept: Kept[Said],
         with closing(generates(some)) as arrived:
             for i, text in arrived:
                 ask, right = some[i], some[i].judge(text)
-                kept.add(Said(*ask.key, text, bool(right), ask.cut, ask.id, right is None))
+                kept.add(GeneratedAnswer(*ask.key, text, bool(right), ask.cut, ask.id, right is None))
                 progress("answering", len(kept.records), n)
 
 

@@ -7,15 +7,23 @@ import numpy as np
 
 from millrace.compile.settings import Progress
 from millrace.errors import ConfigError
-from millrace.evaluate.divergence import Mean, Runs, Score, Tokens, beside, log_probabilities, not_finite
-from millrace.evaluate.resumable_results import Kept, Key
+from millrace.evaluate.divergence import (
+    Mean,
+    Runs,
+    Score,
+    Tokens,
+    log_probabilities,
+    log_probs_vs_reference,
+    not_finite,
+)
+from millrace.evaluate.resumable_results import Key, ResumableResults
 from millrace.evaluate.text_windows import Windows
 
 _MOST_BYTES = 2 << 30  # of the log probabilities of one window, by both models
 _DIGITS = 9  # behind the point, of what is kept: far below what float32 can tell
 
 
-class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AgreementReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one window, a value for each token that is scored; see `Tokens`."""
 
     number: int
@@ -79,7 +87,12 @@ def check_window(length: int, vocab_size: int) -> None:
 
 
 def compare(
-    executor: Runs, reference: Runs, text: Windows, limit: int | None, kept: Kept[Told], progress: Progress
+    executor: Runs,
+    reference: Runs,
+    text: Windows,
+    limit: int | None,
+    kept: ResumableResults[AgreementReport],
+    progress: Progress,
 ) -> Tokens:
     """All tokens of the first `limit` windows: those windows that `kept` has not are read now, by both.
 
@@ -92,11 +105,11 @@ def compare(
             exact, found = (log_probabilities(one, ids, text.first) for one in (reference, executor))
             if not (np.isfinite(exact).all() and np.isfinite(found).all()):
                 raise not_finite()
-            kept.add(_told(number, beside(found, exact, ids[text.first + 1 :])))
+            kept.add(_told(number, log_probs_vs_reference(found, exact, ids[text.first + 1 :])))
     progress("reading windows, twice", len(windows), len(windows))
     return Score([kept.records["", number].tokens for number in range(len(windows))]).tokens
 
 
-def _told(number: int, tokens: Tokens) -> Told:
+def _told(number: int, tokens: Tokens) -> AgreementReport:
     loss, reference, divergence = (np.round(v, _DIGITS).tolist() for v in tokens[:3])
-    return Told(number, loss, reference, divergence, tokens.same.tolist())
+    return AgreementReport(number, loss, reference, divergence, tokens.same.tolist())

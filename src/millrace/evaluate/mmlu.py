@@ -18,7 +18,7 @@ from pathlib import Path
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError, nearest
 from millrace.evaluate.likelihood import Question
-from millrace.evaluate.multiple_choice import Group, Posed, cut_at_the_left, digest
+from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
 from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.settings import read_given
 
@@ -91,7 +91,7 @@ class Mmlu:
             for subject in self.subjects
         ]
 
-    def _posed(self, subject: Subject, tokenizer: Tokenizer, room: int) -> Iterator[Posed]:
+    def _posed(self, subject: Subject, tokenizer: Tokenizer, room: int) -> Iterator[PreparedQuestion]:
         head = f"The following are multiple choice questions (with answers) about {subject.title}.\n\n"
         if self.definition == ORIGINAL:
             head = head.replace("about ", "about  ", 1)
@@ -102,7 +102,7 @@ class Mmlu:
                 question, cut = cut_at_the_left(_joint(tokenizer, head + "".join(examples), text), room)
             else:
                 question, cut = _with_fewer_examples(tokenizer, head, examples, text, room)
-            yield Posed(i, question, item.answer, cut)
+            yield PreparedQuestion(i, question, item.answer, cut)
 
 
 def read_subjects(folder: Path, names: Sequence[str] = (), limit: int | None = None) -> tuple[Subject, ...]:

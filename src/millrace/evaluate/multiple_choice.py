@@ -9,13 +9,13 @@ from itertools import islice
 from millrace.compile.settings import Progress
 from millrace.evaluate.divergence import Runs, not_finite
 from millrace.evaluate.likelihood import Question, likelihoods
-from millrace.evaluate.resumable_results import Chosen, Kept
+from millrace.evaluate.resumable_results import Chosen, ResumableResults
 
 _AT_ONCE = 2048  # questions that are tokens in memory: no subject of MMLU has more, and each begins once
 
 
 @dataclass(frozen=True, slots=True)
-class Posed:
+class PreparedQuestion:
     """One question of a group; answer: the number of the right ending; cut: something of it had to be left out
 
     n_bytes: of each choice, where choices are texts of different lengths; id: the user's own
@@ -35,7 +35,7 @@ class Group:
 
     name: str
     n: int
-    posed: Callable[[], Iterable[Posed]]  # made when their turn has come: tokens of all would take memory
+    posed: Callable[[], Iterable[PreparedQuestion]]  # made when their turn has come: tokens of all would take memory
 
 
 def digest(what: object) -> str:
@@ -49,7 +49,7 @@ def cut_at_the_left(one: Question, room: int) -> tuple[Question, bool]:
     return (one, False) if len(one.context) <= most else (Question(one.context[-most:], one.endings), True)
 
 
-def answer(executor: Runs, groups: Sequence[Group], kept: Kept[Chosen], progress: Progress) -> None:
+def answer(executor: Runs, groups: Sequence[Group], kept: ResumableResults[Chosen], progress: Progress) -> None:
     """Those that `kept` has not.
 
     raises RequestError for a question that the engine cannot read, MachineError for what is not finite
@@ -67,7 +67,7 @@ def answer(executor: Runs, groups: Sequence[Group], kept: Kept[Chosen], progress
                 progress(group.name, done, total)
 
 
-def _chosen(group: str, one: Posed, logprobs: list[float]) -> Chosen:
+def _chosen(group: str, one: PreparedQuestion, logprobs: list[float]) -> Chosen:
     if not all(map(math.isfinite, logprobs)):  # nothing is likeliest, and JSON cannot say it
         raise not_finite()
     per_byte = _best([p / n for p, n in zip(logprobs, one.n_bytes, strict=True)]) if one.n_bytes else None

@@ -23,7 +23,7 @@ from millrace.compile.settings import Progress
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Mean, Runs, losses
-from millrace.evaluate.resumable_results import Kept, Key
+from millrace.evaluate.resumable_results import Key, ResumableResults
 from millrace.evaluate.sizes import LENGTH, SHORTEST
 from millrace.evaluate.text_windows import windows_of
 
@@ -108,7 +108,9 @@ def window_of(asked: int | None, usual: int, context: int) -> int:
     return asked or min(usual, context)
 
 
-def measure(executor: Runs, text: Cut, limit: int | None, kept: Kept[Sums], progress: Progress) -> list[Sums]:
+def measure(
+    executor: Runs, text: Cut, limit: int | None, kept: ResumableResults[Sums], progress: Progress
+) -> list[Sums]:
     """Of the first `limit` units: those that `kept` has not are read now.
 
     raises RequestError and MachineError as `losses` does

@@ -18,7 +18,7 @@ from msgspec import Meta
 from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.evaluate.likelihood import Question
-from millrace.evaluate.multiple_choice import Group, Posed, cut_at_the_left, digest
+from millrace.evaluate.multiple_choice import Group, PreparedQuestion, cut_at_the_left, digest
 from millrace.settings import read_given
 
 _MOST_BYTES, _MOST_LINE_BYTES, _MOST_LINES = 64 << 20, 1 << 20, 100_000
@@ -177,7 +177,7 @@ def _wrong(where: str, what: str, expected: str) -> ConfigError:
     return ConfigError(f"{where} {what}", expected, "correct the line; docs/evaluation.md has the format")
 
 
-def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterator[Posed]:
+def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterator[PreparedQuestion]:
     for one in lines:
         line = one.line
         assert isinstance(line, ChoiceLine)
@@ -185,7 +185,7 @@ def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterat
             raise _wrong(
                 one.where, "has a prompt of white space alone", "a text, behind which choices are likely or not"
             )
-        question = together(tokenizer, line.text or "", [line.delimiter + choice for choice in line.choices])
+        question = merge(tokenizer, line.text or "", [line.delimiter + choice for choice in line.choices])
         if not all(map(len, question.endings)):
             what = "has a choice that this model's tokenizer makes one token of with the end of the prompt"
             raise _wrong(one.where, what, "choices of tokens of their own")
@@ -193,10 +193,10 @@ def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterat
             raise _wrong(one.where, f"has a choice that is longer than the context of {room} tokens", "a shorter one")
         question, was_cut = cut_at_the_left(question, room)
         n_bytes = [len(choice.encode()) for choice in line.choices]
-        yield Posed(one.number, question, line.answer, was_cut, n_bytes, one.id)
+        yield PreparedQuestion(one.number, question, line.answer, was_cut, n_bytes, one.id)
 
 
-def together(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> Question:
+def merge(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> Question:
     """White space at the prompt's end belongs to the endings, where tokenizers put it."""
     context = prompt.rstrip()
     space = prompt[len(context) :]

@@ -32,7 +32,7 @@ class Record(Protocol):
     def key(self) -> Key: ...
 
 
-class Judged(Record, Protocol):
+class ScoredAnswer(Record, Protocol):
     """A line about a question. verdicts: by the measure; all lines of a file have the same measures"""
 
     @property
@@ -46,7 +46,7 @@ class Judged(Record, Protocol):
 
 
 R = TypeVar("R", bound=Record)
-J = TypeVar("J", bound=Judged)
+J = TypeVar("J", bound=ScoredAnswer)
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class Results(NamedTuple, Generic[R]):
     n_bytes: int = 0
 
 
-def beside(now: Results[J], before: Results[J]) -> dict[str, Paired]:
+def results_path(now: Results[J], before: Results[J]) -> dict[str, Paired]:
     """The same questions, one by one, by each measure. raises ConfigError where they did not answer the same"""
     check_same(before, now.about.task, now.about.data, len(now.records))
     measures = measures_of(now)
@@ -147,7 +147,7 @@ def _of_other_questions(before: Results[J], task: str, n: int) -> ConfigError:
     )  # fmt: skip
 
 
-class Kept(Generic[R]):
+class ResumableResults(Generic[R]):
     """The file, open for more, and for nobody else; close it when done."""
 
     def __init__(self, path: Path, about: About, kind: type[R]) -> None:

@@ -15,19 +15,19 @@ def make_node(operator: Operator, inputs: Inputs, attrs: Attrs, origin: tuple[st
 
 
 @dataclass(frozen=True, slots=True)
-class Instead:
+class Replacement:
     """`nodes` take a node's place, and `values` that of its outputs."""
 
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
 
     @classmethod
-    def of(cls, *nodes: Node) -> "Instead":
+    def of(cls, *nodes: Node) -> "Replacement":
         """The outputs of the last of them stand for the old ones."""
         return cls(nodes, nodes[-1].outputs)
 
 
-class Live:
+class GraphView:
     """The graph as it stands in the middle of a rewrite: what a rule may ask of its neighbours."""
 
     def __init__(self, graph: Graph) -> None:
@@ -59,17 +59,17 @@ class Live:
             self._readers[new] = self._readers[old]
 
 
-def rewrite(graph: Graph, rule: Callable[[Node, Live], Instead | None]) -> Graph:
+def rewrite(graph: Graph, rule: Callable[[Node, GraphView], Replacement | None]) -> Graph:
     """Puts what `rule` gives in the place of each node; None leaves it.
 
     The rule sees inputs already replaced. Nodes that nobody reads afterwards are dropped.
     """
-    live = Live(graph)
+    live = GraphView(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
         inputs = tuple(live.now(v) for v in node.inputs)
         current = replace(node, inputs=inputs) if inputs != node.inputs else node
-        instead = rule(current, live) or Instead((current,), node.outputs)
+        instead = rule(current, live) or Replacement((current,), node.outputs)
         for made in instead.nodes:
             nodes.append(made)
             live.place(made)

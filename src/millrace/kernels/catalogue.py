@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from millrace.kernels.declare import Kernel
 
 if TYPE_CHECKING:
-    from millrace.kernels.operators import Runnable
+    from millrace.kernels.operators import KernelOperator
 
 
-def found(file: str) -> list[tuple[str, ModuleType]]:
+def discover(file: str) -> list[tuple[str, ModuleType]]:
     """(folder, module) of all folders that hold this file, sorted by name."""
     names = sorted(path.parent.name for path in Path(__file__).parent.glob(f"*/{file}.py"))
     return [(name, importlib.import_module(f"millrace.kernels.{name}.{file}")) for name in names]
@@ -28,7 +28,7 @@ def found(file: str) -> list[tuple[str, ModuleType]]:
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """In the order of their numbers."""
-    return tuple(_declared(folder, module) for folder, module in found("declare"))
+    return tuple(_declared(folder, module) for folder, module in discover("declare"))
 
 
 def _declared(folder: str, module: ModuleType) -> Kernel:
@@ -50,9 +50,9 @@ def declarations_digest() -> str:
 
 
 @cache
-def operators() -> Mapping[str, Runnable]:
+def operators() -> Mapping[str, KernelOperator]:
     """Of all folders, by name."""
-    every = [operator for _, module in found("op") for operator in module.OPERATORS]
+    every = [operator for _, module in discover("op") for operator in module.OPERATORS]
     by_name = {operator.name: operator for operator in every}
     assert len(by_name) == len(every), f"two operators of one name among {sorted(o.name for o in every)}"
     return MappingProxyType(by_name)

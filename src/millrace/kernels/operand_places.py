@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from millrace.graph.types import Array, Constant, Value
 from millrace.kernels.declare import RowFormat, Space
-from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.matmul.pack import SlabTask, finite
 from millrace.kernels.row_storage import DENSE, Storage
 
 ELEMENT_BYTES = {RowFormat.F32: 4, RowFormat.BF16: 2}  # a row of Q8 ends in scales and sums
@@ -26,7 +26,7 @@ class Packed:
     shape: tuple[int, ...]
     format: str  # "f32", "bf16", "w8g128", ...
     nbytes: int
-    pack: Callable[[Run], NDArray[np.uint8]]
+    pack: Callable[[SlabTask], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> Packed
     """As it is, row by row: norm weights, biases, rotary tables, embedding tables."""
     constant, shape = constant_of(value), tuple(d for d in value.shape if isinstance(d, int))
 
-    def pack(_: Run) -> NDArray[np.uint8]:
+    def pack(_: SlabTask) -> NDArray[np.uint8]:
         return as_bytes(finite(constant.load(), dtype))
 
     return Packed("+".join(constant.origin), constant.origin, shape, format, int(np.prod(shape)) * dtype.itemsize, pack)

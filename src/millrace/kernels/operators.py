@@ -1,7 +1,7 @@
 """An operator with all that it takes to run: its shape rule, its reference, its lowering. One op.py for each kernel.
 
-What the two rules may ask of whoever applies them is said here, since the rooms that answer come later: `Values` is the
-interpreter (engine/reference/interpreter.py), `Writer` the program under construction
+The two interfaces that these rules use are declared here, because the rooms that implement them come later:
+`EvaluationContext` is the interpreter (engine/reference/interpreter.py), `ProgramWriter` the program under construction
 (compile/lower_cpu/program_builder.py).
 """
 
@@ -24,7 +24,7 @@ Held = Rows | Quantised | IntArray | NDArray[np.bool_]  # a value, as a kernel w
 Params = dict[str, Param]
 
 
-class Values(Protocol):
+class EvaluationContext(Protocol):
     """The values of one run of a graph.
 
     bf16_table: embedding tables are rounded, as in engines other than FP32
@@ -75,7 +75,7 @@ class Values(Protocol):
         """The `n` rows before a sequence's new ones x, zeros before its position 0; keeps the last `n` of all."""
 
 
-class Writer(Protocol):
+class ProgramWriter(Protocol):
     """A program while it is written: where values lie, and the calls so far.
 
     table_format: "f32" or "bf16", of embedding tables
@@ -139,7 +139,7 @@ def only_floats(node: Node, storage: Storage) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runnable(Operator):
+class KernelOperator(Operator):
     """reference: what the outputs are; computes in float64 and rounds where a kernel would store.
 
     lower: which calls compute them
@@ -151,35 +151,35 @@ class Runnable(Operator):
     whole_sequences: a sequence's rows are all in one run, since none are kept for the next
     """
 
-    reference: Callable[[Node, Values], Held | tuple[Held, ...]]
-    lower: Callable[[Node, Writer], None]
+    reference: Callable[[Node, EvaluationContext], Held | tuple[Held, ...]]
+    lower: Callable[[Node, ProgramWriter], None]
     packs: Callable[[Node, Storage], bool] = only_floats
     row_wise: bool = False
     is_view: bool = False
     whole_sequences: bool = False
 
 
-def runnable(node: Node) -> Runnable:
+def runnable(node: Node) -> KernelOperator:
     """Its operator."""
-    assert isinstance(node.operator, Runnable), f"{node.op} has no reference and no lowering"
+    assert isinstance(node.operator, KernelOperator), f"{node.op} has no reference and no lowering"
     return node.operator
 
 
-def number(node: Node, name: str) -> float:
+def float_attr(node: Node, name: str) -> float:
     """An attribute that is one."""
     found = node.attrs[name]
     assert isinstance(found, float), f"{name} of {node.op} is {found!r}"
     return found
 
 
-def whole(node: Node, name: str) -> int:
+def int_attr(node: Node, name: str) -> int:
     """An attribute that is a whole number."""
     found = node.attrs[name]
     assert isinstance(found, int), f"{name} of {node.op} is {found!r}"
     return found
 
 
-def size(value: Value, axis: int) -> int:
+def static_dim(value: Value, axis: int) -> int:
     """Of a dimension that is a number."""
     found = value.shape[axis]
     assert isinstance(found, int), f"dimension {axis} of {value} is known only in a run"

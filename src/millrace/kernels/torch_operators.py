@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from millrace.graph.types import Node, Value
-from millrace.kernels.catalogue import found
-from millrace.kernels.matmul.coded import CodedRows, Coding, Matrix
+from millrace.kernels.catalogue import discover
+from millrace.kernels.matmul.coded import Matrix, QuantizedRows, RowQuantization
 
 
-class Run(Protocol):
+class OperatorContext(Protocol):
     """One step through a graph."""
 
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class Run(Protocol):
     def matrix(self, value: Value) -> Matrix:
         """As `tensor`, of rows that may be coded."""
 
-    def coded_rows(self, x: Tensor, coding: Coding) -> CodedRows:
+    def coded_rows(self, x: Tensor, coding: RowQuantization) -> QuantizedRows:
         """x (R, K) of floats, coded."""
 
     def added(self, node: Node, y: Tensor) -> Tensor:
@@ -53,13 +53,13 @@ class Run(Protocol):
         """Each token to all of its text: (T, H, DV)."""
 
 
-TorchOperator = Callable[[Node, Run], Matrix | tuple[Tensor, ...]]
+TorchOperator = Callable[[Node, OperatorContext], Matrix | tuple[Tensor, ...]]
 
 
 @cache
 def torch_operators() -> Mapping[str, TorchOperator]:
     """Of all folders, by name."""
-    every = [item for _, module in found("torch_ref") for item in getattr(module, "OPERATORS", {}).items()]
+    every = [item for _, module in discover("torch_ref") for item in getattr(module, "OPERATORS", {}).items()]
     by_name: dict[str, TorchOperator] = dict(every)
     assert len(by_name) == len(every), f"two of one name among {sorted(name for name, _ in every)}"
     return MappingProxyType(by_name)

@@ -128,10 +128,10 @@ def multiplied(architecture: str) -> tuple[str, ...]:
 
 def check_multiplies(gpu: str, capability: tuple[int, int], needed: Collection[str]) -> None:
     """gpu: its name; needed: of "fp16", "bf16", "int8", "fp8". raises ConfigError where it lacks one, naming those"""
-    check_architecture(*seen_as(gpu, capability), needed)
+    check_architecture(*match_device_name(gpu, capability), needed)
 
 
-def seen_as(gpu: str, capability: tuple[int, int]) -> tuple[str, str]:
+def match_device_name(gpu: str, capability: tuple[int, int]) -> tuple[str, str]:
     """How a GPU that was found is named, and its architecture."""
     own = max((least for least in CAPABILITIES if least <= capability), default=None)
     architecture = CAPABILITIES[own] if own else "before Volta"

@@ -13,7 +13,7 @@ def count(n: float) -> str:
     return f"{n / 1e9:,.2f} B"
 
 
-def four(n: float) -> str:
+def format_4_digits(n: float) -> str:
     """In four digits, or whole where it has more: 0.0123, 70.75, 4,371, 29,170."""
     return f"{n:,.0f}" if abs(n) >= 999.95 else f"{n:.4g}"
 
@@ -23,7 +23,7 @@ def exact(n: float) -> str:
     return f"{n:,.10g}"
 
 
-def things(n: float, name: str) -> str:
+def pluralize(n: float, name: str) -> str:
     """1 request, 3 requests."""
     return f"{exact(n)} {name}{'' if n == 1 else 's'}"
 

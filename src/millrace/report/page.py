@@ -39,7 +39,7 @@ def _pages(folder: Path) -> Environment:
     )  # fmt: skip
 
 
-def is_ours(path: Path) -> bool:
+def is_millrace_page(path: Path) -> bool:
     """Whether the file is a page that was made here, and so may be made again. raises OSError"""
     with path.open("rb") as file:
         return _MARK in file.read(_HEAD_BYTES)

@@ -50,7 +50,7 @@ def round_ticks(low: float, high: float, about: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def some(values: Sequence[float], most: int = MOST) -> list[float]:
+def downsample(values: Sequence[float], most: int = MOST) -> list[float]:
     """Evenly chosen, where there are more: never at random, so that a page can be made again."""
     step = max(1, -(-len(values) // most))
     return list(values[::step])
@@ -71,7 +71,7 @@ class Plot:
         return across.at(x), up.at(y)
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], kind: int = 0) -> None:
-        for x, y in zip(some(xs), some(ys), strict=True):
+        for x, y in zip(downsample(xs), downsample(ys), strict=True):
             left, top = self._at(x, y)
             self._shapes.append(f'<circle class="dot k{kind}" cx="{left}" cy="{top}" r="3"/>')
 

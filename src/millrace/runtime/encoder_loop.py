@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.encoder_inputs import Ids, text_inputs
-from millrace.errors import EngineError, MillraceError, RequestError, has_stopped
+from millrace.errors import EngineError, MillraceError, RequestError, engine_stopped_error
 from millrace.runtime.scheduling.step import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
@@ -123,7 +123,7 @@ class EncoderStats:
     healthy: bool
 
 
-class Network(Protocol):
+class EncoderExecutor(Protocol):
     """An encoder's, on a CPU or a GPU."""
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
@@ -139,7 +139,9 @@ def _nothing() -> None:
 class EncoderLoop:
     """Runs an encoder's network for many requests, in a thread of its own from `start` to `stop`."""
 
-    def __init__(self, network: Network, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, network: EncoderExecutor, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.limits, self.thread = limits, EngineThread(clock)
         self._network = network
         self._steps = self._texts = self._tokens = 0  # guarded, as all below, by thread.changed
@@ -176,7 +178,7 @@ class EncoderLoop:
                 requests=len(self._jobs), waiting=self._waiting, waiting_tokens=self._waiting_tokens,
                 steps_total=self._steps,
                 texts_total=self._texts, tokens_total=self._tokens, busy_s=self._busy_s,
-                last_step_s=self.thread.silent_s,
+                last_step_s=self.thread.seconds_since_progress,
                 idle=self._is_idle(), healthy=not self.thread.dead_because,
             )  # fmt: skip
 
@@ -290,7 +292,7 @@ class EncoderLoop:
             self._step, self._again, self._jobs = [], [], deque()
             self._waiting = self._waiting_tokens = 0
         for job in jobs:
-            _settle(job, has_stopped(why))
+            _settle(job, engine_stopped_error(why))
         self._ended()
 
 

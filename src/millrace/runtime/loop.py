@@ -24,7 +24,7 @@ from millrace.checkpoint.tokenizer.tokenizer import Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, StepOutputs
 from millrace.errors import MillraceError, RequestError
 from millrace.runtime.adapters import check_adapter
-from millrace.runtime.kv.kv_offload import Tier
+from millrace.runtime.kv.kv_offload import KvOffloadStore
 from millrace.runtime.kv.pages import PagePool
 from millrace.runtime.loop_stats import Counters, LoopStats
 from millrace.runtime.request.prompt_embeds import Prompt, parse_prompt
@@ -33,20 +33,20 @@ from millrace.runtime.request.request import (
     AnswerText,
     Deliver,
     Request,
+    RequestOptions,
     Sequence,
     Stage,
     StopTables,
-    Terms,
     Timings,
 )
 from millrace.runtime.request.resume import resume
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams, TokenLogprobs, resolve
-from millrace.runtime.scheduling.admission_policy import Policy, first_come
+from millrace.runtime.scheduling.admission_policy import Policy, fcfs
 from millrace.runtime.scheduling.scheduler import Scheduler
-from millrace.runtime.scheduling.step import BatchBuilder, EngineThread, Flight, Step, check
+from millrace.runtime.scheduling.step import BatchBuilder, EngineThread, InFlightStep, Step, check
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.runtime.step_history import History, RequestSeen, RequestTrace, StepSeen, traces
-from millrace.runtime.structured_output.grammar import Grammars, Matcher
+from millrace.runtime.step_history import History, RequestRecord, RequestTrace, StepRecord, traces
+from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +67,17 @@ class EngineLoop:
     def __init__(
         self, executor: Executor, tokenizer: Tokenizer, defaults: GenerationDefaults | None = None,
         clock: Callable[[], float] = time.perf_counter, budget: TokenBudget | None = None, prefix_cache: bool = True,
-        policy: Policy = first_come, tier: Tier | None = None,
+        policy: Policy = fcfs, tier: KvOffloadStore | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer, self.thread = tokenizer, EngineThread(clock)
         self.limits: ExecutorLimits = executor.limits
         self.defaults = defaults or GenerationDefaults()
-        self.grammars = Grammars(tokenizer, self.limits.vocab_size, self.defaults.eos_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, self.limits.vocab_size, self.defaults.eos_token_ids)
         self._pool = PagePool(self.limits.n_pages, tier)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
         self._executor = executor
         self._batches = deque(BatchBuilder(self.limits, self.grammars) for _ in range(executor.depth))
-        self._flights: deque[Flight] = deque()  # launched, and not waited for
+        self._flights: deque[InFlightStep] = deque()  # launched, and not waited for
         self._done_s = -math.inf  # when the last step was
         self.budget = self._scheduler.budget
         self._live: dict[Request, None] = {}
@@ -96,7 +96,7 @@ class EngineLoop:
     def submit(
         self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
         stops: StopTables | None = None, first: int = 0,
-        terms: Terms = FREELY, matchers: Ordered[Matcher] = (),
+        terms: RequestOptions = FREELY, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Queue a request, as `prepare` and `queue` do. raises RequestError, BusyError"""
         request = self.prepare(prompt, params, deliver, request_id, stops, first, terms, matchers)
@@ -106,7 +106,7 @@ class EngineLoop:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, deliver: Deliver, request_id: str | None = None,
         stops: StopTables | None = None, first: int = 0,
-        terms: Terms = FREELY, matchers: Ordered[Matcher] = (),
+        terms: RequestOptions = FREELY, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Make a request. Its deltas are passed to `deliver` in the engine thread, at most once per step; the last
         delta of each choice has a finish_reason.
@@ -157,7 +157,8 @@ class EngineLoop:
             prompt_tokens_total=counters.prompt_tokens, generation_tokens_total=counters.generation_tokens,
             prefix_queries_total=scheduler.n_queried, prefix_hits_total=scheduler.n_hit,
             preemptions_total=scheduler.n_preemptions, finished_total=dict(counters.finished),
-            steps_total=counters.steps, step_tokens_total=counters.step_tokens, last_step_s=self.thread.silent_s,
+            steps_total=counters.steps, step_tokens_total=counters.step_tokens,
+            last_step_s=self.thread.seconds_since_progress,
             running_s=sum(seq.request.timings.held_s(now_s) for seq in tuple(scheduler.running)),
             held_s_total=counters.held_s, left_total=counters.left,
         )  # fmt: skip
@@ -183,7 +184,7 @@ class EngineLoop:
         """
         if not self.thread.stop():
             with self._stepping:
-                self._end_everything(FinishReason.ABORT, "the server is stopping")
+                self._abort_all(FinishReason.ABORT, "the server is stopping")
         self._after_step, self._computing, self.thread.stopping = _nothing, _nothing, False
 
     # ------------------------------------------------------------------ for the engine thread
@@ -219,9 +220,9 @@ class EngineLoop:
         finally:  # whatever happened, nobody waits for ever
             if why:
                 thread.dead_because = why
-                self._abandon_everything(f"the engine has stopped: {why}")
+                self._fail_all_after_crash(f"the engine has stopped: {why}")
             elif not thread.dead_because:
-                self._end_everything(FinishReason.ABORT, "the server is stopping")
+                self._abort_all(FinishReason.ABORT, "the server is stopping")
 
     def _drain_commands(self) -> None:
         with self.thread.changed:  # so that no sequence is counted twice or not at all meanwhile
@@ -238,7 +239,7 @@ class EngineLoop:
         before = self._flights[-1] if self._flights else None
         # Who gives way must not be under way; nor may a step be that somebody's callback has cut off from its wait.
         if before is not None and (self._scheduler.is_short or not before.ahead or len(self._flights) > 1):
-            self._settle()
+            self._wait_and_distribute()
             return
         if self._pool.tier is not None and self._scheduler.waiting:
             self._deliver()  # whoever is admitted now may wait for the disk: it alone
@@ -250,20 +251,22 @@ class EngineLoop:
             except (RuntimeError, MillraceError) as error:
                 fault = error
         self._deliver()  # of the step before; whoever is woken by it has the processor while the executor has not all
-        if before is not None and not self._settle():
+        if before is not None and not self._wait_and_distribute():
             return
         if fault is not None:
             self._step_failed(step, fault)
         elif self._flights and not self._flights[-1].ahead:
-            self._settle()
+            self._wait_and_distribute()
 
-    def _launch(self, step: Step, before: Flight | None, waits: bool) -> Flight:
+    def _launch(self, step: Step, before: InFlightStep | None, waits: bool) -> InFlightStep:
         """waits: for it, before the next one. raises what executors raise"""
         self._batches.rotate()  # the other's inputs are being read
         inputs = self._batches[0].build(step, before.step if before else None)
         self._computing(True)
         started_s, may_lead = self.thread.clock(), not waits and self._executor.depth > 1
-        ahead = may_lead and step.leads_on and not self._scheduler.groups  # what groups have left no step brings back
+        ahead = (
+            may_lead and step.can_run_ahead and not self._scheduler.groups
+        )  # what groups have left no step brings back
         try:
             self._executor.launch(inputs)
         except (RuntimeError, MillraceError):
@@ -271,9 +274,9 @@ class EngineLoop:
             raise
         if ahead:
             self._scheduler.run_ahead(step)
-        return Flight(step, started_s, ahead)
+        return InFlightStep(step, started_s, ahead)
 
-    def _settle(self) -> bool:
+    def _wait_and_distribute(self) -> bool:
         """Wait for the oldest step and give away what it drew. False where it failed: then no step is under way."""
         flight = self._flights.popleft()
         step = flight.step
@@ -281,7 +284,7 @@ class EngineLoop:
             outputs = self._executor.wait()
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
             if self._flights:
-                self._drop(self._flights.popleft())
+                self._discard_flight(self._flights.popleft())
             if flight.ahead:
                 self._scheduler.take_back(step)
             self._step_failed(step, error)
@@ -297,11 +300,11 @@ class EngineLoop:
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
-        self.history.steps.append(StepSeen(n, began_s, now_s - began_s, n_waiting, *step.seen()))
+        self.history.steps.append(StepRecord(n, began_s, now_s - began_s, n_waiting, *step.to_history()))
         self._distribute(flight, outputs, now_s)
         return True
 
-    def _drop(self, flight: Flight) -> None:
+    def _discard_flight(self, flight: InFlightStep) -> None:
         """What it was computed from has failed."""
         try:
             self._executor.wait()
@@ -310,7 +313,7 @@ class EngineLoop:
         if flight.ahead:
             self._scheduler.take_back(flight.step)
 
-    def _distribute(self, flight: Flight, outputs: StepOutputs, now_s: float) -> None:
+    def _distribute(self, flight: InFlightStep, outputs: StepOutputs, now_s: float) -> None:
         """Give each scored and each drawn token to its choice."""
         tokens: list[int] = outputs.tokens.tolist()
         failed = min(tokens, default=0) < 0
@@ -319,7 +322,7 @@ class EngineLoop:
             if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago, or its answer had ended
                 continue
             if failed and min(tokens[first:row]) < 0:
-                self._end(seq.request, FinishReason.ERROR, *seq.why_not(min(tokens[first:row])))
+                self._end(seq.request, FinishReason.ERROR, *seq.sampling_failure(min(tokens[first:row])))
                 continue
             resolved = seq.request.resolved
             if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
@@ -332,7 +335,7 @@ class EngineLoop:
                 self._scheduler.verified(seq, chunk.start + chunk.n)
                 logprobs = None if resolved.n_top is None else TokenLogprobs.of(outputs, row - 1, resolved.n_top)
                 self._count(seq, now_s)
-                self._add(seq, seq.take(tokens[row - 1], logprobs))
+                self._add(seq, seq.append_token(tokens[row - 1], logprobs))
 
     def _count(self, seq: Sequence, now_s: float) -> None:
         """A drawn token."""
@@ -361,7 +364,7 @@ class EngineLoop:
         computes_one = partial(check, self._executor, self._pool, self._scheduler.groups)
         self.thread.step_failed(f"a step of {step.n_tokens} tokens", error, computes_one)
         if why := self.thread.dead_because:
-            self._end_everything(FinishReason.ERROR, f"the engine has stopped: {why}")
+            self._abort_all(FinishReason.ERROR, f"the engine has stopped: {why}")
 
     def _add(self, seq: Sequence, delta: Delta) -> None:
         request, reason = seq.request, delta.finish_reason
@@ -377,7 +380,7 @@ class EngineLoop:
             del self._live[request]
             of, n, timings, claim = request.order, len(request.prompt), request.timings, request.claim
             timings.finished_s = self.thread.clock()
-            self.history.ended.append(RequestSeen(of, request.id, n, request.n_cached, timings, claim.tenant))
+            self.history.ended.append(RequestRecord(of, request.id, n, request.n_cached, timings, claim.tenant))
 
     def _end(self, request: Request, reason: FinishReason, why: str | None, fault: RequestError | None = None) -> None:
         """End every choice that is still open; harmless for a request that is finished."""
@@ -385,15 +388,15 @@ class EngineLoop:
             if seq.stage is not Stage.GONE:
                 self._add(seq, seq.end(reason, why, fault))
 
-    def _end_everything(self, reason: FinishReason, error: str) -> None:
+    def _abort_all(self, reason: FinishReason, error: str) -> None:
         while self._flights:
-            self._settle()
+            self._wait_and_distribute()
         self._drain_commands()
         for request in list(self._live):
             self._end(request, reason, error)
         self._deliver()
 
-    def _abandon_everything(self, error: str) -> None:
+    def _fail_all_after_crash(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
         self._computing(False)  # whatever it was that did not come to its end
         with self.thread.changed:
@@ -415,7 +418,7 @@ class EngineLoop:
             deltas = self._pending.pop(request)
             request.deliver(deltas)
             if deltas[-1].finish_reason is not None and not request.is_open:
-                request.let_go()
+                request.break_cycles()
         if told or self.thread.dead_because:  # though nobody may be left who waits for it
             self._after_step()
 

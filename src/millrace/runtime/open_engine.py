@@ -22,11 +22,11 @@ from millrace.engine.executor import Executor
 from millrace.engine.native.executor import NativeExecutor, NativeNetwork
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
-from millrace.runtime.encoder_loop import EncoderLimits, EncoderLoop, Network
-from millrace.runtime.kv.kv_offload import PageMemory, Tier
+from millrace.runtime.encoder_loop import EncoderExecutor, EncoderLimits, EncoderLoop
+from millrace.runtime.kv.kv_offload import KvOffloadStore, PageMemory
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.memory_plan import RunPlan, capped, plan_encoder, plan_run, with_one_table
-from millrace.runtime.scheduling.admission_policy import Policy, first_come
+from millrace.runtime.scheduling.admission_policy import Policy, fcfs
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.settings import RunSettings
 from millrace.settings import flag_of
@@ -35,7 +35,7 @@ TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RunningModel:
     """A language model that runs: close it when done, after the loop has stopped."""
 
     name: str
@@ -46,9 +46,9 @@ class Opened:
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
     prefix_cache: bool = True
-    tier: Tier | None = None
+    tier: KvOffloadStore | None = None
 
-    def loop(self, budget: TokenBudget | None = None, policy: Policy = first_come) -> EngineLoop:
+    def loop(self, budget: TokenBudget | None = None, policy: Policy = fcfs) -> EngineLoop:
         """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
         return EngineLoop(
             self.executor,
@@ -89,7 +89,7 @@ class Opened:
 
 def open_engine(
     name: str, engine: Engine, run: RunSettings, sequences: int | None = None, *, one_table: bool = False
-) -> Opened:
+) -> RunningModel:
     """Plans the memory, then loads the weights.
 
     raises MachineError before anything large is touched, CheckpointError where tokenizer or template cannot be used
@@ -111,7 +111,7 @@ def open_engine(
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     if isinstance(engine, GpuEngine):
         on_gpu = engine.on_gpu(plan.n_pages, plan.window_pages)
-        return Opened(name, engine, plan, on_gpu, tokenizer, template, defaults, run.prefix_cache)
+        return RunningModel(name, engine, plan, on_gpu, tokenizer, template, defaults, run.prefix_cache)
     executor = engine.executor(
         n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa, window_pages=plan.window_pages,
         n_slots=plan.n_slots,
@@ -121,7 +121,7 @@ def open_engine(
     except ConfigError:
         executor.close()
         raise
-    return Opened(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache, tier)
+    return RunningModel(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache, tier)
 
 
 def _plan(engine: Engine, run: RunSettings) -> RunPlan:
@@ -134,7 +134,7 @@ def _plan(engine: Engine, run: RunSettings) -> RunPlan:
     return RunPlan(n, needs.weights_bytes, computed, kv_bytes, windows, engine.n_slots, needs.states_bytes)
 
 
-def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path) -> Tier:
+def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path) -> KvOffloadStore:
     if not run.prefix_cache:
         what = "--kv-tier and --no-prefix-cache are both given"
         raise ConfigError(what, "a prefix cache, whose pages go there", "leave one out")
@@ -142,8 +142,8 @@ def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path
         what = f"--kv-tier is given, and {engine.manifest.model_name} has layers with a window or a state"
         raise ConfigError(what, "a model whose layers all attend to every token", "leave --kv-tier out")
     caches = engine.manifest.cpu.caches
-    return Tier(
-        path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kept()), run.kv_tier_size or TIER_BYTES
+    return KvOffloadStore(
+        path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kv_pages()), run.kv_tier_size or TIER_BYTES
     )
 
 
@@ -153,7 +153,7 @@ class OpenedEncoder:
 
     name: str
     engine: Engine
-    network: Network
+    network: EncoderExecutor
     tokenizer: VocabularyTokenizer
     limits: EncoderLimits
     chat_template: None = None
@@ -189,6 +189,6 @@ def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
     return OpenedEncoder(name, engine, network, tokenizer, limits)
 
 
-def open_any(name: str, engine: Engine, run: RunSettings) -> Opened | OpenedEncoder:
+def open_any(name: str, engine: Engine, run: RunSettings) -> RunningModel | OpenedEncoder:
     """Whichever of the two it is."""
     return (open_encoder if engine.manifest.is_encoder else open_engine)(name, engine, run)

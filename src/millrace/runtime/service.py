@@ -19,11 +19,11 @@ from millrace.errors import BusyError, ConfigError, MillraceError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.request.prompt_embeds import Prompt
-from millrace.runtime.request.queue_options import Claim
-from millrace.runtime.request.request import FREELY, Request, StopTables, Terms
+from millrace.runtime.request.queue_options import QueueOptions
+from millrace.runtime.request.request import FREELY, Request, RequestOptions, StopTables
 from millrace.runtime.request.sampling_params import Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import MAX_QUEUED
-from millrace.runtime.structured_output.grammar import Grammars, Matcher
+from millrace.runtime.structured_output.grammar import GrammarCompiler, Matcher
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 LEAST_LEFT = 4  # sequences whose times are remembered at least
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def quick_switches() -> Iterator[None]:
+def use_short_switch_interval() -> Iterator[None]:
     """Lets the interpreter's threads change places often, so that the event loop is not kept from a step's tokens."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -47,7 +47,7 @@ def quick_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-async def happens(event: asyncio.Event, within_s: float) -> bool:
+async def schedule_on_loop(event: asyncio.Event, within_s: float) -> bool:
     """Whether it is set in that time."""
     try:
         await asyncio.wait_for(event.wait(), within_s)
@@ -56,7 +56,7 @@ async def happens(event: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def ends(stop: Callable[[], None], within_s: float) -> bool:
+async def is_final(stop: Callable[[], None], within_s: float) -> bool:
     """Runs `stop`, which waits for an engine's step, beside the event loop; False: it did not end in that time."""
     aio, stopped = asyncio.get_running_loop(), asyncio.Event()
 
@@ -69,7 +69,7 @@ async def ends(stop: Callable[[], None], within_s: float) -> bool:
 
     # no thread of a pool: those are joined when the interpreter ends
     threading.Thread(target=run, name="millrace-stop", daemon=True).start()
-    if not (ended := await happens(stopped, within_s)):
+    if not (ended := await schedule_on_loop(stopped, within_s)):
         log.critical("the engine's step did not end within %g s; it is left behind", within_s)
     return ended
 
@@ -185,7 +185,7 @@ class RequestHandle:
         self._unfinished = 0
 
 
-class Turnover:
+class QueueTimeEstimator:
     """How long sequences keep their places, and so how long those wait that have none.
 
     The mean of those that ended last, or that of those that run, so far, where this is more: a mean of what has ended
@@ -223,7 +223,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
         self._flush_due = False  # guarded by _lock
-        self._turnover = Turnover(loop.limits.max_sequences)
+        self._turnover = QueueTimeEstimator(loop.limits.max_sequences)
         self._told = threading.Event()  # what the last step added was handed to its readers
 
     @property
@@ -237,7 +237,7 @@ class AsyncEngine:
         return self.loop.limits
 
     @property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> GrammarCompiler:
         return self.loop.grammars
 
     def start(self, computing: Callable[[bool], None] | None = None) -> None:
@@ -257,7 +257,7 @@ class AsyncEngine:
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
-        terms: Terms = FREELY,
+        terms: RequestOptions = FREELY,
         matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:
         """Queue a request for each prompt, with its own params, or none of them.
@@ -272,7 +272,7 @@ class AsyncEngine:
 
     def prepare(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None,
-        stops: StopTables | None = None, terms: Terms = FREELY, matchers: Sequence[Matcher] = (),
+        stops: StopTables | None = None, terms: RequestOptions = FREELY, matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:  # fmt: skip
         """Make the requests of `submit`, in any thread: to resume long answers takes a while. raises RequestError"""
         handle = RequestHandle(self)
@@ -316,7 +316,7 @@ class AsyncEngine:
         self._closing = True
         for handle in self._live:
             handle.cancel()
-        if not await ends(self.loop.stop, within_s):
+        if not await is_final(self.loop.stop, within_s):
             self.stuck = True
             for handle in self._live:
                 handle._drop("the engine is stuck, and the server is stopping")
@@ -332,7 +332,7 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    def _check_room(self, n: int, claim: Claim) -> None:
+    def _check_room(self, n: int, claim: QueueOptions) -> None:
         stats = self.loop.stats()
         if self._closing:
             raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from millrace.engine.cuda.device_lookup import CPU, Place, check_name
+from millrace.engine.cuda.device_lookup import CPU, DeviceId, check_name
 from millrace.errors import ConfigError
 from millrace.settings import Settings, flag_of, setting
 
@@ -56,5 +56,5 @@ class RunSettings(Settings):
             raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
 
     @property
-    def place(self) -> Place:
-        return Place(self.device, self.random_weights)
+    def place(self) -> DeviceId:
+        return DeviceId(self.device, self.random_weights)

@@ -22,7 +22,7 @@ PART = np.dtype([("request", "i8"), ("choice", "i4"), ("start", "i4"), ("n", "i4
 Parts = NDArray[np.void]  # (n,) of PART
 
 
-class StepSeen(NamedTuple):
+class StepRecord(NamedTuple):
     """waiting: sequences that were in no step yet, or gave their pages back"""
 
     number: int
@@ -37,7 +37,7 @@ class StepSeen(NamedTuple):
         return int(self.parts["n"].sum())
 
 
-class RequestSeen(NamedTuple):
+class RequestRecord(NamedTuple):
     """One that has ended."""
 
     order: int
@@ -52,8 +52,8 @@ class RequestSeen(NamedTuple):
 class History:
     """Written by the loop's thread; others copy it in one go."""
 
-    steps: deque[StepSeen] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    ended: deque[RequestSeen] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
+    steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    ended: deque[RequestRecord] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
     live: Callable[[], Iterable[Request]] = tuple  # requests that have not ended
 
     def requests_of(self, tenant: str) -> list[int]:
@@ -66,19 +66,19 @@ class History:
 class RequestTrace:
     """What is known of one request: of its steps, those that are not forgotten."""
 
-    seen: RequestSeen
-    steps: Sequence[tuple[StepSeen, Parts]]  # and its own parts of each
+    seen: RequestRecord
+    steps: Sequence[tuple[StepRecord, Parts]]  # and its own parts of each
 
 
 def traces(request_id: str, history: History, live: Iterable[Request]) -> list[RequestTrace]:
     """Of all requests of that id, running and ended: a call with several prompts has several."""
     running = [
-        RequestSeen(r.order, r.id, len(r.prompt), r.n_cached, r.timings, r.claim.tenant)
+        RequestRecord(r.order, r.id, len(r.prompt), r.n_cached, r.timings, r.claim.tenant)
         for r in live
         if r.id == request_id
     ]
     found = ([seen for seen in tuple(history.ended) if seen.id == request_id] + running)[-MOST_TRACES:]
-    own: dict[int, deque[tuple[StepSeen, Parts]]] = {seen.order: deque(maxlen=MOST_STEPS) for seen in found}
+    own: dict[int, deque[tuple[StepRecord, Parts]]] = {seen.order: deque(maxlen=MOST_STEPS) for seen in found}
     for step in tuple(history.steps) if found else ():
         if request_id in step.request_ids:
             for order, steps in own.items():

@@ -12,14 +12,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.backend import Backend, Models
-from millrace.serve.http.fast_path import Shortcut
+from millrace.serve.http.fast_path import FastPath
 from millrace.serve.http.openapi import About, document
-from millrace.serve.http.request_bodies import Bodies
-from millrace.serve.http.routes import Edge, Endpoint, Handler, Protocol
+from millrace.serve.http.request_bodies import BodyLimiter
+from millrace.serve.http.routes import AsgiEdge, Endpoint, Handler, Protocol
 from millrace.serve.ops.metrics_port import MetricsDoor
 from millrace.serve.protocols.anthropic.endpoints import ANTHROPIC
 from millrace.serve.protocols.kserve.http.asgi_app import KSERVE, KServe
-from millrace.serve.protocols.kserve.http.fast_path import Quick
+from millrace.serve.protocols.kserve.http.fast_path import HttpFastPath
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.routes import BELOW, openapi_paths, openapi_schemas
 from millrace.serve.protocols.ollama.endpoints import OLLAMA
@@ -49,14 +49,14 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
         for protocol in protocols
         for endpoint in protocol.endpoints
     ]
-    app: ASGIApp = Router([*routes, *_documentation(models, endpoints)], redirect_slashes=False, default=_nothing_there)
+    app: ASGIApp = Router([*routes, *_documentation(models, endpoints)], redirect_slashes=False, default=_not_found)
     for repository in models.of_kind(RepositoryBackend):
-        app, protocols = _with_tensors(app, KServe(models, repository, keys)), (*protocols, KSERVE)
-    app = Edge(app, models, protocols)
+        app, protocols = _route_v2(app, KServe(models, repository, keys)), (*protocols, KSERVE)
+    app = AsgiEdge(app, models, protocols)
     return _with_cors(app, settings.cors_origins) if settings.cors_origins else app
 
 
-class Door(Interface):
+class Listener(Interface):
     """A way in beside HTTP. name, url: as it is announced, once it is open"""
 
     name: str
@@ -69,10 +69,10 @@ class Door(Interface):
         """Take no more, and give answers so long to reach their clients. It may be called twice, or without `open`."""
 
 
-def create_doors(models: Models) -> list[Door]:
+def create_listeners(models: Models) -> list[Listener]:
     """What is configured of them; not open yet."""
     settings = models.serving.settings
-    doors: list[Door] = []
+    doors: list[Listener] = []
     if settings.metrics_port is not None:
         doors.append(MetricsDoor(settings, models.serving.metrics))
     repositories = [r for r in models.of_kind(RepositoryBackend) if r.repository.flags.grpc_port is not None]
@@ -83,16 +83,16 @@ def create_doors(models: Models) -> list[Door]:
     return [*doors, *(GrpcServer(models, r, models.keys) for r in repositories)]
 
 
-def create_shortcut(models: Models) -> Callable[[], Shortcut] | None:
+def create_shortcut(models: Models) -> Callable[[], FastPath] | None:
     """For each connection, where tensor models are served; it stands beside the application, and knows its answers."""
     for repository in models.of_kind(RepositoryBackend):
         if not repository.http_guard.leaves_inference_alone:  # headers may say something else the next time
             return None
-        return Quick(repository, models.keys, models.serving).connection
+        return HttpFastPath(repository, models.keys, models.serving).connection
     return None
 
 
-def _with_tensors(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:
+def _route_v2(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:
     """Tensor models have thousands of short requests a second, so that no other route is looked at before theirs."""
 
     async def either(scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,9 +102,9 @@ def _with_tensors(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:
     return either
 
 
-def _bodies(settings: ServerSettings) -> Bodies:
+def _bodies(settings: ServerSettings) -> BodyLimiter:
     together = max(settings.max_receiving_bytes, settings.max_body_bytes)  # a lone body of the largest size fits
-    return Bodies(settings.max_body_bytes, settings.body_timeout_s, together)
+    return BodyLimiter(settings.max_body_bytes, settings.body_timeout_s, together)
 
 
 def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]:
@@ -131,7 +131,7 @@ def _page(name: str) -> Response:
     return Response((Path(__file__).parent / "ops" / name).read_bytes(), headers=headers)
 
 
-async def _nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 

@@ -17,8 +17,8 @@ from prometheus_client.core import Metric
 from millrace.errors import ConfigError
 from millrace.serve.http.api_keys import Keys
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.server_context import Serving
-from millrace.serve.ops.health import Heartbeat, Pulse
+from millrace.serve.http.server_context import ServerContext
+from millrace.serve.ops.health import EngineHealth, Heartbeat
 from millrace.serve.ops.metrics import ModelMetrics
 
 
@@ -48,7 +48,7 @@ class ServedModel(ABC):
         return tuple(name for name in self.names if "*" not in name)
 
     @abstractmethod
-    def backend(self, serving: Serving) -> "Backend":
+    def backend(self, serving: ServerContext) -> "Backend":
         """What serves it. It is not started yet."""
 
 
@@ -59,7 +59,7 @@ class Backend(ABC):
     elsewhere = ""  # where it is asked, if no endpoint of these protocols does
     broken = "the warm-up failed"  # what a trouble of `warm_up` is
 
-    def __init__(self, model: ServedModel, serving: Serving) -> None:
+    def __init__(self, model: ServedModel, serving: ServerContext) -> None:
         self.model, self.settings = model, serving.settings
         self.metrics: ModelMetrics = serving.metrics.of(model.name)
 
@@ -81,20 +81,20 @@ class Backend(ABC):
     async def warm_up(self) -> str | None:
         """So that the first client waits for nothing. What went wrong, so that it is not ready; or None."""
 
-    async def mended(self) -> bool:
+    async def wait_until_recovered(self) -> bool:
         """After a `warm_up` that failed: waits until what went wrong is put right. False: it never will be"""
         return False
 
-    def trouble(self, at_first: str) -> str:
+    def current_failure(self, at_first: str) -> str:
         """What is wrong now, after a `warm_up` that failed with `at_first`; "": nothing any more"""
         return at_first
 
-    def missing(self) -> str:
+    def degraded_reason(self) -> str:
         """What is not there now of what it serves, after a `warm_up` that went well; "": nothing"""
         return ""
 
     @abstractmethod
-    def pulse(self) -> Pulse:
+    def health(self) -> EngineHealth:
         """Does it work, and when was it last seen working?"""
 
     @abstractmethod
@@ -138,7 +138,7 @@ def _fits(name: str, pattern: str) -> bool:
 class Models:
     """The models of one server, by their names, with what they share."""
 
-    def __init__(self, serving: Serving, models: Sequence[ServedModel]) -> None:
+    def __init__(self, serving: ServerContext, models: Sequence[ServedModel]) -> None:
         """raises ConfigError where two go by one name"""
         assert models, "a server has a model"
         for name, n in Counter(name for model in models for name in model.names).items():
@@ -148,7 +148,9 @@ class Models:
         serving.metrics.add(self.keys.collect)
         self.backends = [model.backend(serving) for model in models]
         self.heartbeat = Heartbeat(
-            [b.pulse for b in self.backends], serving.settings.stall_timeout_s, [b.missing for b in self.backends]
+            [b.health for b in self.backends],
+            serving.settings.stall_timeout_s,
+            [b.degraded_reason for b in self.backends],
         )
         self._by_name = {name: backend for backend in self.backends for name in backend.model.names}
         for backend in self.backends:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from millrace.runtime.service import STOP_S, quick_switches
-from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors, create_shortcut
+from millrace.runtime.service import STOP_S, use_short_switch_interval
+from millrace.serve.app import PROTOCOLS, Listener, create_app, create_listeners, create_shortcut
 from millrace.serve.backend import Backend, Models, ServedModel
 from millrace.serve.http.routes import Protocol
-from millrace.serve.http.server_context import Serving
+from millrace.serve.http.server_context import ServerContext
 from millrace.serve.http.sockets import listening
 from millrace.serve.http.uvicorn_server import MIN_FLUSH_S, Web
 from millrace.serve.ops.health import Phase
@@ -59,7 +59,11 @@ def serve(
             announce(url, **also)
 
     server = Server(models, settings, announced, protocols)
-    with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        Logging(settings.log_format),
+        use_short_switch_interval(),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(_with_signals(server))
         if server.stuck:  # whoever gave its memory back now would pull it away from under the step
             log.critical("the process ends without waiting for the engine")
@@ -91,10 +95,10 @@ class Server:
             await self._run(sock, url)
 
     async def _run(self, sock: socket.socket, url: str) -> None:
-        models = Models(Serving(self._settings), self._served)
+        models = Models(ServerContext(self._settings), self._served)
         settings = models.serving.settings
         app, shortcut = create_app(models, self._protocols), create_shortcut(models)
-        web, doors = Web.of(app, settings, settings.max_connections, shortcut), create_doors(models)
+        web, doors = Web.of(app, settings, settings.max_connections, shortcut), create_listeners(models)
         try:
             for door in doors:
                 await door.open()
@@ -109,7 +113,7 @@ class Server:
             models.close()
 
     async def _serve(
-        self, models: Models, web: Web, sock: socket.socket, url: str, doors: Sequence[Door]
+        self, models: Models, web: Web, sock: socket.socket, url: str, doors: Sequence[Listener]
     ) -> None:  # fmt: skip
         web_ends = asyncio.create_task(web.serve(sockets=[sock]))
         warming = asyncio.create_task(self._get_ready(models, web, url, {door.name: door.url for door in doors}))
@@ -160,7 +164,7 @@ class Server:
             heartbeat.phase, heartbeat.trouble = Phase.BROKEN, partial(_troubles, failed)
             if trouble := heartbeat.trouble():  # it may be mended while another model warms up
                 log.error("this server is not ready: %s", trouble)
-            are_mended = await asyncio.gather(*(backend.mended() for backend in failed))
+            are_mended = await asyncio.gather(*(backend.wait_until_recovered() for backend in failed))
             if not all(are_mended) or heartbeat.phase is not Phase.BROKEN:
                 return
         heartbeat.phase = Phase.SERVING
@@ -192,7 +196,7 @@ class Server:
 
 def _troubles(failed: Mapping[Backend, str]) -> str:
     """What is wrong now. failed: those whose warm-up did, with what it said"""
-    now = ((backend, backend.trouble(at_first)) for backend, at_first in failed.items())
+    now = ((backend, backend.current_failure(at_first)) for backend, at_first in failed.items())
     return "; ".join(f"{backend.broken}: {trouble}" for backend, trouble in now if trouble)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.tune.recorded_requests import Floats, Ints, Recording
-from millrace.tune.traffic import FEWEST, Asked, Mask, Proposal, propose
+from millrace.tune.traffic import FEWEST, Mask, Proposal, TrafficSummary, propose
 
 HOUR_S, HOURS = 3600.0, 24
 SHORTEST, LONGEST = 4, 20  # hours of either part
@@ -66,7 +66,7 @@ def _difference(told: Floats, first: int, n: int) -> float:
     return float(n * (HOURS - n) * np.sum(apart**2))
 
 
-def apart(recording: Recording, asked: Asked) -> list[tuple[Part, Proposal]]:
+def distance(recording: Recording, asked: TrafficSummary) -> list[tuple[Part, Proposal]]:
     """Day and night with what each needs, where that differs; else nothing."""
     parts = day_and_night(recording)
     if parts is None:

@@ -10,11 +10,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from millrace.compile.accuracy_pricing import Question
-from millrace.compile.build import BuildOptions, plan_pieces, settled
+from millrace.compile.accuracy_pricing import AccuracyQuery
+from millrace.compile.build import BuildOptions, plan_pieces, resolve_options
 from millrace.compile.lower_cpu.program import Bounds, Program
 from millrace.compile.precision import PrecisionMap, StoredMatrix
-from millrace.engine.artifact.accuracy_loss import Evaluation, Price, rounded
+from millrace.engine.artifact.accuracy_loss import AccuracyLoss, Evaluation, rounded
 from millrace.engine.cache_specs import KEPT, KvFormat
 from millrace.engine.io_slots import slot
 from millrace.errors import CheckpointError, ConfigError
@@ -55,12 +55,12 @@ class PrecisionPricer:
             return (*dict.fromkeys(stored), *(_plain(p, own) for p in (Precision.BF16, Precision.FP32)))
         return (*(_plain(p, own) for p in ORDER[: ORDER.index(own.default)]), own)
 
-    def answer(self, question: Question) -> tuple[PrecisionMap, Evaluation]:
+    def answer(self, question: AccuracyQuery) -> tuple[PrecisionMap, Evaluation]:
         context = question.source.max_context
         if context < SHORTEST and question.max_kl is None:
             return question.candidates[0], Evaluation(f"a context of {context} tokens is too short for it")
         text = self.calibration.windows(question.tokenizer, context)
-        race, tried = _Race(question, text), list[Price]()
+        race, tried = _CandidateSearch(question, text), list[AccuracyLoss]()
         with answers(race.reference, race.vocab_size) as exact:
             for candidate in question.candidates:
                 tried.append(race.price(candidate, exact))
@@ -72,10 +72,10 @@ class PrecisionPricer:
         raise _none_within(tried, question.max_kl or 0)
 
 
-class _Race:
+class _CandidateSearch:
     """One candidate after the other, all beside one reading of the reference."""
 
-    def __init__(self, question: Question, text: Windows) -> None:
+    def __init__(self, question: AccuracyQuery, text: Windows) -> None:
         self._question, self._text, self._done = question, text, 0
         exact = self._pieces(replace(question.options, precision=_REFERENCE.precision, kv_format=_REFERENCE.kv_format))
         logits = slot(exact[-1].outputs, LOGITS)
@@ -84,14 +84,14 @@ class _Race:
         self._total = (1 + len(question.candidates)) * len(exact)
         self.reference = self._read(exact, "fp32, the reference")
 
-    def price(self, candidate: PrecisionMap, exact: Answers) -> Price:
+    def price(self, candidate: PrecisionMap, exact: Answers) -> AccuracyLoss:
         """In a race, scales that do not hold the weights are a defeat. raises CheckpointError where it is no race"""
         options = replace(self._question.options, precision=candidate)
-        chosen = settled(self._question.source, options)
+        chosen = resolve_options(self._question.source, options)
         name = label(candidate, chosen.kv_format, chosen.by_tiles, self._question.source.stored)
         pieces = self._pieces(options)
         if self._is_reference(options):
-            return Price(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
+            return AccuracyLoss(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
         try:
             found = self._read(pieces, name)
             with answers(found, self.vocab_size) as rough, np.errstate(all="ignore"):  # then there is no price
@@ -99,10 +99,10 @@ class _Race:
         except CheckpointError:  # the reference has read the same weights, so they are right as they are
             if self._question.max_kl is None:
                 raise
-            return Price(name, None, None, 0.0, sum(p.matrix_bytes for p in pieces))
+            return AccuracyLoss(name, None, None, 0.0, sum(p.matrix_bytes for p in pieces))
 
     def _is_reference(self, options: BuildOptions) -> bool:
-        one, other = (settled(self._question.source, asked) for asked in (options, _REFERENCE))
+        one, other = (resolve_options(self._question.source, asked) for asked in (options, _REFERENCE))
         return (one.precision.meaning, one.kv_format) == (other.precision.meaning, other.kv_format)
 
     def _pieces(self, options: BuildOptions) -> tuple[Program, ...]:
@@ -122,9 +122,9 @@ class _Race:
         return found
 
 
-def price(name: str, found: Score, weights_bytes: int) -> Price:
+def price(name: str, found: Score, weights_bytes: int) -> AccuracyLoss:
     """As it is kept: to the digits that mean something."""
-    return Price(
+    return AccuracyLoss(
         name, rounded(found.mean_kl), rounded(found.ratio), rounded(found.agreement) or 0.0, weights_bytes
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
     return PrecisionMap(precision, group=own.group, head=own.head, stored_groups=own.stored_groups)
 
 
-def _none_within(tried: Sequence[Price], bound: float) -> ConfigError:
+def _none_within(tried: Sequence[AccuracyLoss], bound: float) -> ConfigError:
     """With the best of them."""
     finite = [p for p in tried if p.kl is not None]
     if not finite:

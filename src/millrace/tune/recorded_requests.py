@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.tune.trace_formats import BLOCK, MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
 DATED_MS = 1e12  # from here on a time counts from 1970 (2001 and later), else from somewhere
@@ -97,7 +97,7 @@ def _parsed(lines: Lines, is_azure: bool, path: Path) -> Iterator[Line]:
             found = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             expected = '{"timestamp": ms, "input_length": n, "output_length": n, ...}, as `serve --record` writes'
-            wrong(path, number, plain(str(error)), expected)
+            wrong(path, number, sanitize(str(error)), expected)
         if found.waited > (found.duration or 0):
             wrong(path, number, f'"waited" is {found.waited:g}', '"waited" within "duration"')
         if timed is not None and timed != (found.duration is not None):

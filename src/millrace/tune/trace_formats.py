@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, NoReturn
 
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 
 BLOCK = 512  # tokens of an id
 MOST_TOKENS = 10_000_000  # of a prompt, or of an answer
@@ -104,7 +104,7 @@ def _fields(path: Path, number: int, line: bytes) -> list[str]:
 
 
 def _shown(line: bytes) -> str:
-    return plain(line.decode(errors="replace").strip()[:_SHOWN])
+    return sanitize(line.decode(errors="replace").strip()[:_SHOWN])
 
 
 def wrong(path: Path, line: int, what: str, expected: str) -> NoReturn:

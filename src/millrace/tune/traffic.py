@@ -25,7 +25,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrafficSummary:
     """What the traffic does not decide. covers: percent of the requests that are to fit into the context
 
     model_context: for which the model was made; usual_batch: where the recording says nothing of it
@@ -87,7 +87,7 @@ def check_enough(recording: Recording, name: str) -> None:
         )  # fmt: skip
 
 
-def propose(recording: Recording, asked: Asked, among: Mask | None = None) -> Proposal:
+def propose(recording: Recording, asked: TrafficSummary, among: Mask | None = None) -> Proposal:
     """among: (N,) of which arrivals; the others are there as well while they run"""
     mask = np.ones(len(recording), bool) if among is None else among
     n, needed = int(mask.sum()), recording.needed[mask]
@@ -107,13 +107,13 @@ def propose(recording: Recording, asked: Asked, among: Mask | None = None) -> Pr
     )  # fmt: skip
 
 
-def _context(needed: Ints, asked: Asked) -> int:
+def _context(needed: Ints, asked: TrafficSummary) -> int:
     """Whole pages, within what the model was made for."""
     tokens = max(percentile(needed, asked.covers), 1)
     return min(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS, asked.model_context)
 
 
-def _batch(recording: Recording, asked: Asked, mask: Mask) -> tuple[int | None, Ints]:
+def _batch(recording: Recording, asked: TrafficSummary, mask: Mask) -> tuple[int | None, Ints]:
     """Sequences at a time, and how many there were at each arrival. (n,)"""
     if recording.stay_s is None:
         return None, np.zeros(0, np.int64)

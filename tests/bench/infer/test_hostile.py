@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from millrace.bench.client.request_record import Answer, Failure
-from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
+from millrace.bench.infer.measure import InferResults, infer, infer_plan, transport
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import InferTarget
 from millrace.bench.names import GRPC, HTTP
@@ -76,7 +76,7 @@ def over_grpc(replies: Mapping[str, bytes]) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def inferred(url: str, protocol: str = HTTP, batch: str = "1", levels: str = "1") -> Inferred:
+def inferred(url: str, protocol: str = HTTP, batch: str = "1", levels: str = "1") -> InferResults:
     what = ModelSettings(model="m", protocol=protocol)
     load = LevelSettings(batch_size=(batch,), concurrency=(levels,), request_count=2, warmup_request_count=0)
     return asyncio.run(infer(infer_plan(url, what, load), 0))

@@ -15,7 +15,7 @@ import uvloop
 
 from millrace.bench.client.client_load import Effort
 from millrace.bench.client.request_record import Answer, Failure
-from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
+from millrace.bench.infer.measure import InferResults, infer, infer_plan, transport
 from millrace.bench.infer.results import infer_page, perf_analyzer_csv, report, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import InferTarget
@@ -43,12 +43,12 @@ def url_of(server: NullProcess, protocol: str) -> str:
     return server.grpc_url if protocol == GRPC else server.url
 
 
-def inferred(server: NullProcess, protocol: str = HTTP, certify_s: float = 0.0, **given: Any) -> Inferred:
+def inferred(server: NullProcess, protocol: str = HTTP, certify_s: float = 0.0, **given: Any) -> InferResults:
     names = set(ModelSettings.__dataclass_fields__)
     what = ModelSettings(**{"model": "null", "protocol": protocol} | {k: v for k, v in given.items() if k in names})
     load = {"warmup_request_count": 0} | {k: v for k, v in given.items() if k not in names}
     plan = infer_plan(url_of(server, protocol), what, LevelSettings(**load))
-    found: Inferred = ran(lambda: infer(plan, certify_s))
+    found: InferResults = ran(lambda: infer(plan, certify_s))
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from millrace.checkpoint.tool_calls.answer_parser import Reader, Said, joined
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, ParsedDelta, joined
 from millrace.checkpoint.tool_calls.families import (
     DEEPSEEK,
     DEEPSEEK_PLAIN,
@@ -32,8 +32,8 @@ class Parts:
 
 def read(format: ToolFormat | None, pieces: list[str], **options: object) -> Parts:
     thoughts = options.pop("thoughts", None)
-    reader = Reader(format, thoughts, tools=TOOLS, **options)  # type: ignore[arg-type]
-    said = Said()
+    reader = AnswerParser(format, thoughts, tools=TOOLS, **options)  # type: ignore[arg-type]
+    said = ParsedDelta()
     for piece in [*pieces, None]:
         more = reader.flush() if piece is None else reader.push(piece)
         assert more.spans is not None and all(begin >= said.n_settled for begin, _ in more.spans)
@@ -148,10 +148,10 @@ def test_thoughts_go_before_an_answer(text: str, thinks: bool, content: str, rea
 
 
 def test_without_a_format_nothing_is_held_back() -> None:
-    reader = Reader(None, None)
+    reader = AnswerParser(None, None)
     for piece in (" ", "<tool_call>", '{"name": "add"} ', "\n"):
-        assert reader.push(piece) == Said(piece)
-    assert reader.flush() == Said()
+        assert reader.push(piece) == ParsedDelta(piece)
+    assert reader.flush() == ParsedDelta()
 
 
 ALL = [(f, t, False) for f, t, *_ in EXAMPLES] + [(f, t, False) for f, t in BROKEN]
@@ -188,7 +188,7 @@ def test_random_text_is_lost_nowhere(seed: int) -> None:
 
 def test_arguments_come_as_they_are_written() -> None:
     """Not when the call is complete."""
-    reader = Reader(HERMES, None, tools=TOOLS)
+    reader = AnswerParser(HERMES, None, tools=TOOLS)
     given = [
         reader.push(piece) for piece in ('<tool_call>{"name": "add", "arguments": {"a": ', "12", '3, "b', '": 1}}')
     ]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from millrace.checkpoint.tool_calls import answer_parser as module
-from millrace.checkpoint.tool_calls.answer_parser import Reader, Said
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, ParsedDelta
 from millrace.checkpoint.tool_calls.families import DEEPSEEK, HERMES, LLAMA, MISTRAL, Reasoning, ToolFormat
 
 N, TIMES, MOST = 3000, 4, 8  # characters; so many times as many; may take so many times as long
@@ -43,11 +43,11 @@ def answer(before: str, repeated: str, n: int) -> str:
     return before + repeated * -(-n // len(repeated))
 
 
-def read(form: ToolFormat, thinks: bool, pieces: list[str]) -> Said:
-    one = Reader(form, Reasoning() if thinks else None, tools=("f",))
+def read(form: ToolFormat, thinks: bool, pieces: list[str]) -> ParsedDelta:
+    one = AnswerParser(form, Reasoning() if thinks else None, tools=("f",))
     parts = [*map(one.push, pieces), one.flush()]
     calls = tuple((p.index, p.name, p.arguments) for part in parts for p in part.calls)
-    return Said("".join(p.content for p in parts), "".join(p.reasoning for p in parts) + repr(_whole(calls)))
+    return ParsedDelta("".join(p.content for p in parts), "".join(p.reasoning for p in parts) + repr(_whole(calls)))
 
 
 def _whole(parts: tuple[tuple[int, str | None, str], ...]) -> list[tuple[str, str]]:
@@ -93,5 +93,5 @@ def test_what_was_read_too_often_has_no_more_calls(seed: int, monkeypatch: pytes
         pieces.append(text[at : at + rng.choice([1, 2, 7, 40])])
         at += len(pieces[-1])
     n_false = text.count('{"x"')
-    expected = Said(false * n_false, repr([("f", "{}")])) if n_false < 3 else Said(text, repr([]))
+    expected = ParsedDelta(false * n_false, repr([("f", "{}")])) if n_false < 3 else ParsedDelta(text, repr([]))
     assert read(HERMES, False, pieces) == read(HERMES, False, [text]) == expected

@@ -19,7 +19,7 @@ import tokenizers
 from millrace.checkpoint.chat.chat_template import ChatTemplate
 from millrace.checkpoint.tokenizer.tokenizer import VocabularyTokenizer
 from millrace.checkpoint.tokenizer.tokenizer_files import open_tokenizer
-from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, joined
 from millrace.checkpoint.tool_calls.families import (
     DEEPSEEK,
     DEEPSEEK_PLAIN,
@@ -36,7 +36,7 @@ from millrace.checkpoint.tool_calls.grammar import calls_grammar
 from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.errors import RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 from tests.support.vocabularies import save_byte_level
 
 LLAMA_3 = """{{- bos_token }}
@@ -274,7 +274,7 @@ def turn(family: Family, template: ChatTemplate, message: dict[str, object]) -> 
 
 
 def read(of: ToolFormat, text: str, thoughts: Reasoning | None = None) -> tuple[str, str, list[tuple[str, str]]]:
-    reader = Reader(of, thoughts, tools=list(SCHEMAS))
+    reader = AnswerParser(of, thoughts, tools=list(SCHEMAS))
     said = joined(reader.push(text), reader.flush())
     calls = list[tuple[str, str]]()
     for part in said.calls:
@@ -354,10 +354,10 @@ def vocabulary(marks: tuple[str, ...]) -> VocabularyTokenizer:
 
 
 @cache
-def grammars(marks: tuple[str, ...]) -> Grammars:
+def grammars(marks: tuple[str, ...]) -> GrammarCompiler:
     tokenizer = vocabulary(marks)
     assert tokenizer.eos_token_id is not None
-    return Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
 
 
 def takes(of: ToolFormat, marks: tuple[str, ...], text: str) -> bool:

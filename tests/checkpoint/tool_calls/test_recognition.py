@@ -11,7 +11,7 @@ import pytest
 
 from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
 from millrace.checkpoint.tool_calls import formats
-from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, joined
 from millrace.checkpoint.tool_calls.families import GENERIC, ToolFormat
 from millrace.checkpoint.tool_calls.formats import tool_format
 from millrace.checkpoint.tool_calls.prompt import with_tools
@@ -128,7 +128,7 @@ def format_of(source: str) -> ToolFormat:
 
 
 def calls(source: str, text: str) -> tuple[str, list[tuple[str | None, str]]]:
-    reader = Reader(format_of(source), None, tools=["find"])
+    reader = AnswerParser(format_of(source), None, tools=["find"])
     said = joined(reader.push(text), reader.flush())
     return said.content, [(part.name, part.arguments) for part in said.calls]
 

@@ -26,7 +26,7 @@ from millrace.model_repository.config.model_config import (
     Reshape,
     Step,
 )
-from millrace.model_repository.config.pbtxt_binder import Read, read_config
+from millrace.model_repository.config.pbtxt_binder import ParsedConfig, read_config
 from millrace.model_repository.config.problems import Level
 from tests.model_repository.config.test_pbtxt_parser import Drawn
 from tests.support.drawn import SEEDS, examples
@@ -48,7 +48,7 @@ def said(text: str, name: str = "m", files: tuple[str, ...] = ("model.py",)) -> 
     return [(at(read, b.path), b.what) for b in found]
 
 
-def at(read: Read, path: tuple[str | int, ...]) -> str:
+def at(read: ParsedConfig, path: tuple[str | int, ...]) -> str:
     place = read.place(path)
     return f"{place.line}:{place.column}" if place else ""
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import RANGES, FieldSpec, specs
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.config.pbtxt_binder import MOST_PROBLEMS, Read, read_config
+from millrace.model_repository.config.pbtxt_binder import MOST_PROBLEMS, ParsedConfig, read_config
 from millrace.model_repository.config.problems import Level
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 from tests.model_repository.config.descriptor import messages, same
@@ -23,11 +23,11 @@ from tests.support.drawn import SEEDS, examples
 FILE = Path("m/config.pbtxt")
 
 
-def read(text: str | bytes) -> Read:
+def read(text: str | bytes) -> ParsedConfig:
     return read_config(text if isinstance(text, bytes) else text.encode(), FILE)
 
 
-def errors(found: Read) -> list[tuple[str, str]]:
+def errors(found: ParsedConfig) -> list[tuple[str, str]]:
     return [(p.where.removeprefix("m/config.pbtxt"), p.what) for p in found.problems if p.level is Level.ERROR]
 
 

@@ -133,7 +133,7 @@ def _percent(log: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ComparedRun:
     """Rounds of one of the two."""
 
     runs: list[Run]
@@ -163,10 +163,10 @@ async def interleaved(
     rounds: int,
     on_run: Callable[[Run], None] = lambda run: None,
     measuring: Measuring = measure,
-) -> tuple[Side, Side]:
+) -> tuple[ComparedRun, ComparedRun]:
     """a, b: the plan of round 0, 1, ..., of the same questions. In turns: A B, B A, ...; it ends early where a run
     does. measuring: a server, unless said. raises MachineError"""
-    sides = (Side([]), Side([]))
+    sides = (ComparedRun([]), ComparedRun([]))
     for i in range(rounds):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             run = await measuring((a, b)[which](i), on_run)
@@ -176,7 +176,7 @@ async def interleaved(
     return sides
 
 
-def compared_rounds(a: Side, b: Side) -> list[Difference]:
+def compared_rounds(a: ComparedRun, b: ComparedRun) -> list[Difference]:
     """Of each metric the means of rounds that both have."""
     found = []
     pairs = [(measured(x.records), measured(y.records)) for x, y in zip(a.runs, b.runs, strict=False)]
@@ -198,7 +198,7 @@ def _of_pairs(name: str, more_is_better: bool, values: Sequence[tuple[float, flo
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class SavedResult:
     """A result that was read. n_failed: by the server; valid: whether its client kept up, None where nothing says so"""
 
     answers: Sequence[Answer]
@@ -236,7 +236,7 @@ def more_failures(n_failed: tuple[int, int], n: tuple[int, int]) -> bool:
     return (n_failed[1] - 1) * n[0] >= n_failed[0] * n[1] and n_failed[1] > 0
 
 
-def read_result(path: Path) -> Written:
+def read_result(path: Path) -> SavedResult:
     """`requests.jsonl`, or the folder that holds it; beside it `summary.json`, if there is one. raises ConfigError"""
     path = path / REQUESTS if path.is_dir() else path
     found, n_failed = [], 0
@@ -247,7 +247,7 @@ def read_result(path: Path) -> Written:
         n_failed += answer.failure not in (None, *NOT_COUNTED)
     if not found:
         raise ConfigError(f"{path} holds no whole answer", "one at least", "measure again")
-    return Written(found, n_failed, _is_valid(path.with_name(SUMMARY)) if path.name == REQUESTS else None)
+    return SavedResult(found, n_failed, _is_valid(path.with_name(SUMMARY)) if path.name == REQUESTS else None)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

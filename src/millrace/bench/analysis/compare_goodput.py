@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.bench.analysis.compare import FEWEST, Side, Written, quantiles
+from millrace.bench.analysis.compare import FEWEST, ComparedRun, SavedResult, quantiles
 from millrace.bench.analysis.goodput import Limits
 from millrace.bench.analysis.intervals import Z99, Interval, Z
 from millrace.bench.analysis.metrics import NOT_COUNTED
@@ -17,7 +17,7 @@ Counts = tuple[int, int]  # requests that keep the limits, and all
 
 
 @dataclass(frozen=True, slots=True)
-class Satisfied:
+class GoodputDifference:
     """a, b: shares of all requests but those that we gave up; points: B less A, in points of a hundred, with its
     intervals of 95 and 99 %; of_b: 95 % of B's own share"""
 
@@ -40,7 +40,7 @@ class Satisfied:
         return self.surely[1] < -allowed_points
 
 
-def of_rounds(a: Side, b: Side, limits: Limits) -> Satisfied | None:
+def of_rounds(a: ComparedRun, b: ComparedRun, limits: Limits) -> GoodputDifference | None:
     """Of the rounds that both have. None where nothing was asked."""
     rounds = [
         tuple(_counts((r.answer for r in run.records), limits) for run in pair)
@@ -49,7 +49,7 @@ def of_rounds(a: Side, b: Side, limits: Limits) -> Satisfied | None:
     return satisfied(limits.says, [r for r in rounds if all(n for _, n in r)])
 
 
-def of_written(a: Written, b: Written, limits: Limits) -> Satisfied | None:
+def of_written(a: SavedResult, b: SavedResult, limits: Limits) -> GoodputDifference | None:
     """Of two results. Their failures keep no limits."""
     both = tuple((_counts(one.answers, limits)[0], one.n) for one in (a, b))
     return satisfied(limits.says, [both])
@@ -60,7 +60,7 @@ def _counts(answers: Iterable[Answer], limits: Limits) -> Counts:
     return sum(map(limits.keeps, counted)), len(counted)
 
 
-def satisfied(says: str, rounds: Sequence[tuple[Counts, ...]]) -> Satisfied | None:
+def satisfied(says: str, rounds: Sequence[tuple[Counts, ...]]) -> GoodputDifference | None:
     """rounds: A's counts and B's of each. The wider of two intervals: of two shares of requests that are independent of
     each other (Newcombe's, of Wilson's), and of the rounds' differences (Student's t), for what disturbs a round
     disturbs many of its requests."""
@@ -77,7 +77,7 @@ def satisfied(says: str, rounds: Sequence[tuple[Counts, ...]]) -> Satisfied | No
         low, high = newcombe(a, b, z)
         half = of_rounds * error
         found.append((100 * min(low, middle - half), 100 * max(high, middle + half)))
-    return Satisfied(says, a[0] / a[1], b[0] / b[1], 100 * middle, found[0], found[1], wilson(*b))
+    return GoodputDifference(says, a[0] / a[1], b[0] / b[1], 100 * middle, found[0], found[1], wilson(*b))
 
 
 def newcombe(a: Counts, b: Counts, z: float) -> Interval:

@@ -37,7 +37,7 @@ BELOW_MS = 10.0  # a server may note a token when its client has it; what is mor
 _Ms = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # what is beyond is no time: its sums would be infinite
 
 
-class Seen(msgspec.Struct):
+class ClientTrace(msgspec.Struct):
     """Of `GET /v1/requests/ID/trace`, in ms since the request was queued; None: it has not come so far."""
 
     preparing_ms: _Ms | None
@@ -53,7 +53,7 @@ class Seen(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    data: list[Seen]
+    data: list[ClientTrace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Waterfall:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class LatencyShares:
     """Where the slowest requests' time went. Means in ms by stage: of the slowest, and of those in the middle
 
     slow_ms: from where on they count as the slowest; n: how many do
@@ -94,9 +94,9 @@ class Gone:
         return f"the {self.n} slowest took {total:.1f} ms more than usual: {where}" if most else "none was slow"
 
 
-async def traced(target: Target, answers: Sequence[Answer]) -> dict[str, Seen]:
+async def traced(target: Target, answers: Sequence[Answer]) -> dict[str, ClientTrace]:
     """What the server says of these requests, the last of them, by id; {} of a server that keeps no such traces."""
-    found: dict[str, Seen] = {}
+    found: dict[str, ClientTrace] = {}
     until_s = time.monotonic() + BUDGET_S
     async with Client(target) as client:
         for answer in [a for a in answers if a.id][-MOST:]:
@@ -113,7 +113,7 @@ async def traced(target: Target, answers: Sequence[Answer]) -> dict[str, Seen]:
     return found
 
 
-def _seen(page: Answer) -> Seen | None:
+def _seen(page: Answer) -> ClientTrace | None:
     if page.failure is not None:
         return None
     try:
@@ -123,7 +123,7 @@ def _seen(page: Answer) -> Seen | None:
     return told[-1] if told else None  # of several by this name the newest
 
 
-def joined(answers: Sequence[Answer], traces: Mapping[str, Seen]) -> Waterfall | None:
+def join_client_server_traces(answers: Sequence[Answer], traces: Mapping[str, ClientTrace]) -> Waterfall | None:
     """None where nobody is told of by both."""
     first, last = [], []
     for answer in answers:
@@ -138,7 +138,7 @@ def joined(answers: Sequence[Answer], traces: Mapping[str, Seen]) -> Waterfall |
     return Waterfall(np.array(first), np.array(last)) if first else None
 
 
-def _stages(seen: Seen) -> tuple[float, float, float, float, float, float]:
+def _stages(seen: ClientTrace) -> tuple[float, float, float, float, float, float]:
     """preparing, queue, prefill, telling the first, decode, telling the last"""
     queued, first = seen.queued_ms or 0.0, seen.first_token_ms or 0.0
     first_told, told = seen.first_told_ms or 0.0, seen.told_ms or 0.0
@@ -146,7 +146,7 @@ def _stages(seen: Seen) -> tuple[float, float, float, float, float, float]:
     return seen.preparing_ms or 0.0, queued, first - queued, first_told - first, end - first_told, told - end
 
 
-def gone(times: Floats, stages: Sequence[str]) -> Gone | None:
+def latency_shares(times: Floats, stages: Sequence[str]) -> LatencyShares | None:
     """Of (n, stages): the slowest beside the quarter around the median. None below FEWEST requests."""
     if len(times) < FEWEST:
         return None
@@ -155,17 +155,17 @@ def gone(times: Floats, stages: Sequence[str]) -> Gone | None:
     n = max(_FEWEST_SLOW, round((1 - SLOW) * len(times)))
     slow, usual = order[-n:], order[3 * len(order) // 8 : -(-5 * len(order) // 8)]
     means = (dict(zip(stages, times[rows].mean(axis=0).tolist(), strict=True)) for rows in (slow, usual))
-    return Gone(float(total[slow].min()), n, *means)
+    return LatencyShares(float(total[slow].min()), n, *means)
 
 
-def told_of(found: Waterfall) -> dict[str, object]:
+def breakdown_text(found: Waterfall) -> dict[str, object]:
     """For reports."""
     said: dict[str, object] = {"n": found.n}
     for name, times, stages in (
         ("to_first_token", found.to_first, TO_FIRST),
         ("to_end", found.to_end, TO_END),
     ):
-        slow = gone(times, stages)
+        slow = latency_shares(times, stages)
         said[name] = {
             "mean_ms": dict(zip(stages, times.mean(axis=0).tolist(), strict=True)),
             "slowest": None if slow is None else {

@@ -14,7 +14,7 @@ import numpy as np
 from millrace.bench.client.client import Client
 from millrace.bench.client.client_load import LATE_MS, SATURATED, Effort
 from millrace.bench.load.inputs import Session
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.null_server.ledger import NullTiming, Sent
 from millrace.bench.null_server.process import NullProcess
 from millrace.bench.run.plan import Plan, prepared
@@ -77,7 +77,7 @@ def hardest(efforts: Sequence[Effort]) -> Effort:
     return max(late or efforts, key=lambda effort: effort.peak_share or 0.0, default=Effort())
 
 
-def told_of(certificate: Certificate | None, efforts: Sequence[Effort]) -> dict[str, object]:
+def certificate_text(certificate: Certificate | None, efforts: Sequence[Effort]) -> dict[str, object]:
     """For reports of several runs."""
     return {
         "valid": kept_up(certificate, efforts), "client": None if certificate is None else certificate.says,
@@ -135,8 +135,8 @@ def _busiest(plan: Plan, seconds: float) -> tuple[Iterator[Session], int]:
     at_a_time, arrivals = plan.load.concurrency, plan.load.arrivals
     if arrivals is not None:
         come = math.ceil(arrivals.rate_per_s * seconds)
-        return plan.sessions(Words()), min(come, at_a_time or come)
-    return plan.sessions(Words()), at_a_time or 1
+        return plan.sessions(PromptWords()), min(come, at_a_time or come)
+    return plan.sessions(PromptWords()), at_a_time or 1
 
 
 def certificate_of(run: Run, truth: dict[str, Sent]) -> Certificate:

@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DemoChatRequest:
     """One chat request. `ignore_eos` makes the answer exactly `max_tokens` long."""
 
     text: str
@@ -30,7 +30,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Heard:
+class ChatResult:
     """What one client saw: seconds from asking to each chunk of text, and the usage that the server tells."""
 
     text: str = ""
@@ -40,7 +40,7 @@ class Heard:
     finish_reason: str | None = None
 
     @classmethod
-    def of(cls, answer: Answer) -> "Heard":
+    def of(cls, answer: Answer) -> "ChatResult":
         """raises MachineError where the answer is no answer"""
         if answer.failure is not None:
             raise MachineError(
@@ -64,7 +64,7 @@ class Heard:
         return [b - a for a, b in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
 
 
-def ask(url: str, asked: Ask, show: Callable[[str], None] | None = None) -> Heard:
+def ask(url: str, asked: DemoChatRequest, show: Callable[[str], None] | None = None) -> ChatResult:
     """Sends one request and reads its stream to the end. raises MachineError where the answer is no answer"""
 
     async def asking() -> Answer:
@@ -72,17 +72,17 @@ def ask(url: str, asked: Ask, show: Callable[[str], None] | None = None) -> Hear
             return await client.ask(asked.question(), on_text=show)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return Heard.of(runner.run(asking()))
+        return ChatResult.of(runner.run(asking()))
 
 
-def ask_all(url: str, asks: Sequence[Ask], concurrency: int) -> tuple[list[Heard], float]:
+def ask_all(url: str, asks: Sequence[DemoChatRequest], concurrency: int) -> tuple[list[ChatResult], float]:
     """All requests, so many at a time; and the seconds that took. raises MachineError where an answer is no answer"""
 
     async def asking() -> list[Answer]:
         async with Client(_target(url)) as client:
             places = asyncio.Semaphore(concurrency)
 
-            async def one(asked: Ask) -> Answer:
+            async def one(asked: DemoChatRequest) -> Answer:
                 async with places:
                     return await client.ask(asked.question())
 
@@ -91,7 +91,7 @@ def ask_all(url: str, asks: Sequence[Ask], concurrency: int) -> tuple[list[Heard
     start_s = time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answers = runner.run(asking())
-    return [Heard.of(answer) for answer in answers], time.perf_counter() - start_s
+    return [ChatResult.of(answer) for answer in answers], time.perf_counter() - start_s
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -21,7 +21,7 @@ class EngineClient:
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
         self._engine = AsyncEngine(loop, ServiceOptions(max_queued=MOST_AT_A_TIME))
-        self._drawn, self._n_asked, self._ids = Drawn(seed, self._engine.limits.vocab_size), 0, request_ids()
+        self._drawn, self._n_asked, self._ids = RandomTokens(seed, self._engine.limits.vocab_size), 0, request_ids()
 
     async def __aenter__(self) -> "EngineClient":
         self._engine.start()
@@ -72,7 +72,7 @@ class EngineClient:
         return self._drawn.of(question.text, question.n_input)
 
 
-class Drawn:
+class RandomTokens:
     """Random tokens for texts whose words stand for tokens: each word is another token at each place, the same in every
     text. So texts that begin alike have tokens that do, which an engine may keep."""
 

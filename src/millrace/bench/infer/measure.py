@@ -51,7 +51,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Inferred:
+class InferResults:
     """points: of the levels that were reached; ended: why not of all, else "" """
 
     target: InferTarget
@@ -90,7 +90,7 @@ def infer_plan(url: str, what: ModelSettings, load: LevelSettings) -> InferPlan:
     return InferPlan(target, what, load, levels(load))
 
 
-async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: None) -> Inferred:
+async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: None) -> InferResults:
     """All levels; Ctrl-C ends the one that runs, which is not counted. raises ConfigError, MachineError"""
     points, ended, certificate = list[Point](), "", None
     async with transport(plan.target, _most_at_a_time(plan.levels)) as server:
@@ -102,7 +102,7 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
         for level in plan.levels:
             if level.batch not in bodies:
                 bodies = {level.batch: [server.body(tensors) for tensors in shaped(level.batch)]}
-            asker = _Asker(server, bodies[level.batch], level.batch, bool(model.max_batch))
+            asker = _LoadWorker(server, bodies[level.batch], level.batch, bool(model.max_batch))
             run, times = await _measured(asker, plan.load, level, on_run)
             if run.ended == "Ctrl-C":
                 ended = run.ended
@@ -111,7 +111,7 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
             if run.ended:
                 ended = f"{level.says}: {run.ended}"
                 break
-    return Inferred(plan.target, model, points, certificate, ended)
+    return InferResults(plan.target, model, points, certificate, ended)
 
 
 def transport(target: InferTarget, at_a_time: int) -> Transport:
@@ -139,7 +139,7 @@ def _inputs_of(plan: InferPlan, model: Model) -> Callable[[int], list[list[Tenso
     return lambda size: batches(model, size, items)
 
 
-class _Asker:
+class _LoadWorker:
     """Sends the same requests in turns; whatever a run asks of it. in_batches: answers have the batch as their first
     dimension"""
 
@@ -159,7 +159,7 @@ class _Asker:
 
 
 async def _measured(
-    asker: _Asker, load: LevelSettings, level: Level, on_run: OnRun, ramp_s: float = 0.0
+    asker: _LoadWorker, load: LevelSettings, level: Level, on_run: OnRun, ramp_s: float = 0.0
 ) -> tuple[Run, ServerTimes | None]:
     """One level: warm-up, and the run between two looks at the server's statistics. ramp_s: in which users begin"""
     n_warm, at_a_time = load.warmup_request_count, level.concurrency or 1
@@ -227,5 +227,5 @@ async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[Tensor]]
         async with transport(target, _most_at_a_time([heaviest])) as server:
             bodies = [server.body(tensors) for tensors in islice(inputs(heaviest.batch), 4)]
             level, ramp_s = replace(heaviest, rate=rate), latency_ms / 1e3  # or all would be answered at the same time
-            run, _ = await _measured(_Asker(server, bodies, heaviest.batch), load, level, lambda run: None, ramp_s)
+            run, _ = await _measured(_LoadWorker(server, bodies, heaviest.batch), load, level, lambda run: None, ramp_s)
         return certificate_of(run, null.truth)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.errors import ConfigError, MachineError, plain
+from millrace.errors import ConfigError, MachineError, sanitize
 from millrace.model_repository.request.tensors import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS
 
 _MOST = 2**31 - 1  # of a batch and of instances, as Triton's configuration has them
@@ -114,7 +114,7 @@ def _text(told: Any) -> str:
     """To be shown. raises TypeError"""
     if not isinstance(told, str | int):
         raise TypeError(f"{type(told).__name__} where a text was expected")
-    return plain(str(told))
+    return sanitize(str(told))
 
 
 def whole(told: Any, low: int, high: int) -> int:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from millrace.bench.client.certify import Certificate, doubts, kept_up
 from millrace.bench.infer.latency_curves import SCHEMA, Line, labels, lines_of
-from millrace.bench.infer.measure import Inferred, Point
+from millrace.bench.infer.measure import InferResults, Point
 from millrace.bench.report.results import DEFINITIONS
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
@@ -23,7 +23,7 @@ _PERCENTILES = (50, 90, 95, 99)
 _KINDS = 5  # colours of the style sheet
 
 
-def report(done: Inferred) -> dict[str, Any]:
+def report(done: InferResults) -> dict[str, Any]:
     """JSON-able. Times in ms."""
     model = asdict(done.model)
     return {
@@ -88,7 +88,7 @@ def verdict(points: Sequence[Point]) -> str:
     return " ".join(said)
 
 
-def notes(done: Inferred) -> list[str]:
+def notes(done: InferResults) -> list[str]:
     said = [f"It ended early: {done.ended}."] if done.ended else []
     slow = [p.level.says for p in done.points if not p.effort.keeps_up]
     said += doubts(done.certificate, [p.effort for p in done.points], f"at {'; '.join(slow) or 'most'}")
@@ -103,7 +103,9 @@ def notes(done: Inferred) -> list[str]:
     return said
 
 
-def write_results(folder: Path, done: Inferred, with_picture: bool = False, beside: Sequence[Line] = ()) -> list[str]:
+def write_results(
+    folder: Path, done: InferResults, with_picture: bool = False, beside: Sequence[Line] = ()
+) -> list[str]:
     """Names of the files that it wrote into the folder, which is made. with_picture: the plot as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"report.html": infer_page(done, beside), "summary.json": json.dumps(report(done), indent=2)}
@@ -148,7 +150,7 @@ def perf_analyzer_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def infer_page(done: Inferred, beside: Sequence[Line] = ()) -> str:
+def infer_page(done: InferResults, beside: Sequence[Line] = ()) -> str:
     """beside: lines of earlier results, drawn behind this one's"""
     told = report(done)
     lines = [*lines_of(told), *beside]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from millrace.bench.load.distribution import Spread
 from millrace.bench.load.length_histogram import Histogram
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.errors import ConfigError
 from millrace.tune.trace_formats import MOST_TOKENS
 
@@ -77,7 +77,7 @@ class Prefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class ConversationShape:
     """Turns of a session, and the pause before each but the first, in ms."""
 
     turns: Spread = Spread(1)  # noqa: RUF009 (frozen)
@@ -85,10 +85,14 @@ class Talk:
 
 
 def synthetic(
-    shapes: Sequence[Shape], words: Words, seed: int, prefixes: Prefixes | None = None, talk: Talk | None = None
+    shapes: Sequence[Shape],
+    words: PromptWords,
+    seed: int,
+    prefixes: Prefixes | None = None,
+    talk: ConversationShape | None = None,
 ) -> Iterator[Session]:
     """Sessions without end. The text of number i depends on seed and i alone, so it is the same at every load."""
-    talk, prefixes, number = talk or Talk(), prefixes or Prefixes(), 0
+    talk, prefixes, number = talk or ConversationShape(), prefixes or Prefixes(), 0
     beginnings = [
         words.text(prefixes.tokens, random.Random(f"{seed}/prefix/{i}"), fresh=False) + " " for i in range(prefixes.n)
     ]

@@ -20,14 +20,14 @@ WORDS = tuple(_TEXT.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class PromptWords:
     """How many tokens a text of words is: `overhead` (the chat template) and so many for each word."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
 
     @classmethod
-    def fitted(cls, few: tuple[int, int], many: tuple[int, int]) -> "Words":
+    def fitted(cls, few: tuple[int, int], many: tuple[int, int]) -> "PromptWords":
         """From two prompts, each (words, tokens that the server told)."""
         slope = (many[1] - few[1]) / (many[0] - few[0])
         if slope <= 0:  # a server that tells no lengths, or cuts

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from millrace.bench.load.inputs import Session, Turn
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.errors import ConfigError
 from millrace.tune.trace_formats import BLOCK, MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
@@ -32,11 +32,11 @@ class Entry:
     """at_s: its time, where it has one. turns: a trace's texts are written when it is known what tokens words become"""
 
     at_s: float | None
-    turns: Callable[[Words], tuple[Turn, ...]]
+    turns: Callable[[PromptWords], tuple[Turn, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputRequests:
     """What a file holds."""
 
     entries: list[Entry]
@@ -45,14 +45,14 @@ class Given:
     def timed(self) -> bool:
         return self.entries[0].at_s is not None
 
-    def busiest(self, seconds: float, speed: float) -> tuple["Given", int]:
+    def busiest(self, seconds: float, speed: float) -> tuple["InputRequests", int]:
         """From the beginning of so many seconds in which most come, at that speed; and how many do."""
         at_s = np.array([entry.at_s or 0.0 for entry in self.entries])
         n = np.searchsorted(at_s, at_s + seconds * speed, side="right") - np.arange(at_s.size) if speed else [at_s.size]
         begin = int(np.argmax(n))
-        return Given(self.entries[begin:]), int(n[begin])
+        return InputRequests(self.entries[begin:]), int(n[begin])
 
-    def sessions(self, words: Words, speed: float = 1.0) -> Iterator[Session]:
+    def sessions(self, words: PromptWords, speed: float = 1.0) -> Iterator[Session]:
         """speed: of its own times; 0: all are due at once"""
         start_s = self.entries[0].at_s or 0.0
         for entry in self.entries:
@@ -60,7 +60,7 @@ class Given:
             yield Session(entry.turns(words), at_s)
 
 
-def read_requests(path: Path, max_tokens: int | None, seed: int) -> Given:
+def read_requests(path: Path, max_tokens: int | None, seed: int) -> InputRequests:
     """max_tokens: of answers for which the file says nothing. The whole file is checked here. raises ConfigError"""
     with opened(path, "a file of prompts") as file:
         match begins(file):
@@ -74,7 +74,7 @@ def read_requests(path: Path, max_tokens: int | None, seed: int) -> Given:
         raise ConfigError(f"{path} holds no request", "one at least", "check the file")
     if len({entry.at_s is None for entry in found}) > 1:
         raise ConfigError(f"{path} has times for some of its requests", "for all, or for none", "complete it")
-    return Given(sorted(found, key=lambda entry: entry.at_s or 0.0))
+    return InputRequests(sorted(found, key=lambda entry: entry.at_s or 0.0))
 
 
 def _jsonl(lines: Lines, path: Path, max_tokens: int | None, seed: int) -> Iterator[Entry]:
@@ -121,7 +121,7 @@ def _count(told: Mapping[str, Any], name: str, path: Path, line: int) -> int:
 def _traced(
     line: int, n_input: int, n_output: int, at_s: float | None, ids: tuple[int, ...] = (), seed: int = 0
 ) -> Entry:
-    def turns(words: Words) -> tuple[Turn, ...]:
+    def turns(words: PromptWords) -> tuple[Turn, ...]:
         """Equal ids give equal text; what they do not cover is this request's own."""
         parts = [
             words.text(min(BLOCK, n_input - i * BLOCK), random.Random(f"{seed}/block/{block}"), fresh=i == 0)

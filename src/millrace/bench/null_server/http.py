@@ -220,4 +220,4 @@ class _Stream:
     def _all(self) -> None:
         self.sent.sent_s.append(time.perf_counter())
         self.sent.n_tokens.append(len(self.sent.due_s))
-        self.connection.write(replies.whole(self.sent.kind, self.sent.n_prompt, len(self.sent.due_s)))
+        self.connection.write(replies.full_body(self.sent.kind, self.sent.n_prompt, len(self.sent.due_s)))

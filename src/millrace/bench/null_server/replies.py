@@ -84,7 +84,7 @@ def last_events(kind: str, n_prompt: int, n_output: int) -> bytes:
     return event(finish) + event({"choices": [], "usage": told}) + DONE + END
 
 
-def whole(kind: str, n_prompt: int, n_output: int) -> bytes:
+def full_body(kind: str, n_prompt: int, n_output: int) -> bytes:
     """An answer that is not streamed, with its head."""
     told, text = usage(kind, n_prompt, n_output), WORD * n_output
     match kind:

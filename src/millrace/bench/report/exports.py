@@ -17,7 +17,7 @@ from millrace.bench.analysis.metrics import CHUNK_GAP, OTHERS, OURS
 from millrace.bench.load.length_histogram import NAME as HISTOGRAM
 from millrace.bench.load.length_histogram import told_histogram
 from millrace.bench.report.page import bench_page, pictures
-from millrace.bench.report.results import Finished, line_of, report
+from millrace.bench.report.results import RunResult, line_of, report
 from millrace.bench.run.run import Record
 
 _THEIR_ITL = "inter_token_latency_genai_perf"
@@ -42,7 +42,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def write_results(folder: Path, done: Finished, with_pictures: bool = False) -> list[str]:
+def write_results(folder: Path, done: RunResult, with_pictures: bool = False) -> list[str]:
     """Names of the files that it wrote into the folder, which is made; first those of which all others can be made.
     with_pictures: plots as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def write_results(folder: Path, done: Finished, with_pictures: bool = False) -> 
     return names
 
 
-def _files(done: Finished) -> Iterator[tuple[str, str]]:
+def _files(done: RunResult) -> Iterator[tuple[str, str]]:
     """Of NAMES, in that order."""
     records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
     yield REQUESTS, "".join(line_of(r, done.epoch_s) + "\n" for r in records)
@@ -78,18 +78,18 @@ def _summary(found: Summary, unit: str) -> dict[str, Any]:
     return {"unit": unit, "avg": found.mean, **percentiles, "min": found.min, "max": found.max, "std": found.std}
 
 
-def _shared(done: Finished) -> dict[str, dict[str, Any]]:
+def _shared(done: RunResult) -> dict[str, dict[str, Any]]:
     found = done.metrics.of_requests
     return {theirs: _summary(found[ours], unit) for theirs, ours, unit in _SHARED if ours in found}
 
 
-def _good_rate(done: Finished) -> float | None:
+def _good_rate(done: RunResult) -> float | None:
     if not done.limits:
         return None
     return goodput(done.run.records, done.limits[0], done.metrics.duration_s).requests_per_s
 
 
-def genai_perf(done: Finished) -> dict[str, dict[str, Any]]:
+def genai_perf(done: RunResult) -> dict[str, dict[str, Any]]:
     metrics, good = done.metrics, _good_rate(done)
     goodputs = {} if good is None else {"request_goodput": {"unit": "requests/sec", "avg": good}}
     return {
@@ -101,7 +101,7 @@ def genai_perf(done: Finished) -> dict[str, dict[str, Any]]:
     }
 
 
-def aiperf_metrics(done: Finished) -> dict[str, dict[str, Any]]:
+def aiperf_metrics(done: RunResult) -> dict[str, dict[str, Any]]:
     """As GenAI-Perf's, and of each how many values, and their sum."""
     metrics, good = done.metrics, _good_rate(done)
     shared = {
@@ -123,7 +123,7 @@ def aiperf_metrics(done: Finished) -> dict[str, dict[str, Any]]:
     return {**shared, **{name: {"unit": unit, "avg": value} for name, (unit, value) in single.items()}}
 
 
-def aiperf_json(done: Finished, metrics: Table) -> dict[str, Any]:
+def aiperf_json(done: RunResult, metrics: Table) -> dict[str, Any]:
     records = done.run.records
     counts: dict[tuple[int, str, str], int] = {}
     for record in records:
@@ -176,7 +176,7 @@ def _error(record: Record) -> dict[str, Any]:
     return {"code": code, "type": answer.failure.value, "message": answer.detail}
 
 
-def _config(done: Finished) -> dict[str, Any]:
+def _config(done: RunResult) -> dict[str, Any]:
     told = report(done)
     return {
         "written_by": "millrace bench",

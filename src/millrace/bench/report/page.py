@@ -8,27 +8,27 @@ import numpy as np
 from markupsafe import Markup
 
 from millrace.bench.analysis.intervals import Interval
-from millrace.bench.analysis.latency_breakdown import TO_END, TO_FIRST, Waterfall, gone
+from millrace.bench.analysis.latency_breakdown import TO_END, TO_FIRST, Waterfall, latency_shares
 from millrace.bench.analysis.metrics import good, last_s, latency_ms, ttft_ms
 from millrace.bench.client.request_record import Answer
 from millrace.bench.report.plot_summaries import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
-from millrace.bench.report.results import Finished, report
+from millrace.bench.report.results import RunResult, report
 from millrace.bench.run.plan import patterns
 from millrace.bench.run.run import Record
 from millrace.report.page import render
-from millrace.report.plots import Axis, Plot, some
+from millrace.report.plots import Axis, Plot, downsample
 from millrace.report.png import png
 
 _BINS, _POSITIONS, _LANES = 24, 60, 300
 _BOX = (5, 25, 50, 75, 95)
 
 
-def bench_page(done: Finished) -> str:
+def bench_page(done: RunResult) -> str:
     """The whole page."""
     return render(Path(__file__).with_name("bench_page.html"), told=report(done), plots=plots_of(done))
 
 
-def plots_of(done: Finished) -> list[dict[str, Any]]:
+def plots_of(done: RunResult) -> list[dict[str, Any]]:
     """Each with `title`, `svg` and `verdict`, in their order."""
     records, answers = done.run.records, good(done.run.records)
     plots = [
@@ -37,7 +37,7 @@ def plots_of(done: Finished) -> list[dict[str, Any]]:
     return [p for p in plots if p is not None]
 
 
-def pictures(done: Finished) -> dict[str, bytes]:
+def pictures(done: RunResult) -> dict[str, bytes]:
     """The same as PNG, by their files' names."""
     return {f"{p['title'].lower().replace(' ', '-')}.png": png(p["svg"]) for p in plots_of(done)}
 
@@ -142,7 +142,7 @@ def _boxes(title: str, values: dict[str, list[float]]) -> dict[str, Any] | None:
 
 def waterfall(found: Waterfall | None) -> dict[str, Any] | None:
     """To the first token, stage by stage: requests in the middle, and the slowest."""
-    slow = None if found is None else gone(found.to_first, TO_FIRST)
+    slow = None if found is None else latency_shares(found.to_first, TO_FIRST)
     if found is None or slow is None:
         return None
     lanes = {"the slowest": slow.slow, "usual": slow.usual}
@@ -155,13 +155,13 @@ def waterfall(found: Waterfall | None) -> dict[str, Any] | None:
         for kind, (stage, ms) in enumerate(means.items()):
             plot.box((begin, lane - 0.3), (begin + ms, lane + 0.3), kind, says=f"{stage}: {ms:,.1f} ms")
             begin += ms
-    last = gone(found.to_end, TO_END)
+    last = latency_shares(found.to_end, TO_END)
     stages = ", ".join(f"{stage} {slow.slow[stage]:,.1f} ms (usually {slow.usual[stage]:,.1f})" for stage in TO_FIRST)
     verdict = f"To the first token {slow.says}: {stages}." + ("" if last is None else f" To its end {last.says}.")
     return _drawn("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
 
 
-def timeline(done: Finished) -> dict[str, Any] | None:
+def timeline(done: RunResult) -> dict[str, Any] | None:
     """Each request a line: waiting here, waiting for its first token, reading; a failure ends in a dot."""
     records = some_records(sorted(done.run.records, key=lambda r: r.answer.sent_s))
     if not records:
@@ -184,7 +184,7 @@ def timeline(done: Finished) -> dict[str, Any] | None:
     return _drawn("Timeline", plot.svg("timeline of requests"), verdict)
 
 
-def _later_is_slower(done: Finished) -> str:
+def _later_is_slower(done: RunResult) -> str:
     answers = good(done.run.records)
     x = np.array([a.sent_s - done.run.started_s for a in answers], dtype=np.float64)
     fit = fitted(x, np.array([latency_ms(a) for a in answers]))
@@ -194,7 +194,7 @@ def _later_is_slower(done: Finished) -> str:
 
 
 def some_records(records: Sequence[Record]) -> list[Record]:
-    chosen = some([float(i) for i in range(len(records))], _LANES)
+    chosen = downsample([float(i) for i in range(len(records))], _LANES)
     return [records[int(i)] for i in chosen]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace.bench.analysis.goodput import Limits, goodput
 from millrace.bench.analysis.intervals import Summary
-from millrace.bench.analysis.latency_breakdown import Waterfall, told_of
+from millrace.bench.analysis.latency_breakdown import Waterfall, breakdown_text
 from millrace.bench.analysis.metrics import (
     CHUNK_GAP,
     CHUNK_GAP_SAYS,
@@ -33,7 +33,7 @@ DEFINITIONS = {m.name: (m.unit, m.definition) for m in (*OURS, *OTHERS)} | {CHUN
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RunResult:
     """A run, what was measured of it, and when it was, in seconds since 1970 at the clock's zero."""
 
     plan: Plan
@@ -50,7 +50,7 @@ class Finished:
     def of(
         cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None,
         waterfall: Waterfall | None = None,
-    ) -> "Finished":  # fmt: skip
+    ) -> "RunResult":  # fmt: skip
         """A waterfall that contradicts what the client saw is left out, and that is said."""
         epoch_s, contradicted = time.time() - time.perf_counter(), waterfall is not None and waterfall.contradicts
         return cls(
@@ -71,7 +71,7 @@ class Finished:
         return kept_up(self.certificate, [self.effort])
 
 
-def report(done: Finished) -> dict[str, Any]:
+def report(done: RunResult) -> dict[str, Any]:
     """JSON-able. Times in ms, each metric with its definition."""
     return {
         "schema": SCHEMA,
@@ -92,7 +92,7 @@ def report(done: Finished) -> dict[str, Any]:
             label: _figures(records, measured(records), done.limits)
             for label, records in patterns(done.run.records).items()
         },
-        "waterfall": None if done.waterfall is None else told_of(done.waterfall),
+        "waterfall": None if done.waterfall is None else breakdown_text(done.waterfall),
         "notes": notes(done),
     }
 
@@ -141,7 +141,7 @@ def _load(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def notes(done: Finished) -> list[str]:
+def notes(done: RunResult) -> list[str]:
     """What a reader of the figures has to know."""
     answers = [r for r in done.run.records if r.answer.failure is None]
     said = [f"The run ended early: {done.run.ended}."] if done.run.ended else []

@@ -13,11 +13,11 @@ from millrace.bench.client.endpoints import ENDPOINTS
 from millrace.bench.client.request_record import Answer, Failure, Message, Question
 from millrace.bench.load.arrivals import Arrivals
 from millrace.bench.load.distribution import Spread
-from millrace.bench.load.inputs import Prefixes, Session, Shape, Talk, synthetic
+from millrace.bench.load.inputs import ConversationShape, Prefixes, Session, Shape, synthetic
 from millrace.bench.load.length_histogram import read_histogram
-from millrace.bench.load.prompt_text import WORDS, Words
-from millrace.bench.load.trace_files import Given, read_requests
-from millrace.bench.run.run import Asker, Load, Record, Run
+from millrace.bench.load.prompt_text import WORDS, PromptWords
+from millrace.bench.load.trace_files import InputRequests, read_requests
+from millrace.bench.run.run import BenchClient, Load, Record, Run
 from millrace.bench.settings import ISL, InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError, MachineError
 
@@ -36,7 +36,7 @@ class Plan:
     load: Load
     warm_up: int
     extra: Mapping[str, object]
-    sessions: Callable[[Words], Iterator[Session]]
+    sessions: Callable[[PromptWords], Iterator[Session]]
     busiest: Callable[[float], tuple[Iterator[Session], int]] | None = None
     engine: str = ""
 
@@ -79,9 +79,9 @@ def planned(
     return Plan(target, asked, load.warmup_request_count, extra, sessions, busiest, url if in_process else "")
 
 
-def _busiest(given: Given, speed: float, seconds: float) -> tuple[Iterator[Session], int]:
+def _busiest(given: InputRequests, speed: float, seconds: float) -> tuple[Iterator[Session], int]:
     part, n = given.busiest(seconds, speed)
-    return part.sessions(Words(), speed), n
+    return part.sessions(PromptWords(), speed), n
 
 
 def _agree(load: LoadSettings, what: InputSettings, talk: SessionSettings) -> None:
@@ -103,8 +103,8 @@ def _agree(load: LoadSettings, what: InputSettings, talk: SessionSettings) -> No
 
 
 def _inputs(
-    given: Given | None, what: InputSettings, talk: SessionSettings, seed: int
-) -> Callable[[Words], Iterator[Session]]:
+    given: InputRequests | None, what: InputSettings, talk: SessionSettings, seed: int
+) -> Callable[[PromptWords], Iterator[Session]]:
     if given is not None:
         return lambda words: given.sessions(words, what.replay_speed)
     lengths = Shape(
@@ -113,7 +113,7 @@ def _inputs(
     if what.input_histogram:
         lengths = Shape(Spread(0), pairs=read_histogram(Path(what.input_histogram)))
     shapes = [Shape.parse(text) for text in what.pattern] or [lengths]
-    turns = Talk(
+    turns = ConversationShape(
         Spread.normal(talk.session_turns_mean, talk.session_turns_stddev),
         Spread.normal(talk.session_turn_delay_mean, talk.session_turn_delay_stddev),
     )
@@ -122,7 +122,7 @@ def _inputs(
 
 
 async def measure(
-    plan: Plan, on_run: Callable[[Run], None] = lambda run: None, words: Words | None = None
+    plan: Plan, on_run: Callable[[Run], None] = lambda run: None, words: PromptWords | None = None
 ) -> Run:  # fmt: skip
     """The whole run. on_run: is handed the warm-up's and the run itself before each begins; words: where `reached` has
     asked before. raises MachineError where the server does not answer the first question"""
@@ -131,7 +131,7 @@ async def measure(
 
 
 async def driven_by(
-    client: Asker, plan: Plan, sessions: Iterator[Session], on_run: Callable[[Run], None] = lambda run: None
+    client: BenchClient, plan: Plan, sessions: Iterator[Session], on_run: Callable[[Run], None] = lambda run: None
 ) -> Run:
     """The same, whomever it asks: warm-up, then the run."""
     if plan.warm_up:
@@ -153,23 +153,23 @@ def prepared(sessions: Iterator[Session], load: Load) -> Iterator[Session]:
     return chain(first, sessions)
 
 
-async def reached(plan: Plan) -> Words:
+async def check_server(plan: Plan) -> PromptWords:
     """raises MachineError where the server does not answer a question"""
     async with Client(plan.target) as client:
         return await fitted_words(client, plan.extra)
 
 
-async def fitted_words(client: Client, extra: Mapping[str, object]) -> Words:
+async def fitted_words(client: Client, extra: Mapping[str, object]) -> PromptWords:
     """Two small questions: whether the server answers at all, and what tokens words become. raises MachineError"""
     told: list[tuple[int, int]] = []
     for words in _PROBES:
         answer = await client.ask(Question([Message("user", " ".join(words))], 2, extra))
         if answer.failure is Failure.STATUS and answer.status in (400, 413) and told:  # longer than its context
-            return Words(max(told[0][1], 1) / told[0][0])
+            return PromptWords(max(told[0][1], 1) / told[0][0])
         if answer.failure not in (None, Failure.EMPTY):
             raise _no_answer(client.target, answer)
         told.append((len(words), answer.n_prompt or 0))
-    return Words.fitted(told[0], told[1])
+    return PromptWords.fitted(told[0], told[1])
 
 
 def _no_answer(target: Target, answer: Answer) -> MachineError:

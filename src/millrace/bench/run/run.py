@@ -49,7 +49,7 @@ class Record:
     label: str = ""
 
 
-class Asker(Protocol):
+class BenchClient(Protocol):
     """The target of a run: a server over HTTP (`client.py`), or an engine in this process (`in_process.py`)."""
 
     async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
@@ -60,7 +60,7 @@ class Run:
     """records: in the order in which answers ended; ended: why it ended before its time, else ""; wall_s: that it took;
     share: of a core, that it cost; late_s: of each request that had a place, how much later than due it was begun"""
 
-    def __init__(self, client: Asker, load: Load, extra: Mapping[str, object] | None = None) -> None:
+    def __init__(self, client: BenchClient, load: Load, extra: Mapping[str, object] | None = None) -> None:
         """extra: fields of every request's body"""
         self.load, self.records, self.ended, self.n_running, self.started_s = load, list[Record](), "", 0, 0.0
         self.wall_s, self.share, self.late_s = 0.0, CoreShare(), list[float]()

@@ -61,7 +61,7 @@ class SweepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class LevelResult:
     """What was measured of one level. server: what it says of its own load meanwhile; effort: of this client; surely:
     what `surely_keeps` says; ended: why it ended before its time, else "" """
 
@@ -109,7 +109,7 @@ class Point:
 
 
 async def swept(
-    first: float, most: float, whole: bool, limits: SweepLimits, run: Callable[[float], Awaitable[Reached | None]]
+    first: float, most: float, whole: bool, limits: SweepLimits, run: Callable[[float], Awaitable[LevelResult | None]]
 ) -> list[Point]:
     """Doubles from `first` to `most`, then halves the gap. whole: levels are whole numbers. run: None ends the sweep"""
     points: list[Point] = []

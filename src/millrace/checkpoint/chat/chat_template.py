@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.checkpoint.worker_process import EndedError, FrameProcess, LateError, Worker, unavailable
+from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError, WorkerTimeoutError, unavailable
 from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
@@ -164,11 +164,11 @@ def _said(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
     """Say what became of the process. raises CheckpointError; MachineError if something else killed it"""
     try:
         yield
-    except LateError:
+    except WorkerTimeoutError:
         raise _broken(
             f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)"
         ) from None
-    except EndedError as error:
+    except WorkerDiedError as error:
         if error.is_from_outside:
             raise unavailable("the process that renders the chat template was killed") from None
         limit = limits.memory_bytes // 2**20

@@ -12,7 +12,7 @@ from millrace.checkpoint.config.config_keys import (
     Neutral,
 )
 from millrace.checkpoint.config.declared_keys import DECLARED
-from millrace.errors import CheckpointError, alike, plain
+from millrace.errors import CheckpointError, close_matches, sanitize
 
 CONFIG = "config.json"
 MAX_LAYERS = 4096  # far beyond any model, and soon enough said
@@ -166,10 +166,11 @@ def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
 def unread_keys(where: str, keys: Sequence[str], used: Collection[str]) -> str:
     """Return the note that `keys` change nothing, with the key that may be meant where one is misspelt."""
     shown = [
-        key if (meant := alike(key, used)) is None else f"{key} (did you mean {meant}?)" for key in keys[:MAX_KEYS]
+        key if (meant := close_matches(key, used)) is None else f"{key} (did you mean {meant}?)"
+        for key in keys[:MAX_KEYS]
     ]
     more = f" and {len(keys) - MAX_KEYS} more" if len(keys) > MAX_KEYS else ""
-    return plain(f"{where}: not read, because no model of this type uses them: {', '.join(shown)}{more}")
+    return sanitize(f"{where}: not read, because no model of this type uses them: {', '.join(shown)}{more}")
 
 
 def _check_neutral(key: str, value: object, known: Neutral) -> None:

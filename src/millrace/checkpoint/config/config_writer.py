@@ -7,7 +7,7 @@ from millrace.errors import CheckpointError
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
-def written(config: ModelConfig) -> dict[str, object]:
+def config_json(config: ModelConfig) -> dict[str, object]:
     """Which `read_config` reads as the same. raises CheckpointError for what such a file cannot say"""
     if config.rope.divisors:
         raise CheckpointError(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from millrace.checkpoint.config.config_keys import FAMILIES
 from millrace.checkpoint.config.config_reader import ConfigReader, Keys, Raw, wrong
-from millrace.errors import CheckpointError, ConfigError, plain
-from millrace.settings import once, read_given
+from millrace.errors import CheckpointError, ConfigError, sanitize
+from millrace.settings import read_given, reject_duplicate_keys
 
 _MOST_BYTES = 1 << 20  # of a config.json
 _MOST = 1 << 24  # of any size in it
@@ -75,11 +75,11 @@ def read_config_file(path: Path) -> Mapping[str, object]:
     """The object in a config.json that may be anywhere, of no checkpoint. raises ConfigError"""
     try:
         data = read_given(path, _MOST_BYTES)
-        config = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
+        config = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MOST_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a config.json", "check the path") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {plain(str(error))}", "a config.json", "check the file") from None
+        raise ConfigError(f"{path} is no JSON: {sanitize(str(error))}", "a config.json", "check the file") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no configuration", f"a JSON object of at most {_MOST_BYTES} bytes", "check it")
     return config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config.config_writer import written
+from millrace.checkpoint.config.config_writer import config_json
 from millrace.checkpoint.config.generation_config import (
     GENERATION_CONFIG,
     LLAMA_CPP,
@@ -44,7 +44,7 @@ class GgufModel:
         So an engine's folder is one from which transformers, and what builds on it, reads the tokenizer.
         """
         plain = replace(self.config, rope=replace(self.config.rope, divisors=()))
-        config = written(plain)
+        config = config_json(plain)
         if self.config.rope.divisors:  # frequencies that no config.json can describe
             del config["rope_parameters"]
         generation = json.dumps(_sampling(self.keys)).encode()

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from millrace.checkpoint.tokenizer.tokenizer import TOKENIZER_FILES, Files, read_files
-from millrace.checkpoint.worker_process import EndedError, FrameProcess, LateError, Worker
+from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError, WorkerTimeoutError
 from millrace.errors import CheckpointError
 
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
@@ -61,9 +61,9 @@ def _tokenising(what_failed: str, timeout_s: float) -> Iterator[None]:
     """raises CheckpointError if the process ends or takes too long"""
     try:
         yield
-    except (LateError, EndedError) as error:
+    except (WorkerTimeoutError, WorkerDiedError) as error:
         raise CheckpointError(
-            f"{what_failed}: the process for it {'took too long' if isinstance(error, LateError) else 'ended'}",
+            f"{what_failed}: its process {'took too long' if isinstance(error, WorkerTimeoutError) else 'ended'}",
             f"tokens within {timeout_s:g} s and the machine's memory",
             "send a shorter text, or try again when the machine is less busy",
         ) from None

@@ -27,7 +27,7 @@ class CallPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedDelta:
     """What a piece of text adds to each part of an answer.
 
     spans: where the content stands in the answer's text, in characters; None: all of the text is content
@@ -41,13 +41,13 @@ class Said:
     n_settled: int = field(default=0, compare=False)
 
 
-def joined(a: Said, b: Said) -> Said:
+def joined(a: ParsedDelta, b: ParsedDelta) -> ParsedDelta:
     """One after the other, of one reader."""
     spans, n_settled = (a.spans or ()) + (b.spans or ()), max(a.n_settled, b.n_settled)
-    return Said(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls, spans, n_settled)
+    return ParsedDelta(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls, spans, n_settled)
 
 
-class Reader:
+class AnswerParser:
     """Of one answer.
 
     calls: None: they are text like all else. tools: names, of which a call without a mark must have one
@@ -83,7 +83,7 @@ class Reader:
         self._parts: list[CallPart] = []
         self.n_calls = 0
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> ParsedDelta:
         """What this adds."""
         if self._waits and text.isspace():
             self._blanks.append(text)
@@ -91,7 +91,7 @@ class Reader:
         self._come("".join([*self._blanks, text]))
         return self._read()
 
-    def flush(self) -> Said:
+    def flush(self) -> ParsedDelta:
         """No more is coming."""
         self._flushed = True
         self._come("".join(self._blanks))
@@ -129,12 +129,12 @@ class Reader:
             self._coming.append((text, at + _WINDOW))
         return True
 
-    def _read(self) -> Said:
+    def _read(self) -> ParsedDelta:
         while self._state() or self._advance():
             pass
         n_settled = self._at if self._seemed_at is None else self._seemed_at
         content, thoughts = "".join(self._content), "".join(self._reasoning)
-        said = Said(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
+        said = ParsedDelta(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
         self._content, self._spans, self._reasoning, self._parts = [], [], [], []
         self._waits = self._text.isspace()
         return said
@@ -305,7 +305,7 @@ class Reader:
         return text[:end]
 
 
-_NOTHING = Said(spans=())
+_NOTHING = ParsedDelta(spans=())
 
 
 def _overlap(text: str, mark: str) -> int:

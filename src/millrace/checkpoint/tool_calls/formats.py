@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.chat.chat_template import ChatLimits, ChatTemplate
-from millrace.checkpoint.tool_calls.answer_parser import Reader, joined
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, joined
 from millrace.checkpoint.tool_calls.families import GENERIC, NATIVE
 from millrace.checkpoint.tool_calls.families import HERMES as HERMES
 from millrace.checkpoint.tool_calls.families import LLAMA as LLAMA
@@ -151,7 +151,7 @@ def _is_written(of: ToolFormat, turn: str, has_more: bool) -> bool:
     opening = _squeezed(_opening(of) if strict else of.opens[0])
     if not any(begin.startswith(opening) for begin in begins):
         return False
-    reader = Reader(of, None, tools=[_NAME])
+    reader = AnswerParser(of, None, tools=[_NAME])
     said = joined(reader.push(turn), reader.flush())
     if [part.name for part in said.calls if part.name is not None] != [_NAME]:
         return False

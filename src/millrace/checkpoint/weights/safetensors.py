@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.files import FileState, Report, file_digest, read_small, read_span, unreadable
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix
 from millrace.errors import CheckpointError
-from millrace.settings import once
+from millrace.settings import reject_duplicate_keys
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -266,7 +266,7 @@ def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[
             _damaged(path, f"has a header of {length} bytes", f"at most {MAX_HEADER_BYTES}")
         header = file.read(length)
     try:
-        raw = json.loads(header, object_pairs_hook=once)
+        raw = json.loads(header, object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         _damaged(path, f"has a header that is not JSON: {error}", "a safetensors header")
     if not isinstance(raw, dict):

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from millrace.bench.analysis.compare import (
+    ComparedRun,
     Difference,
-    Side,
-    Written,
+    SavedResult,
     compared_answers,
     compared_rounds,
     interleaved,
@@ -17,10 +17,10 @@ from millrace.bench.analysis.compare import (
     only_one_has,
     read_result,
 )
-from millrace.bench.analysis.compare_goodput import Satisfied, of_rounds, of_written
+from millrace.bench.analysis.compare_goodput import GoodputDifference, of_rounds, of_written
 from millrace.bench.analysis.goodput import Limits, check_limits, parse_limits
-from millrace.bench.client.certify import Certificate, certify, doubts, told_of
-from millrace.bench.run.plan import Plan, measure, planned, reached
+from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts
+from millrace.bench.run.plan import Plan, check_server, measure, planned
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench.foreign_flags import reseeded
 from millrace.cli.bench.progress import Begins, driven
@@ -82,8 +82,8 @@ def _compared(a: str, b: str, rounds: int, bounds: Bounds, quiet: bool, given: d
     certify_s, plans = given.pop("certify_s"), (_plans(a, given), _plans(b, given))
     check_limits(bounds.limits, plans[0](0).target.streams)
 
-    async def compared(begins: Begins) -> tuple[Certificate | None, tuple[Side, Side]]:
-        words, _ = [await reached(plan(0)) for plan in plans]  # both answer, and are asked the same
+    async def compared(begins: Begins) -> tuple[Certificate | None, tuple[ComparedRun, ComparedRun]]:
+        words, _ = [await check_server(plan(0)) for plan in plans]  # both answer, and are asked the same
         certificate = await certify(plans[0](0), certify_s) if certify_s else None
         return certificate, await interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
 
@@ -103,10 +103,12 @@ def _plans(url: str, given: dict[str, Any]) -> Any:
     return plan
 
 
-def _told_rounds(sides: tuple[Side, Side], bounds: Bounds, certificate: Certificate | None) -> dict[str, Any]:
+def _told_rounds(
+    sides: tuple[ComparedRun, ComparedRun], bounds: Bounds, certificate: Certificate | None
+) -> dict[str, Any]:
     ended = [run.ended for side in sides for run in side.runs if run.ended]
     efforts = [effort for side in sides for effort in side.efforts]
-    proved = told_of(certificate, efforts)
+    proved = certificate_text(certificate, efforts)
     notes = doubts(certificate, efforts, "in a round")
     if ended:
         notes.append(f"The comparison ended early: {ended[0]}.")
@@ -115,7 +117,7 @@ def _told_rounds(sides: tuple[Side, Side], bounds: Bounds, certificate: Certific
     return {**told, "ended_early": ended[0] if ended else None, **proved}
 
 
-def _told_written(sides: tuple[Written, Written], bounds: Bounds) -> dict[str, Any]:
+def _told_written(sides: tuple[SavedResult, SavedResult], bounds: Bounds) -> dict[str, Any]:
     """Their clients were judged when they were measured."""
     valid = [side.valid for side in sides]
     notes = [
@@ -132,8 +134,8 @@ def _told_written(sides: tuple[Written, Written], bounds: Bounds) -> dict[str, A
 
 
 def _told(
-    differences: list[Difference], satisfied: list[Satisfied | None], allow: float,
-    sides: tuple[Side, Side] | tuple[Written, Written], notes: list[str],
+    differences: list[Difference], satisfied: list[GoodputDifference | None], allow: float,
+    sides: tuple[ComparedRun, ComparedRun] | tuple[SavedResult, SavedResult], notes: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """More failures are worse, too, and fewer requests that keep the limits."""
     a, b = sides

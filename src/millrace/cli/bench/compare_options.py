@@ -6,7 +6,7 @@ import click
 
 from millrace.bench.names import READING
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import TheirFlags, certify_option
+from millrace.cli.bench.foreign_flags import ForeignFlags, certify_option
 from millrace.cli.options import json_option, settings_options
 from millrace.env import Env
 
@@ -17,7 +17,7 @@ Examples:
   millrace bench compare old-results/ new-results/ --allow 5 --goodput ttft:500 itl:50 --json"""
 
 
-@click.command(cls=TheirFlags, epilog=EPILOG)
+@click.command(cls=ForeignFlags, epilog=EPILOG)
 @click.argument("a", required=False)
 @click.argument("b", required=False)
 @click.option(

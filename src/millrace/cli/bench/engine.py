@@ -5,9 +5,9 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from millrace.bench.analysis.compare import Side, interleaved
+from millrace.bench.analysis.compare import ComparedRun, interleaved
 from millrace.bench.client.in_process import EngineClient
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.run.plan import Plan, driven_by, planned
 from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
@@ -18,7 +18,7 @@ from millrace.cli.options import made
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.runtime.open_engine import Opened, open_engine
+from millrace.runtime.open_engine import RunningModel, open_engine
 from millrace.runtime.settings import RunSettings
 
 QUEUED = 64  # requests for which nothing was said
@@ -40,9 +40,9 @@ def planned_in_process(engine: str, given: dict[str, Any], round_: int = 0) -> P
     return plan
 
 
-async def _asked(model: Opened, plan: Plan, begins: Callable[[Run], None]) -> Run:
+async def _asked(model: RunningModel, plan: Plan, begins: Callable[[Run], None]) -> Run:
     async with EngineClient(model.loop(), plan.load.seed) as client:
-        return await driven_by(client, plan, plan.sessions(Words()), begins)
+        return await driven_by(client, plan, plan.sessions(PromptWords()), begins)
 
 
 def in_process(engine: str, plan: Plan, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool) -> Run:
@@ -57,7 +57,7 @@ def in_process(engine: str, plan: Plan, build: BuildSettings, run: RunSettings, 
 
 def compared_engines(
     engines: tuple[str, str], given: dict[str, Any], rounds: int, env: Env, quiet: bool
-) -> tuple[Side, Side]:  # fmt: skip
+) -> tuple[ComparedRun, ComparedRun]:  # fmt: skip
     """Both are built before the first round; each has the machine to itself in its rounds, and begins them without
     what it remembers of the last."""
     planned_in_process(engines[0], given)  # complains at once

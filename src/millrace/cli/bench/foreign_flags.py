@@ -23,13 +23,13 @@ certify_option = click.option(
 _LIMIT = re.compile(rf"[a-z_0-9]+:[0-9.]+|{READING}")
 
 
-class TheirFlags(click.Command):
+class ForeignFlags(click.Command):
     """A command that takes them, too; its help does not list them, docs/bench.md does."""
 
     aliases: Mapping[str, str] = ALIASES
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, as_ours(args, self.aliases))
+        return super().parse_args(ctx, translate_flags(args, self.aliases))
 
 
 def check_pictures(output: Path | None, as_png: bool) -> None:
@@ -101,7 +101,7 @@ def reseeded(load: LoadSettings, n: int) -> LoadSettings:
     return replace(load, random_seed=(load.random_seed + n) % 2**63)
 
 
-def as_ours(arguments: Sequence[str], aliases: Mapping[str, str] = ALIASES) -> list[str]:
+def translate_flags(arguments: Sequence[str], aliases: Mapping[str, str] = ALIASES) -> list[str]:
     """`--request-count=5` and `--request-count 5` both; several limits may follow one --goodput."""
     found: list[str] = []
     in_goodput = False

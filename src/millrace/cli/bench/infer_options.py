@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from millrace.bench.infer.settings import ALIASES, LevelSettings, ModelSettings
-from millrace.cli.bench.foreign_flags import TheirFlags, certify_option, png_option
+from millrace.cli.bench.foreign_flags import ForeignFlags, certify_option, png_option
 from millrace.cli.options import json_option, settings_options
 
 EPILOG = """\b
@@ -16,7 +16,7 @@ Examples:
   millrace bench infer URL --model M --input-data inputs.json --request-rate 50:200:50 --json"""
 
 
-class Infer(TheirFlags):
+class Infer(ForeignFlags):
     """It knows perf_analyzer's flags."""
 
     aliases = ALIASES

@@ -9,7 +9,7 @@ import click
 from millrace.bench.names import READING
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench import compare_options, infer_options, sweep_options
-from millrace.cli.bench.foreign_flags import TheirFlags, certify_option, png_option
+from millrace.cli.bench.foreign_flags import ForeignFlags, certify_option, png_option
 from millrace.cli.options import json_option, settings_options
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
@@ -30,7 +30,7 @@ Examples:
 PARTS = {"sweep": sweep_options.command, "compare": compare_options.command, "infer": infer_options.command}
 
 
-class Bench(TheirFlags):
+class Bench(ForeignFlags):
     """`bench URL ...`, or `bench sweep ...` and its like, which are commands of their own."""
 
     parts: Mapping[str, click.Command] = PARTS

@@ -8,12 +8,12 @@ import click
 import uvloop
 
 from millrace.bench.analysis.goodput import check_limits, parse_limits
-from millrace.bench.analysis.latency_breakdown import TO_END, Waterfall, joined, traced
+from millrace.bench.analysis.latency_breakdown import TO_END, Waterfall, join_client_server_traces, traced
 from millrace.bench.analysis.metrics import good
 from millrace.bench.client.certify import Certificate, certify
 from millrace.bench.report.exports import NAMES, write_results
-from millrace.bench.report.results import Finished, report
-from millrace.bench.run.plan import Plan, measure, planned, reached
+from millrace.bench.report.results import RunResult, report
+from millrace.bench.run.plan import Plan, check_server, measure, planned
 from millrace.bench.run.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench.foreign_flags import check_pictures, ready_folder, told_and_written
@@ -72,7 +72,7 @@ def run(
         plan = planned_in_process(engine, given)
         ready_folder(output, NAMES)
         certificate, run = None, in_process(engine, plan, build, runs, env, quiet=as_json)
-    done = Finished.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
+    done = RunResult.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
     told = report(done)
     told_and_written(
         lambda: print_json(told) if as_json else show(told), output, lambda folder: write_results(folder, done, as_png)
@@ -91,7 +91,7 @@ def _check_no_engine(*given: Settings) -> None:
 
 async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
     """A server that does not answer is found before the client is tried."""
-    words = await reached(plan)
+    words = await check_server(plan)
     certificate = await certify(plan, certify_s) if certify_s else None
     if certificate is not None and not quiet:
         note(f"  client: {certificate.says}")
@@ -103,7 +103,7 @@ def _traced(plan: Plan, run: Run) -> Waterfall | None:
     answers = good(run.records)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return joined(answers, runner.run(traced(plan.target, answers)))
+            return join_client_server_traces(answers, runner.run(traced(plan.target, answers)))
     except KeyboardInterrupt:
         return None
 

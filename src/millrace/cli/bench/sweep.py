@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from millrace.bench.analysis.metrics import measured
-from millrace.bench.client.certify import Certificate, certify, doubts, kept_up, told_of
+from millrace.bench.client.certify import Certificate, certificate_text, certify, doubts, kept_up
 from millrace.bench.client.client_load import Effort
 from millrace.bench.report.sweep_page import sweep_page, sweep_plot
 from millrace.bench.run.plan import Plan, measure, planned
 from millrace.bench.run.server_load import Watch
-from millrace.bench.run.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept, throughput
+from millrace.bench.run.sweep import Best, LevelResult, Point, SweepLimits, best, limited, on_front, swept, throughput
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench.foreign_flags import check_pictures, ready_file, reseeded, told_and_written
 from millrace.cli.bench.progress import Begins, driven
@@ -55,7 +55,7 @@ def run(
     if found is None:
         raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
     efforts = [p.effort for p in points]
-    told = {**_told(by, points, found, limits, certificate), **told_of(certificate, efforts)}
+    told = {**_told(by, points, found, limits, certificate), **certificate_text(certificate, efforts)}
     told["notes"] = doubts(certificate, efforts, f"at {_levels_invalid(points) or 'most'}")
 
     def write(file: Path) -> list[str]:
@@ -95,13 +95,13 @@ def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float, int], P
     return plan
 
 
-async def _run(plan: Plan, limits: SweepLimits, begins: Begins) -> Reached | None:
+async def _run(plan: Plan, limits: SweepLimits, begins: Begins) -> LevelResult | None:
     async with Watch(plan.target) as watch:
         done = await measure(plan, begins)
     if done.ended == "Ctrl-C":
         return None
     surely = limits.surely_keeps(done.records)
-    return Reached(measured(done.records), watch.during(done), Effort.of(done), surely, done.ended)
+    return LevelResult(measured(done.records), watch.during(done), Effort.of(done), surely, done.ended)
 
 
 def _told(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench.foreign_flags import TheirFlags, certify_option, png_option
+from millrace.cli.bench.foreign_flags import ForeignFlags, certify_option, png_option
 from millrace.cli.options import json_option, settings_options
 
 EPILOG = """\b
@@ -15,7 +15,7 @@ Examples:
   millrace bench sweep URL --model M --by rate --from 0.5 --most 32 --duration-s 30 -o page.html"""
 
 
-@click.command(cls=TheirFlags, epilog=EPILOG)
+@click.command(cls=ForeignFlags, epilog=EPILOG)
 @click.argument("url")
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option(

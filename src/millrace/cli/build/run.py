@@ -16,7 +16,7 @@ from millrace.cli.build.traffic import Chosen, chosen
 from millrace.cli.console import heading, pairs, print_json, progress, size
 from millrace.cli.engine_tables import Tables, tuned
 from millrace.cli.options import made
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 from millrace.compile.builder import Builder
 from millrace.compile.disk_space_check import check_new
 from millrace.compile.lower_gpu.precision_check import check_gpu_has
@@ -27,7 +27,7 @@ from millrace.engine.artifact.manifest import MANIFEST
 from millrace.engine.cuda.device_lookup import CPU
 from millrace.errors import ConfigError
 from millrace.report.format_numbers import count
-from millrace.settings import once, read_given
+from millrace.settings import read_given, reject_duplicate_keys
 from millrace.tune.accuracy_pricing import pricing
 
 
@@ -41,7 +41,7 @@ def run(
     precisions = _read_map(precision_map, build) if precision_map else None
     tune_said = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
     told, env = [], ctx.obj
-    with ended_in_order(), progress(as_json) as report:
+    with raise_on_sigterm(), progress(as_json) as report:
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
@@ -103,7 +103,7 @@ def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
         data = read_given(path, _MAP_BYTES)
         if len(data) > _MAP_BYTES:
             raise ConfigError(f"{path} has more than {_MAP_BYTES >> 20} MiB", "a map of precisions", "correct the file")
-        asked = json.loads(data, object_pairs_hook=once)
+        asked = json.loads(data, object_pairs_hook=reject_duplicate_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
     if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):

@@ -12,9 +12,9 @@ from millrace.compile.settings import BuildSettings
 from millrace.compile.source import contexts
 from millrace.compile.tune.tuning_cases import USUAL_ROWS
 from millrace.errors import ConfigError
-from millrace.tune.day_night import Part, apart, day_and_night
+from millrace.tune.day_night import Part, day_and_night, distance
 from millrace.tune.recorded_requests import Recording, read_recording
-from millrace.tune.traffic import BUSY, Asked, Proposal, check_enough, propose
+from millrace.tune.traffic import BUSY, Proposal, TrafficSummary, check_enough, propose
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def chosen(
     recording = read_recording(path)
     check_enough(recording, str(path))
     usual, most = contexts(config)
-    asked = Asked(
+    asked = TrafficSummary(
         model_context=most, usual_batch=DEFAULT_BATCH, step_tokens=STEP_TOKENS, covers=traffic.traffic_covers or 100.0,
         max_context=build.max_context, max_batch=build.max_batch,
     )  # fmt: skip
-    parts = tuple(apart(recording, asked))
+    parts = tuple(distance(recording, asked))
     wanted = traffic.traffic_part or "all"
     if wanted != "all" and not parts:
         raise _not_apart(wanted, recording)
@@ -98,7 +98,7 @@ def _not_apart(wanted: str, recording: Recording) -> ConfigError:
 class _Words:
     """The choices with their reasons. limits_known: the recording says what max_tokens requests asked for"""
 
-    asked: Asked
+    asked: TrafficSummary
     proposal: Proposal
     build: BuildSettings
     usual_context: int

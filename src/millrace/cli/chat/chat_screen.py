@@ -9,10 +9,10 @@ import click
 
 from millrace.cli.console import decoded, note, size
 from millrace.cli.engine_tables import precision_told
-from millrace.cli.local_generation import Answered
+from millrace.cli.local_generation import TimedGeneration
 from millrace.cli.text_wrap import WordWrap
 from millrace.errors import MillraceError
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.request.sampling_params import FinishReason
 
 QUOTES = '"""'
@@ -22,7 +22,7 @@ PASTED_S = 0.02  # lines that follow each other as quickly were pasted
 class Screen:
     """What a conversation looks like in a pipe: one message a line in, answers out."""
 
-    def welcome(self, model: Opened) -> None:
+    def welcome(self, model: RunningModel) -> None:
         """Before the first message."""
 
     def read(self) -> str | None:
@@ -55,7 +55,7 @@ class Screen:
     def part(self, text: str) -> None:
         click.echo(text, nl=False)
 
-    def answered(self, answered: Answered) -> None:
+    def answered(self, answered: TimedGeneration) -> None:
         click.echo()
 
     def say(self, text: str) -> None:
@@ -71,7 +71,7 @@ class JsonScreen(Screen):
     def part(self, text: str) -> None:
         """The whole answer comes at its end."""
 
-    def answered(self, answered: Answered) -> None:
+    def answered(self, answered: TimedGeneration) -> None:
         click.echo(json.dumps({"role": "assistant", "content": answered.texts[0], **answered.as_dict()}))
 
 
@@ -93,7 +93,7 @@ class Terminal(Screen):
         # Bracketed, the lines of a pasted text arrive as one; it takes an escape sequence, and is readline's default.
         readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
 
-    def welcome(self, model: Opened) -> None:
+    def welcome(self, model: RunningModel) -> None:
         precision, memory = precision_told(model.engine), size(model.plan.total_bytes)
         self._console.print(model.name, style="bold", end="", markup=False)
         self._console.print(f"  {precision}, {memory}", style="dim", markup=False)
@@ -131,7 +131,7 @@ class Terminal(Screen):
         self._show(self._wrap.push(text.lstrip() if self._fresh else text))
         self._fresh = self._fresh and not text.strip()
 
-    def answered(self, answered: Answered) -> None:
+    def answered(self, answered: TimedGeneration) -> None:
         self._show(self._wrap.flush())
         n, seconds = answered.decode
         rate = f", {n / seconds:,.0f} tokens/s" if seconds > 0 else ""

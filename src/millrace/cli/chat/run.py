@@ -17,9 +17,9 @@ from millrace.cli.options import made
 from millrace.cli.sampling_flags import SamplingFlags, as_options
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
-from millrace.errors import ConfigError, MillraceError, RequestError, alike, nearest
+from millrace.errors import ConfigError, MillraceError, RequestError, close_matches, nearest
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.runtime.settings import RunSettings
 
@@ -61,7 +61,7 @@ def message(role: str, text: str) -> dict[str, object]:
 class Chat:
     """The conversation and its loop."""
 
-    model: Opened
+    model: RunningModel
     params: SamplingParams
     screen: Screen
     system: str | None
@@ -159,7 +159,7 @@ def _is_command(text: str) -> bool:
         return False
     name, *rest = text.split()
     alone = not rest and "/" not in name[1:]
-    return alone or name in OTHERS or alike(name, _NAMES) is not None
+    return alone or name in OTHERS or close_matches(name, _NAMES) is not None
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.output import show_advice
-from millrace.cli.compress.request import Asked, Sampling, opened, readable, said_if_untold, statistics_for
+from millrace.cli.compress.request import CompressOptions, Sampling, opened, readable, said_if_untold, statistics_for
 from millrace.cli.console import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.eval.request import precision_of
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 from millrace.compile.builder import asked_precision, build_engine
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.settings import BuildSettings
@@ -24,9 +24,9 @@ from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.calibration.calibration_pass import digest_of
 from millrace.compress.calibration.statistics import Statistics
-from millrace.compress.checkpoint.checkpoint_writer import beside
+from millrace.compress.checkpoint.checkpoint_writer import staging_folder
 from millrace.compress.compress import by_rounding, compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import Loss, Reference, loss_of, windows_for
 from millrace.compress.measure.speed import ROUNDS, Speeds, paces
 from millrace.compress.presets import BATCH
@@ -49,14 +49,14 @@ from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, usable_cores
-from millrace.runtime.open_engine import Opened, open_engine
+from millrace.runtime.open_engine import RunningModel, open_engine
 from millrace.runtime.settings import RunSettings
 
 _TUNE_S, _MOST_BATCH = 2.0, 1024
 
 
 def advised(
-    asked: Asked, /, presets: str | None, batch: int | None, calibration: str | None, dry_run: bool, **_: Any
+    asked: CompressOptions, /, presets: str | None, batch: int | None, calibration: str | None, dry_run: bool, **_: Any
 ) -> None:
     """Which checkpoint to make, for what. raises ConfigError for a batch that is no large one, and unknown presets"""
     if batch is not None and not 2 <= batch <= _MOST_BATCH:
@@ -70,7 +70,7 @@ def advised(
         asked.sampling.check("--advise", _calibrated(trials), calibration, dry_run=True)
         show_advice(checkpoint, trials.names, asked.sampling, asked.as_json)
         return
-    with ended_in_order(), progress(asked.as_json) as report:
+    with raise_on_sigterm(), progress(asked.as_json) as report:
         rows, about = _advised(asked.model, trials, asked.env, report)
     if asked.as_json:
         found = {a.target: a.words for a in advice(rows, about)}
@@ -131,7 +131,7 @@ def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[li
             statistics = stack.enter_context(statistics_for(job, asked.folder, asked.sampling, report))
             seconds = time.perf_counter() - started_s if fresh else None
         if left:
-            work = stack.enter_context(beside(asked.folder / "methods", "search"))
+            work = stack.enter_context(staging_folder(asked.folder / "methods", "search"))
             _, folder = model_folder(model, env, report)
             source = stack.enter_context(_engine(folder, work / "source", asked.batch, report))
             trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, asked.batch)
@@ -152,7 +152,7 @@ class _Trial:
 
     checkpoint: Checkpoint
     reference: Reference
-    source: Opened
+    source: RunningModel
     statistics: Statistics | None
     work: Path
     batch: int
@@ -181,7 +181,7 @@ class _Trial:
                 )  # fmt: skip
                 statistics_s = None
 
-    def _made(self, job: Job, out: Path, report: Progress) -> None:
+    def _made(self, job: CompressionPlan, out: Path, report: Progress) -> None:
         if job.calibrated:
             assert self.statistics is not None, "asked for before"
             compress(job, out, by_statistics(self.statistics), report)
@@ -205,7 +205,7 @@ class _Trial:
 @contextmanager
 def _engine(
     checkpoint: Path, folder: Path, batch: int, report: Progress, precision: str | None = None
-) -> Iterator[Opened]:
+) -> Iterator[RunningModel]:
     """Built beside all else, with this machine's tactics, and loaded. raises MachineError where memory holds it not"""
     build = BuildSettings(precision=precision, tune=_TUNE_S, evaluate=False, max_batch=max(batch, 1))
     engine = build_engine(checkpoint.name, checkpoint, folder, build, progress=report)

@@ -12,7 +12,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.compress.engine import built
 from millrace.cli.compress.output import show_search
 from millrace.cli.compress.request import (
-    Asked,
+    CompressOptions,
     Sampling,
     command_line,
     opened,
@@ -21,16 +21,16 @@ from millrace.cli.compress.request import (
     statistics_for,
 )
 from millrace.cli.console import Progress, heading, pairs, print_json, progress, size, table
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.checkpoint.checkpoint_writer import check_place
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import Loss, held_out_for, windows_for
 from millrace.compress.presets import ROWS, Target
 from millrace.compress.recipe import PRESETS
 from millrace.compress.report.page import write_page
-from millrace.compress.search.candidates import Shelf
+from millrace.compress.search.candidates import RoundedMatrixStore
 from millrace.compress.search.loss_bound import MaxLoss
-from millrace.compress.search.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
+from millrace.compress.search.search import RECIPE, SearchGoal, SearchResult, Texts, described, most_bytes, search
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
@@ -40,7 +40,7 @@ _SHOWN = 12  # mixes of a table
 
 
 def searched(
-    asked: Asked,
+    asked: CompressOptions,
     /,
     max_loss: str,
     target: str | None,
@@ -51,8 +51,8 @@ def searched(
 ) -> None:
     """The cheapest mix within a loss. raises ConfigError for options that do not go together"""
     started_s, out = time.perf_counter(), asked.output
-    given = _Given(_goal(MaxLoss.parse(max_loss), Target(target or Target.LATENCY), batch), out, calibration)
-    with ended_in_order(), progress(asked.as_json) as report:
+    given = _BudgetOptions(_goal(MaxLoss.parse(max_loss), Target(target or Target.LATENCY), batch), out, calibration)
+    with raise_on_sigterm(), progress(asked.as_json) as report:
         checkpoint = opened(asked.model, asked.env, report)
         job, texts = _ready(checkpoint, given, asked.sampling, dry_run)
         found = None if dry_run else _searched(job, texts, given, asked.sampling, report)
@@ -72,23 +72,25 @@ def searched(
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _BudgetOptions:
     """calibration: the text to measure on"""
 
-    search: Goal
+    search: SearchGoal
     out: Path
     calibration: str | None
 
 
-def _goal(bound: MaxLoss, target: Target, batch: int | None) -> Goal:
+def _goal(bound: MaxLoss, target: Target, batch: int | None) -> SearchGoal:
     """raises ConfigError for rows of a target that has none"""
     if target == Target.MEMORY and batch is not None:
         raise ConfigError("--batch is given for --target memory", "a target of time", "leave --batch out")
     rows = 0 if target == Target.MEMORY else batch or ROWS[target]
-    return Goal(bound, target, rows, usable_isas()[0], usable_cores())
+    return SearchGoal(bound, target, rows, usable_isas()[0], usable_cores())
 
 
-def _ready(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, dry_run: bool) -> tuple[Job, Texts]:
+def _ready(
+    checkpoint: Checkpoint, asked: _BudgetOptions, sampling: Sampling, dry_run: bool
+) -> tuple[CompressionPlan, Texts]:
     """Which layers there are, and what is read. raises before anything that takes long, where it cannot be done"""
     sampling.check("--max-loss", True, asked.calibration, dry_run)
     job = plan(readable(checkpoint), PRESETS["int8-wo"])
@@ -100,13 +102,15 @@ def _ready(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, dry_run: b
     return job, texts
 
 
-def _searched(job: Job, texts: Texts, asked: _Given, sampling: Sampling, report: Progress) -> Found:
+def _searched(
+    job: CompressionPlan, texts: Texts, asked: _BudgetOptions, sampling: Sampling, report: Progress
+) -> SearchResult:
     with statistics_for(job, asked.out, sampling, report) as statistics:
-        kept = Shelf.beside(sampling.statistics) if sampling.statistics else None
+        kept = RoundedMatrixStore.beside(sampling.statistics) if sampling.statistics else None
         return search(job, asked.search, statistics, texts, asked.out, report, kept)
 
 
-def _as_json(found: Found, out: Path, seconds: float) -> dict[str, Any]:
+def _as_json(found: SearchResult, out: Path, seconds: float) -> dict[str, Any]:
     job = found.result.job
     return {
         "folder": str(out), "recipe": str(out / RECIPE), "seconds": seconds, "formats": _formats(found),
@@ -115,12 +119,12 @@ def _as_json(found: Found, out: Path, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _formats(found: Found) -> dict[str, int]:
+def _formats(found: SearchResult) -> dict[str, int]:
     """How many layers have each."""
     return dict(Counter(candidate.format for candidate in found.mix.chosen.values()).most_common())
 
 
-def _show(found: Found, out: Path, seconds: float) -> None:
+def _show(found: SearchResult, out: Path, seconds: float) -> None:
     asked, bound, loss = found.asked, found.asked.bound, found.loss
     job, cost = found.result.job, partial(_cost, found.asked)
     heading(f"{out}: the cheapest that was found within {bound.said(bound.bound)} ({bound.kind})")
@@ -143,14 +147,14 @@ def _show(found: Found, out: Path, seconds: float) -> None:
     ])  # fmt: skip
 
 
-def _said(found: Found, loss: Loss) -> str:
+def _said(found: SearchResult, loss: Loss) -> str:
     """With its error, and whether it is within the bound."""
     bound, off = found.asked.bound, "" if loss.kl_error is None else f" ± {loss.kl_error:.1g}"
     beyond = "" if bound.of(loss) <= bound.bound else ", BEYOND THE BOUND"
     return f"{bound.said(bound.of(loss))} ({bound.kind}{beyond}), KL {loss.kl:.3g}{off} on {loss.tokens:,} tokens"
 
 
-def _frontier(found: Found, cost: Callable[[float], str]) -> None:
+def _frontier(found: SearchResult, cost: Callable[[float], str]) -> None:
     """Those that were measured, and some between them."""
     mixes, measured = found.search.mixes, found.search.measured
     between = {round(i * (len(mixes) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)}
@@ -165,5 +169,5 @@ def _frontier(found: Found, cost: Callable[[float], str]) -> None:
     ])  # fmt: skip
 
 
-def _cost(asked: Goal, value: float) -> str:
+def _cost(asked: SearchGoal, value: float) -> str:
     return size(value) if not asked.rows else f"{value * 1e3:.3f} ms"

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.build.run import show
-from millrace.cli.compress.request import Asked
+from millrace.cli.compress.request import CompressOptions
 from millrace.cli.console import progress
 from millrace.cli.engine_tables import Tables
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 from millrace.compile.builder import build_engine
 from millrace.compile.disk_space_check import check_new
 from millrace.compile.settings import BuildSettings
@@ -41,12 +41,12 @@ def check_engine(engine: Path | None, out: Path) -> None:
         raise ConfigError(f"--engine {engine} and -o {out} are one in the other", "two folders", "name another")
 
 
-def built(asked: Asked) -> Built | None:
+def built(asked: CompressOptions) -> Built | None:
     """Of the folder that was made. None where no engine was asked for"""
     if asked.engine is None:
         return None
     started_s = time.perf_counter()
-    with ended_in_order(), progress(asked.as_json) as report:
+    with raise_on_sigterm(), progress(asked.as_json) as report:
         engine = build_engine(
             asked.output.name, asked.output, asked.engine, BuildSettings(), asked.env.cache, None, report, pricing
         )

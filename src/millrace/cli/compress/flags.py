@@ -44,7 +44,7 @@ def budget_options(command: Command) -> Command:
 
 
 def proof_options(command: Command) -> Command:
-    """Those that `Proof` takes."""
+    """Those that `AccuracyProofOptions` takes."""
     for option in (
         click.option("--questions", type=click.IntRange(1), metavar="N",
                      help=f"Of each subject of MMLU; default: {QUESTIONS}."),

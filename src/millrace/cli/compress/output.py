@@ -9,12 +9,12 @@ from millrace.cli.compress.request import Sampling
 from millrace.cli.console import heading, note, pairs, print_json, size, table
 from millrace.compress.calibration.calibrated_methods import Needs, needs
 from millrace.compress.compress import Result
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure.accuracy import memory_bytes
 from millrace.compress.recipe import PRESETS
 from millrace.compress.report.method_comparison import precisions_of
 from millrace.compress.search.candidates import rounding_seconds, stored_formats
-from millrace.compress.search.search import Goal, most_bytes
+from millrace.compress.search.search import SearchGoal, most_bytes
 from millrace.errors import CheckpointError
 from millrace.evaluate.sizes import LENGTH
 from millrace.report.format_numbers import count
@@ -22,7 +22,7 @@ from millrace.report.format_numbers import count
 WORST = 3  # layers that are named
 
 
-def about(job: Job) -> dict[str, Any]:
+def about(job: CompressionPlan) -> dict[str, Any]:
     return {
         "recipe": job.recipe.name, "layers": len(job.treated), "kept": _kept(job), "weights": job.n_weights,
         "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
@@ -30,7 +30,7 @@ def about(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
+def show_plan(job: CompressionPlan, asked: Sampling, measures: bool, as_json: bool) -> None:
     tokens = asked.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
     memory = job.memory_bytes + (first.memory_bytes if first else 0)
@@ -48,7 +48,7 @@ def show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
     notes(job)
 
 
-def show_search(job: Job, asked: Goal, sampling: Sampling, as_json: bool) -> None:
+def show_search(job: CompressionPlan, asked: SearchGoal, sampling: Sampling, as_json: bool) -> None:
     """Of `--max-loss`: every format of every layer is rounded once, and a few mixes are made and measured."""
     tokens = sampling.n * LENGTH
     first, formats = needs(job, tokens), stored_formats(job)
@@ -73,8 +73,8 @@ def show_search(job: Job, asked: Goal, sampling: Sampling, as_json: bool) -> Non
 
 def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling, as_json: bool) -> None:
     """Of `--advise`: what each method would make, or why a layer cannot take it."""
-    rows: dict[str, Job | str] = {name: _planned(checkpoint, name) for name in names}
-    jobs = [job for job in rows.values() if isinstance(job, Job)]
+    rows: dict[str, CompressionPlan | str] = {name: _planned(checkpoint, name) for name in names}
+    jobs = [job for job in rows.values() if isinstance(job, CompressionPlan)]
     tokens = sampling.n * LENGTH
     first = needs(jobs[0], tokens) if any(job.calibrated for job in jobs) else None
     if as_json:
@@ -95,14 +95,14 @@ def show_advice(checkpoint: Checkpoint, names: Sequence[str], sampling: Sampling
         note("4-bit weights are measured twice: as they are, with 16-bit activations, and as w4a8, with 8-bit ones")
 
 
-def _planned(checkpoint: Checkpoint, name: str) -> Job | str:
+def _planned(checkpoint: Checkpoint, name: str) -> CompressionPlan | str:
     try:
         return plan(checkpoint, PRESETS[name])
     except CheckpointError as error:  # a method that a layer of this model cannot take
         return error.what
 
 
-def _figures(job: Job) -> dict[str, Any]:
+def _figures(job: CompressionPlan) -> dict[str, Any]:
     return {
         "bits_per_weight": job.bits_per_weight, "bytes_after": job.bytes_after, "memory_bytes": job.memory_bytes,
         "seconds": job.seconds, "statistics": job.calibrated,
@@ -114,7 +114,7 @@ def _statistics(first: Needs, tokens: int) -> str:
     return f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {disk}"
 
 
-def sizes(job: Job) -> list[tuple[str, str]]:
+def sizes(job: CompressionPlan) -> list[tuple[str, str]]:
     kept = f", {', '.join(_kept(job)[:4])} left as floats" if _kept(job) else ""
     return [
         ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{kept}"),
@@ -123,12 +123,12 @@ def sizes(job: Job) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _kept(job: Job) -> list[str]:
+def _kept(job: CompressionPlan) -> list[str]:
     """Linear layers to which nothing is done."""
     return [name for name in job.ignored if name not in job.sparse]
 
 
-def notes(job: Job) -> None:
+def notes(job: CompressionPlan) -> None:
     for text in job.notes:
         note(f"note: {text}")
 

@@ -16,13 +16,13 @@ from millrace.cli.compress.flags import QUESTIONS
 from millrace.cli.compress.request import command_line, one_text, said_if_untold
 from millrace.cli.console import Progress, note, progress
 from millrace.cli.eval.questions import answers_to_mmlu
-from millrace.cli.eval.request import Asked, precision_of
+from millrace.cli.eval.request import EvalOptions, precision_of
 from millrace.cli.open_model import opened
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.compress.calibration.calibrated_methods import is_of
 from millrace.compress.checkpoint.compression_record import Flips, read_record
-from millrace.compress.measure.accuracy import Loss, Simulated, measure, why_not, windows_for
+from millrace.compress.measure.accuracy import Loss, Simulated, measure, unmeasurable_reason, windows_for
 from millrace.compress.measure.speed import TOKENS, Speeds, paces
 from millrace.compress.report.page import write_page
 from millrace.env import Env
@@ -30,7 +30,7 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.mmlu import LM_EVAL, read_subjects
 from millrace.evaluate.paired_comparison import wilson
-from millrace.evaluate.resumable_results import RIGHT, beside
+from millrace.evaluate.resumable_results import RIGHT, results_path
 from millrace.evaluate.text_windows import Windows
 from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.settings import RunSettings
@@ -39,7 +39,7 @@ TUNE_S = 2.0  # as `millrace build` has it: of the engines that are cached
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class AccuracyProofOptions:
     """What is to be measured. text: None for no loss; mmlu: a folder that was read once and found right"""
 
     text: Calibration | None
@@ -50,7 +50,7 @@ class Proof:
     @classmethod
     def asked(
         cls, *, evaluate: bool, calibration: str | None, measure_speed: bool, mmlu: Path | None, questions: int | None
-    ) -> "Proof":
+    ) -> "AccuracyProofOptions":
         """raises ConfigError for options that do not go together, and files that are not what they should be"""
         if calibration is not None and not evaluate:
             raise ConfigError("--calibration is given, and nothing is measured", "one of both", "leave one out")
@@ -70,7 +70,7 @@ class Proof:
         """What the loss is measured on, or why there is none. raises ConfigError for a text that is too short"""
         if self.text is None:
             return "--no-evaluate was given"
-        return why_not(source) or windows_for(source, self.text)
+        return unmeasurable_reason(source) or windows_for(source, self.text)
 
     def loss(self, model: str, source: Checkpoint, out: Path, read: Windows | str, report: Progress) -> dict[str, Any]:
         """Into the record. model: as it was typed"""
@@ -99,7 +99,9 @@ def _kept(out: Path, what: str, found: dict[str, Any], model: str) -> dict[str, 
     return {what: found}
 
 
-def measure_again(model: str, source: Checkpoint, out: Path, proof: Proof, report: Progress) -> dict[str, Any]:
+def measure_again(
+    model: str, source: Checkpoint, out: Path, proof: AccuracyProofOptions, report: Progress
+) -> dict[str, Any]:
     """Of a folder that is there. raises ConfigError for one that is not, or was made of another model"""
     record = read_record(out)
     if record.model and record.model != source.identity():
@@ -125,7 +127,7 @@ def said_if_ended(model: str, out: Path) -> Iterator[None]:
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """To be shown, of what `Proof` found."""
+    """To be shown, of what `AccuracyProofOptions` found."""
     return [*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))]
 
 
@@ -147,13 +149,13 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
 def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool]) -> Flips:
     env, quiet = how
     both = [
-        answers_to_mmlu(Asked(
+        answers_to_mmlu(EvalOptions(
             model=name, task="mmlu", build=BuildSettings(tune=TUNE_S), run=RunSettings(), env=env, as_json=quiet,
             data=folder, definition=LM_EVAL, limit=n,
         )) for name in (model, str(out))
     ]  # fmt: skip
     source, made = both
-    flips = beside(made, source)[RIGHT]
+    flips = results_path(made, source)[RIGHT]
     rights = [sum(one.right for one in each.records.values()) for each in both]
     return Flips(
         task=made.about.task, questions=flips.n, source_precision=source.about.precision,

@@ -22,9 +22,9 @@ from millrace.compress.calibration.calibrated_methods import (
 )
 from millrace.compress.calibration.calibration_pass import digest_of
 from millrace.compress.calibration.statistics import ABOUT, Statistics, read_about
-from millrace.compress.checkpoint.checkpoint_writer import beside
-from millrace.compress.compression_plan import Job
-from millrace.compress.measure.accuracy import why_not
+from millrace.compress.checkpoint.checkpoint_writer import staging_folder
+from millrace.compress.compression_plan import CompressionPlan
+from millrace.compress.measure.accuracy import unmeasurable_reason
 from millrace.compress.presets import SAMPLES
 from millrace.engine.artifact.manifest import MANIFEST
 from millrace.env import Env
@@ -35,7 +35,7 @@ from millrace.evaluate.text_windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompressOptions:
     """What every way of `millrace compress` is asked with. model: as it was typed; sampling: what statistics are of;
     engine: the folder of one to build of what was made, or None"""
 
@@ -120,7 +120,7 @@ class Sampling:
         assert self.statistics is not None, "checked before"
         return statistics_of(checkpoint, None, self.statistics, lambda *_: None).about.text
 
-    def temporary_bytes(self, job: Job) -> int:
+    def temporary_bytes(self, job: CompressionPlan) -> int:
         """Of statistics beside the output."""
         if self.statistics is not None:
             return 0
@@ -137,7 +137,7 @@ def one_text(measured: Calibration) -> ConfigError:
 
 
 @contextmanager
-def statistics_for(job: Job, out: Path, asked: Sampling, report: Progress) -> Iterator[Statistics]:
+def statistics_for(job: CompressionPlan, out: Path, asked: Sampling, report: Progress) -> Iterator[Statistics]:
     """Of the job's model. Those that nobody keeps lie beside the output, and are gone afterwards."""
     text: Windows | None = None
     if asked.samples_from is not None:
@@ -145,7 +145,7 @@ def statistics_for(job: Job, out: Path, asked: Sampling, report: Progress) -> It
     if asked.statistics is not None:
         yield statistics_of(job.checkpoint, text, asked.statistics, report)
         return
-    with beside(out, "statistics") as folder:
+    with staging_folder(out, "statistics") as folder:
         yield statistics_of(job.checkpoint, text, folder / "kept", report)
 
 
@@ -166,7 +166,7 @@ def opened(model: str, env: Env, report: Progress) -> Checkpoint:
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:
     """raises CheckpointError for a model that reads no text, of which no loss can be measured"""
-    without = why_not(checkpoint)
+    without = unmeasurable_reason(checkpoint)
     if without:
         raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
     return checkpoint

@@ -13,15 +13,15 @@ from millrace.cli.compress.advise import advised
 from millrace.cli.compress.budget import searched
 from millrace.cli.compress.engine import built, check_engine
 from millrace.cli.compress.output import WORST, about, notes, show_plan, sizes, worst
-from millrace.cli.compress.proof import Proof, measure_again, rows_of, said_if_ended
-from millrace.cli.compress.request import Asked, Sampling, command_line, opened, statistics_for
+from millrace.cli.compress.proof import AccuracyProofOptions, measure_again, rows_of, said_if_ended
+from millrace.cli.compress.request import CompressOptions, Sampling, command_line, opened, statistics_for
 from millrace.cli.console import heading, pairs, print_json, progress
-from millrace.cli.signals import ended_in_order
+from millrace.cli.signals import raise_on_sigterm
 from millrace.compress.calibration.calibrated_methods import by_statistics
 from millrace.compress.checkpoint.checkpoint_writer import check_place
 from millrace.compress.compress import Way, by_rounding, compress
-from millrace.compress.compression_plan import Job, plan
-from millrace.compress.measure.accuracy import why_not
+from millrace.compress.compression_plan import CompressionPlan, plan
+from millrace.compress.measure.accuracy import unmeasurable_reason
 from millrace.compress.recipe import read_recipe
 from millrace.compress.report.page import write_page
 from millrace.env import Env
@@ -48,7 +48,7 @@ def run(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> N
     sampling.check_folder(output, makes=way != "--advise")
     engine: Path | None = given.pop("engine")
     check_engine(engine, output)
-    run[way](Asked(env, model, output, as_json, sampling, engine), **given)
+    run[way](CompressOptions(env, model, output, as_json, sampling, engine), **given)
 
 
 def _way(given: dict[str, Any]) -> str:
@@ -75,11 +75,11 @@ def _way(given: dict[str, Any]) -> str:
     return way
 
 
-def _by_recipe(asked: Asked, /, recipe: str, dry_run: bool, **more: Any) -> None:
+def _by_recipe(asked: CompressOptions, /, recipe: str, dry_run: bool, **more: Any) -> None:
     started_s, model, output, sampling = time.perf_counter(), asked.model, asked.output, asked.sampling
-    proof = Proof.asked(**_of_proof(more))
+    proof = AccuracyProofOptions.asked(**_of_proof(more))
     calibration: str | None = more["calibration"]
-    with ended_in_order(), progress(asked.as_json) as report:
+    with raise_on_sigterm(), progress(asked.as_json) as report:
         checkpoint = opened(model, asked.env, report)
         job = plan(checkpoint, read_recipe(recipe))
         sampling.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
@@ -95,7 +95,7 @@ def _by_recipe(asked: Asked, /, recipe: str, dry_run: bool, **more: Any) -> None
             with said_if_ended(model, output):
                 found = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
-        show_plan(job, sampling, more["evaluate"] and not why_not(checkpoint), asked.as_json)
+        show_plan(job, sampling, more["evaluate"] and not unmeasurable_reason(checkpoint), asked.as_json)
         return
     with said_if_ended(model, output):
         found |= proof.more(model, output, asked.env, asked.as_json)
@@ -116,12 +116,12 @@ def _of_proof(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in ("calibration", *_PROOF)}
 
 
-def _measure_again(asked: Asked, /, **more: Any) -> None:
+def _measure_again(asked: CompressOptions, /, **more: Any) -> None:
     model, out = asked.model, asked.output
-    proof = Proof.asked(**_of_proof(more))
+    proof = AccuracyProofOptions.asked(**_of_proof(more))
     if not proof.asks:
         raise ConfigError("--measure is given, and nothing is to be measured", "one of both", "leave --no-evaluate out")
-    with ended_in_order(), progress(asked.as_json) as report:
+    with raise_on_sigterm(), progress(asked.as_json) as report:
         found = measure_again(model, opened(model, asked.env, report), out, proof, report)
     found |= proof.more(model, out, asked.env, asked.as_json)
     if asked.as_json:
@@ -132,7 +132,7 @@ def _measure_again(asked: Asked, /, **more: Any) -> None:
 
 
 @contextmanager
-def _way_of(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
+def _way_of(job: CompressionPlan, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Way, dict[str, Any]]]:
     """How the job is done, and what is to be recorded of it."""
     if not job.calibrated:
         yield by_rounding, {}

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from millrace.api.offline_generate import generate
-from millrace.bench.client.demo_client import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.client.demo_client import ChatResult, DemoChatRequest, ask, ask_all, quantile
 from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.console import heading, note, pairs, print_json, size
 from millrace.cli.engine_tables import Tables
@@ -36,7 +36,7 @@ CONCURRENCY, ROUNDS, LOAD_TOKENS = 16, 2, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DemoReport:
     """Everything that was measured."""
 
     busy: float  # processes that wanted to run in the minute before
@@ -44,8 +44,8 @@ class Told:
     build_s: float
     roofline: Roofline
     ready_s: float
-    answer: Heard
-    answers: list[Heard]
+    answer: ChatResult
+    answers: list[ChatResult]
     load_s: float
     stop_s: float
     engine_tokens_per_s: float  # the same load in one process, without HTTP
@@ -63,7 +63,7 @@ def run(as_json: bool) -> None:
             _show(told, report)
 
 
-def _journey(folder: Path, say: Any, quiet: bool) -> Told:
+def _journey(folder: Path, say: Any, quiet: bool) -> DemoReport:
     busy = load()
     say("Measuring this machine ...")
     roofline = roofline_here(usable_isas()[0], usable_cores())
@@ -76,7 +76,9 @@ def _journey(folder: Path, say: Any, quiet: bool) -> Told:
         heard, load_s = ask_all(server.url, _load(), CONCURRENCY)
         stop_s = _stop(server)
     engine_tokens_per_s = _without_http(tables.engine)
-    return Told(busy, tables, build_s, roofline, server.ready_s, answer, heard, load_s, stop_s, engine_tokens_per_s)
+    return DemoReport(
+        busy, tables, build_s, roofline, server.ready_s, answer, heard, load_s, stop_s, engine_tokens_per_s
+    )
 
 
 def _build(folder: Path) -> tuple[Tables, float]:
@@ -85,25 +87,25 @@ def _build(folder: Path) -> tuple[Tables, float]:
     return Tables(engine), time.perf_counter() - start_s
 
 
-def _ask(url: str, quiet: bool) -> Heard:
+def _ask(url: str, quiet: bool) -> ChatResult:
     """One question, the answer shown as it comes."""
     if quiet:
-        return ask(url, Ask(QUESTION, 128, seed=1))
+        return ask(url, DemoChatRequest(QUESTION, 128, seed=1))
     click.echo(f"\n  {click.style('you  ', fg='cyan')} {QUESTION}\n  {click.style('tiny ', fg='green')} ", nl=False)
-    answer = ask(url, Ask(QUESTION, 128, seed=1), lambda text: click.echo(text, nl=False))
+    answer = ask(url, DemoChatRequest(QUESTION, 128, seed=1), lambda text: click.echo(text, nl=False))
     click.echo("\n")
     return answer
 
 
-def _load() -> list[Ask]:
+def _load() -> list[DemoChatRequest]:
     texts = [f"Tell me a story about a {KINDS[i % len(KINDS)]}." for i in range(ROUNDS * CONCURRENCY)]
-    return [Ask(text, LOAD_TOKENS, seed=i, ignore_eos=True) for i, text in enumerate(texts)]
+    return [DemoChatRequest(text, LOAD_TOKENS, seed=i, ignore_eos=True) for i, text in enumerate(texts)]
 
 
 def _stop(server: ServerProcess) -> float:
     """SIGTERM while an answer is running: it must still come in full. raises MachineError"""
-    started, heard = threading.Event(), list[Heard]()
-    asked = Ask(QUESTION, LOAD_TOKENS, seed=2, ignore_eos=True)
+    started, heard = threading.Event(), list[ChatResult]()
+    asked = DemoChatRequest(QUESTION, LOAD_TOKENS, seed=2, ignore_eos=True)
     reader = threading.Thread(target=lambda: heard.append(ask(server.url, asked, lambda text: started.set())))
     reader.start()
     started.wait(30)
@@ -133,7 +135,7 @@ def _rate(loop: EngineLoop, prompts: list[list[int]], params: list[SamplingParam
     return sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start_s)
 
 
-def _report(told: Told) -> dict[str, Any]:
+def _report(told: DemoReport) -> dict[str, Any]:
     """JSON-able."""
     heard = told.answers
     ttft, gaps, pauses = (
@@ -172,7 +174,7 @@ def _report(told: Told) -> dict[str, Any]:
     }
 
 
-def _show(told: Told, report: dict[str, Any]) -> None:
+def _show(told: DemoReport, report: dict[str, Any]) -> None:
     m, memory = told.tables.engine.manifest, told.tables.memory()
     ttft, gaps, limit = report["ttft_s"], report["inter_token_s"], report["limit"]
     heading("What was built")

@@ -9,13 +9,13 @@ from typing import Any, Generic, Protocol
 
 from millrace.api.offline_generate import incoming
 from millrace.cli.console import Progress, heading, pairs, print_json, progress, table
-from millrace.cli.eval.request import Asked, about, told
+from millrace.cli.eval.request import EvalOptions, about, told
 from millrace.cli.local_generation import chat_ids
 from millrace.cli.open_model import opened
 from millrace.compile.settings import BuildSettings
 from millrace.errors import MachineError
 from millrace.evaluate import generation, multiple_choice
-from millrace.evaluate.generation import Ask, Generates, Judge, Said, asks, judges
+from millrace.evaluate.generation import GeneratedAnswer, Generates, GenerationTask, Judge, asks, judges
 from millrace.evaluate.mmlu import ORIGINAL, Mmlu, read_subjects
 from millrace.evaluate.paired_comparison import Paired, Verdict, wilson
 from millrace.evaluate.questions import Questions, read_questions
@@ -24,16 +24,16 @@ from millrace.evaluate.resumable_results import (
     RIGHT,
     Chosen,
     J,
-    Kept,
     Results,
-    beside,
+    ResumableResults,
     check_same,
     check_whole,
     read,
+    results_path,
 )
 from millrace.evaluate.sizes import MAX_SHOTS
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 
 
@@ -45,7 +45,7 @@ class _Task(Generic[J]):
     digest: str
     n: int
     kind: type[J]
-    answer: Callable[[Opened, Kept[J], Progress], None]
+    answer: Callable[[RunningModel, ResumableResults[J], Progress], None]
     lost: str = "their beginning"
 
 
@@ -55,16 +55,16 @@ class _Grouped(Protocol):
     def groups(self, tokenizer: Any, room: int) -> Sequence[multiple_choice.Group]: ...
 
 
-def of_mmlu(asked: Asked) -> None:
+def of_mmlu(asked: EvalOptions) -> None:
     _evaluate(asked, _mmlu(asked))
 
 
-def answers_to_mmlu(asked: Asked) -> Results[Chosen]:
+def answers_to_mmlu(asked: EvalOptions) -> Results[Chosen]:
     """Without showing anything; those that were answered before among them."""
     return _results(asked, _mmlu(asked), asked.model, asked.build, asked.out)
 
 
-def _mmlu(asked: Asked) -> _Task[Chosen]:
+def _mmlu(asked: EvalOptions) -> _Task[Chosen]:
     assert asked.data is not None, "the command has looked"
     shots = MAX_SHOTS if asked.shots is None else asked.shots
     mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
@@ -73,7 +73,7 @@ def _mmlu(asked: Asked) -> _Task[Chosen]:
     return _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost)
 
 
-def of_a_file(asked: Asked) -> None:
+def of_a_file(asked: EvalOptions) -> None:
     questions = read_questions(Path(asked.task), asked.limit)
     n = len(questions.lines)
     if questions.is_choice:
@@ -81,15 +81,21 @@ def of_a_file(asked: Asked) -> None:
         _evaluate(asked, _Task(name, questions.digest, n, Chosen, partial(_choose, questions)))
     else:
         name, judged = f"{questions.name}, generated", judges(questions)
-        _evaluate(asked, _Task(name, questions.digest, n, Said, partial(_generate, questions, judged)))
+        _evaluate(asked, _Task(name, questions.digest, n, GeneratedAnswer, partial(_generate, questions, judged)))
 
 
-def _choose(of: _Grouped, found: Opened, kept: Kept[Chosen], report: Progress) -> None:
+def _choose(of: _Grouped, found: RunningModel, kept: ResumableResults[Chosen], report: Progress) -> None:
     groups = of.groups(found.tokenizer, found.executor.limits.context_tokens)
     multiple_choice.answer(found.native, groups, kept, report)
 
 
-def _generate(of: Questions, judged: Sequence[Judge], found: Opened, kept: Kept[Said], report: Progress) -> None:
+def _generate(
+    of: Questions,
+    judged: Sequence[Judge],
+    found: RunningModel,
+    kept: ResumableResults[GeneratedAnswer],
+    report: Progress,
+) -> None:
     room = found.executor.limits.context_tokens
     asked = asks(of, judged, found.tokenizer, partial(chat_ids, found), room)
     generation.answer(_greedily(found.loop(found.for_throughput())), asked, len(of.lines), kept, report)
@@ -98,7 +104,7 @@ def _generate(of: Questions, judged: Sequence[Judge], found: Opened, kept: Kept[
 def _greedily(loop: EngineLoop) -> Generates:
     """raises MachineError where an answer failed"""
 
-    def generates(asked: Sequence[Ask]) -> Generator[tuple[int, str], None, None]:
+    def generates(asked: Sequence[GenerationTask]) -> Generator[tuple[int, str], None, None]:
         params = [
             SamplingParams(
                 temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=one.max_tokens, stop=one.stop
@@ -118,7 +124,7 @@ def _greedily(loop: EngineLoop) -> Generates:
     return generates
 
 
-def _evaluate(asked: Asked, task: _Task[J]) -> None:
+def _evaluate(asked: EvalOptions, task: _Task[J]) -> None:
     other, theirs = None, BuildSettings()
     if asked.against is not None and Path(asked.against).suffix == ".jsonl":
         other = read(Path(asked.against), task.kind)
@@ -128,7 +134,7 @@ def _evaluate(asked: Asked, task: _Task[J]) -> None:
     mine = _results(asked, task, asked.model, asked.build, asked.out)
     if asked.against is not None and other is None:
         other = _results(asked, task, asked.against, theirs, None)
-    compared = beside(mine, other) if other else {}
+    compared = results_path(mine, other) if other else {}
     if asked.as_json:
         print_json({**_told(mine), **({"against": _compared(other, compared)} if other else {})})
         return
@@ -137,12 +143,12 @@ def _evaluate(asked: Asked, task: _Task[J]) -> None:
         _show_compared(other, compared)
 
 
-def _results(asked: Asked, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
+def _results(asked: EvalOptions, task: _Task[J], model: str, build: BuildSettings, out: Path | None) -> Results[J]:
     """All questions, those that were answered before among them."""
     quiet = asked.as_json
     with opened(model, build, asked.run, asked.env, quiet=quiet, one_table=True) as found, progress(quiet) as report:
         mine = about(found, task.name, task.digest)
-        with closing(Kept(asked.kept_at(mine, out), mine, task.kind)) as kept:
+        with closing(ResumableResults(asked.kept_at(mine, out), mine, task.kind)) as kept:
             task.answer(found, kept, report)
     answered = Results(mine, kept.records)
     check_whole(answered, task.n)

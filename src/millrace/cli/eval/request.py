@@ -12,12 +12,12 @@ from millrace.env import Env
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.multiple_choice import digest
 from millrace.evaluate.resumable_results import About
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 from millrace.runtime.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EvalOptions:
     """The command line; None and (): not said."""
 
     model: str
@@ -46,11 +46,11 @@ class Asked:
         return BuildSettings(precision=precision, max_context=self.build.max_context, tune=self.build.tune)
 
 
-def precision_of(found: Opened) -> str:
+def precision_of(found: RunningModel) -> str:
     return ", ".join(f"{name} {p}" for name, p in found.engine.manifest.precision.items())
 
 
-def about(found: Opened, task: str, data: str) -> About:
+def about(found: RunningModel, task: str, data: str) -> About:
     return About(found.name, found.engine.manifest.identity, precision_of(found), task, data)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.eval.questions import of_a_file, of_mmlu
-from millrace.cli.eval.request import Asked
+from millrace.cli.eval.request import EvalOptions
 from millrace.cli.eval.texts import agreement_with, perplexity_of
 from millrace.cli.options import made
 from millrace.compile.settings import BuildSettings
@@ -37,7 +37,7 @@ def run(env: Env, /, model: str, task: str, as_json: bool, **given: Any) -> None
     if run.device != CPU:
         what = f"--device is {run.device}, and --task {kind} reads logits as the CPU's executor keeps them"
         raise ConfigError(what, "the CPU", "leave --device out")
-    _TASKS[kind](Asked(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **taken))
+    _TASKS[kind](EvalOptions(model=model, task=task, build=build, run=run, env=env, as_json=as_json, **taken))
 
 
 def _taken(kind: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -7,27 +7,27 @@ import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.console import heading, pairs, print_json, progress
-from millrace.cli.eval.request import Asked, about, as_json, precision_of, told, with_error
+from millrace.cli.eval.request import EvalOptions, about, as_json, precision_of, told, with_error
 from millrace.cli.open_model import opened
 from millrace.compile.resolve_model import model_folder
 from millrace.compile.source import Source
 from millrace.engine.artifact.manifest import MANIFEST
 from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Mean
-from millrace.evaluate.kl_agreement import Agreement, Told, agreement, check_window, compare
+from millrace.evaluate.kl_agreement import Agreement, AgreementReport, agreement, check_window, compare
 from millrace.evaluate.multiple_choice import digest
 from millrace.evaluate.perplexity import LM_EVAL, Cut, Sums, cut, measure, perplexities, window_of
-from millrace.evaluate.resumable_results import About, Kept
+from millrace.evaluate.resumable_results import About, ResumableResults
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
 from millrace.evaluate.text_windows import Windows, windows
-from millrace.runtime.open_engine import Opened
+from millrace.runtime.open_engine import RunningModel
 
 _MOST_BYTES = 16 << 20
 _ERRORS = {True: "over documents", False: "over tokens, as if they were independent"}
 
 
-def perplexity_of(asked: Asked) -> None:
+def perplexity_of(asked: EvalOptions) -> None:
     text = _text(asked)
     with opened(
         asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=asked.as_json, one_table=True
@@ -36,7 +36,7 @@ def perplexity_of(asked: Asked) -> None:
         read = cut(asked.definition, text, found.tokenizer, asked.window, context)
         mine = about(found, read.name, digest(text))
         with (
-            closing(Kept(asked.kept_at(mine, asked.out), mine, Sums)) as kept,
+            closing(ResumableResults(asked.kept_at(mine, asked.out), mine, Sums)) as kept,
             progress(asked.as_json) as report,
         ):
             sums = measure(found.native, read, asked.limit, kept, report)
@@ -66,7 +66,7 @@ def _read(read: Cut, n_units: int, n: int) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def agreement_with(asked: Asked) -> None:
+def agreement_with(asked: EvalOptions) -> None:
     text, model = _text(asked), asked.against or asked.model
     build = asked.build_of_other(model, None if asked.against else _own_float(asked))
     quiet = asked.as_json
@@ -75,7 +75,10 @@ def agreement_with(asked: Asked) -> None:
         opened(asked.model, asked.build, asked.run, asked.env, sequences=1, quiet=quiet, one_table=True) as found,
     ):
         mine, read = _beside(asked, text, found, reference)
-        with closing(Kept(asked.kept_at(mine, asked.out), mine, Told)) as kept, progress(quiet) as report:
+        with (
+            closing(ResumableResults(asked.kept_at(mine, asked.out), mine, AgreementReport)) as kept,
+            progress(quiet) as report,
+        ):
             tokens = compare(found.native, reference.native, read, asked.limit, kept, report)
         other = {"model": reference.name, "precision": precision_of(reference)}
         bos = "at each window" if found.tokenizer.special_around[0] else "none"
@@ -96,7 +99,7 @@ def agreement_with(asked: Asked) -> None:
     )  # fmt: skip
 
 
-def _beside(asked: Asked, text: str, found: Opened, reference: Opened) -> tuple[About, Windows]:
+def _beside(asked: EvalOptions, text: str, found: RunningModel, reference: RunningModel) -> tuple[About, Windows]:
     """raises ConfigError where there is nothing to compare, not the same tokens, or too much of it at once"""
     mine, theirs = (one.engine.manifest for one in (found, reference))
     if mine.identity == theirs.identity:
@@ -117,7 +120,7 @@ def _beside(asked: Asked, text: str, found: Opened, reference: Opened) -> tuple[
     return about(found, of, digest((text, theirs.identity))), read
 
 
-def _own_float(asked: Asked) -> str | None:
+def _own_float(asked: EvalOptions) -> str | None:
     """The precision of a reference of the same checkpoint: its own numbers, or float32 where these are integers.
 
     raises ConfigError for an engine, which was built in one precision
@@ -133,7 +136,7 @@ def _own_float(asked: Asked) -> str | None:
     return "fp32" if quantised else None
 
 
-def _text(asked: Asked) -> str:
+def _text(asked: EvalOptions) -> str:
     assert asked.data is not None, "the command has looked"
     return read_text(asked.data, "--data", _MOST_BYTES, "a text file, like WikiText's wiki.test.raw")
 

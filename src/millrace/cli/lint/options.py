@@ -9,10 +9,10 @@ import click
 from millrace.cli.console import heading, note, pairs, print_json
 from millrace.cli.main import MISTAKE
 from millrace.cli.options import json_option
-from millrace.errors import plain
+from millrace.errors import sanitize
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.problems import Level, Problem
-from millrace.model_repository.repository.multi_repository import finds_batches, read_repositories
+from millrace.model_repository.repository.multi_repository import autocompletes_batching, read_repositories
 from millrace.model_repository.repository.repository_reader import Model, Repository
 
 EPILOG = """\b
@@ -61,7 +61,7 @@ def _show(repository: Repository) -> None:
     for problem in repository.problems:
         _tell(problem)
     for model in repository.models:
-        heading(plain(model.name))
+        heading(sanitize(model.name))
         pairs(list(_rows(model)))
         for problem in sorted(model.problems, key=_order):
             _tell(problem)
@@ -70,7 +70,7 @@ def _show(repository: Repository) -> None:
     counts = [(sum(p.level is level for p in _problems(repository)), level.value) for level in Level]
     told = ", ".join(f"{n} {word}{'s' if n != 1 and word != 'ignored' else ''}" for n, word in counts if n)
     found = f"{served} of {len(repository.models)} models can be served; {told or 'no remarks'}"
-    note(f"{plain(str(repository.root))}: {found}")
+    note(f"{sanitize(str(repository.root))}: {found}")
 
 
 def _order(problem: Problem) -> tuple[int, int, int]:
@@ -95,16 +95,16 @@ def _rows(model: Model) -> Iterator[tuple[str, str]]:
     yield "versions", _listed(model.served) + (f" (of the policy left out: {_listed(left)})" if left else "")
     yield "runs on", _backend(model)
     for word, tensors in (("inputs", config.input), ("outputs", config.output)):
-        known = ", ".join(plain(f"{t.name} {_type(t.data_type)} {list(t.dims)}") for t in tensors)
+        known = ", ".join(sanitize(f"{t.name} {_type(t.data_type)} {list(t.dims)}") for t in tensors)
         yield word, known or _FOUND
     yield "batches", _batches(model)
     if config.instance_group:
         kinds = [f"{g.count} on {g.kind.name.removeprefix('KIND_')}" for g in config.instance_group]
         yield "instances", ", ".join(kinds)
     if model.labels:
-        yield "labels", ", ".join(plain(f"{name}: {len(labels)}") for name, labels in model.labels.items())
+        yield "labels", ", ".join(sanitize(f"{name}: {len(labels)}") for name, labels in model.labels.items())
     if model.added:
-        yield "completed", plain("; ".join(model.added))
+        yield "completed", sanitize("; ".join(model.added))
 
 
 def _type(data_type: DataType) -> str:
@@ -121,15 +121,15 @@ def _listed(versions: Sequence[int]) -> str:
 def _backend(model: Model) -> str:
     config = model.config
     if config.ensemble_scheduling:
-        return plain("its steps: " + " -> ".join(s.model_name for s in config.ensemble_scheduling.step))
+        return sanitize("its steps: " + " -> ".join(s.model_name for s in config.ensemble_scheduling.step))
     file = f", {config.default_model_filename}" if config.default_model_filename else ""
-    return plain((config.backend or "nothing that is known") + file)
+    return sanitize((config.backend or "nothing that is known") + file)
 
 
 def _batches(model: Model) -> str:
     config = model.config
     size = f"up to {config.max_batch_size}" if config.max_batch_size > 0 else "none: its shapes are whole"
-    if finds_batches(model):
+    if autocompletes_batching(model):
         size = _FOUND
     if config.dynamic_batching:
         wait = config.dynamic_batching.max_queue_delay_microseconds
@@ -163,7 +163,7 @@ def _model(model: Model) -> dict[str, Any]:
 def _problem(problem: Problem) -> dict[str, Any]:
     place = problem.place
     return {
-        "level": problem.level.value, "file": plain(str(problem.file)), "line": place.line if place else None,
+        "level": problem.level.value, "file": sanitize(str(problem.file)), "line": place.line if place else None,
         "column": place.column if place else None, "what": problem.what, "expected": problem.expected,
         "mend": problem.mend,
     }  # fmt: skip

@@ -8,7 +8,7 @@ from millrace.compile.cache.engine_cache import DEFAULT_LIMIT, CacheEntry, Engin
 from millrace.engine.artifact.engine_tables import read_program_table
 from millrace.engine.artifact.manifest import read_manifest
 from millrace.env import Env
-from millrace.errors import EngineError, plain
+from millrace.errors import EngineError, sanitize
 from millrace.model.families import HEAD
 
 UNREADABLE = "unreadable"
@@ -21,7 +21,7 @@ def run(env: Env, as_json: bool) -> None:
     if as_json:
         print_json([_plain(e, known[e.name]) for e in entries])
     elif entries:
-        apart = told_apart(known)
+        apart = distinguishing_settings(known)
         rows = [
             (e.model, known[e.name].get("precision", UNREADABLE), size(e.nbytes), f"{age(e.last_used)} ago",
              apart[e.name], e.name)
@@ -50,15 +50,16 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
     head += ["rescored"] if any(step.kernel == "rescore" for step in steps) else []
     layers = {pattern: value for pattern, value in m.precision.items() if pattern not in ("default", HEAD)}
     return {
-        "model": entry.model, "precision": plain(m.precision.get("default", "?")), "context": m.max_context,
-        "batch": m.max_sequences, "kv": plain(m.kv_format), "head": plain(" ".join(head)), "groups": m.group,
+        "model": entry.model, "precision": sanitize(m.precision.get("default", "?")), "context": m.max_context,
+        "batch": m.max_sequences, "kv": sanitize(m.kv_format), "head": sanitize(" ".join(head)), "groups": m.group,
         "sums": m.cpu.bf16_sums,
-        "layers": plain(" ".join(f"{pattern} {value}" for pattern, value in layers.items())), "content": m.identity[:6],
+        "layers": sanitize(" ".join(f"{pattern} {value}" for pattern, value in layers.items())),
+        "content": m.identity[:6],
         "kl": m.evaluation.price.kl if m.evaluation.price else None, "price": m.evaluation.said,
     }  # fmt: skip
 
 
-def told_apart(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def distinguishing_settings(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """By name, in what an engine differs from others of its model and precision; "" where in nothing.
 
     content: other weights, said only where all else is equal; what a precision costs is never said: it follows

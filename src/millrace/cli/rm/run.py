@@ -1,7 +1,7 @@
 """Runs `millrace rm`, whose options are in `options.py`: `--help` imports nothing else."""
 
 from millrace.cli.console import note, print_json, size
-from millrace.cli.list.run import described, told_apart
+from millrace.cli.list.run import described, distinguishing_settings
 from millrace.compile.cache.engine_cache import EngineCache
 from millrace.env import Env
 
@@ -10,7 +10,7 @@ def run(env: Env, names: tuple[str, ...], as_json: bool) -> None:
     """Run `millrace rm`."""
     cache = EngineCache(env.cache)
     known = described(cache.entries())  # while it can still be read
-    apart, removed = told_apart(known), cache.remove(names)
+    apart, removed = distinguishing_settings(known), cache.remove(names)
     if as_json:
         print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
     for entry in () if as_json else removed:

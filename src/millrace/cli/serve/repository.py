@@ -5,7 +5,7 @@ import time
 from millrace.errors import ConfigError
 from millrace.model_repository.config.problems import Level
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.multi_repository import read_repositories
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.repository.repository_reader import Repository
@@ -18,7 +18,7 @@ def repository_model(flags: RepositoryFlags, guards: GuardFlags, operations: Ope
     """None where no repository is given. raises ConfigError for one whose models cannot all be served"""
     for guard in (guards.http, guards.grpc):  # so that a mistake in them is said at once
         guard()
-    Common.of(operations)
+    RepositoryContext.of(operations)
     if not flags.model_repository:
         if guards != GuardFlags():
             what = "parts of KServe's protocols are restricted or headers forwarded, and there are no tensor models"

@@ -28,7 +28,7 @@ from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.tracing.trace_flags import FLAG, TraceFlags
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open_engine import Opened, OpenedEncoder
+from millrace.runtime.open_engine import OpenedEncoder, RunningModel
 from millrace.runtime.scheduling.admission_policy import policy_named
 from millrace.runtime.scheduling.step_cost_model import StepProfile, read_profile
 from millrace.runtime.scheduling.token_budget import TokenBudget
@@ -37,7 +37,7 @@ from millrace.runtime.settings import RunSettings
 from millrace.serve.backend import ServedModel
 from millrace.serve.http.sockets import bind, check_tls, unix_socket
 from millrace.serve.llm.embeddings import EncoderModel
-from millrace.serve.llm.language_model import DecodeClock, TextModel
+from millrace.serve.llm.language_model import DecodeRoofline, TextModel
 from millrace.serve.llm.matryoshka import Matryoshka
 from millrace.serve.llm.prompt_warmup import WarmPrompt, read_warm_prompts
 from millrace.serve.ops.request_recorder import RecordedEngine, Recorder
@@ -125,7 +125,7 @@ def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
 
 
 def _to_serve(
-    opened: Opened | OpenedEncoder, flags: ServeFlags, turns: QueueFlags, warm: tuple[WarmPrompt, ...],
+    opened: RunningModel | OpenedEncoder, flags: ServeFlags, turns: QueueFlags, warm: tuple[WarmPrompt, ...],
     profile: StepProfile | None, env: Env,
 ) -> ServedModel:  # fmt: skip
     if isinstance(opened, OpenedEncoder):
@@ -152,7 +152,7 @@ def _to_serve(
 
 
 def _announcer(
-    as_json: bool, served: ServedModel, opened: Opened | OpenedEncoder | None = None, *, and_tensors: bool = False
+    as_json: bool, served: ServedModel, opened: RunningModel | OpenedEncoder | None = None, *, and_tensors: bool = False
 ) -> Announce:
     """opened: a model of text; None where there are tensor models alone, of which /docs says nothing"""
 
@@ -183,19 +183,21 @@ def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
     return () if file is None else read_warm_prompts(Path(file))
 
 
-def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock | None:
+def _decode_clock(model: RunningModel, budget: TokenBudget, env: Env) -> DecodeRoofline | None:
     """None where `millrace doctor` has not measured such a run: it measures CPUs."""
     if isinstance(model.engine, GpuEngine):
         return None
     roofline = kept_roofline(env.cache, model.isa, model.native.threads)
-    return None if roofline is None else DecodeClock(DecodeWork.of(model.engine), roofline, budget)
+    return None if roofline is None else DecodeRoofline(DecodeWork.of(model.engine), roofline, budget)
 
 
-def _served(model: Opened, engine: AsyncEngine, names: tuple[str, ...], clock: DecodeClock | None = None) -> TextModel:
+def _served(
+    model: RunningModel, engine: AsyncEngine, names: tuple[str, ...], clock: DecodeRoofline | None = None
+) -> TextModel:
     return TextModel(**_known(model, names), engine=engine, chat_template=model.chat_template, decode_clock=clock)
 
 
-def _known(model: Opened | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
+def _known(model: RunningModel | OpenedEncoder, names: tuple[str, ...]) -> dict[str, Any]:
     """What a server is told of a model of whatever kind."""
     m = model.engine.manifest
     own = next((name for name in names if "*" not in name), model.name)
@@ -210,17 +212,17 @@ def _known(model: Opened | OpenedEncoder, names: tuple[str, ...]) -> dict[str, A
     }  # fmt: skip
 
 
-def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
+def _introduce(model: RunningModel | OpenedEncoder, served: ServedModel) -> None:
     m, memory, full = model.engine.manifest, _memory(model), ""
-    if isinstance(model, Opened):
+    if isinstance(model, RunningModel):
         n_full = model.plan.full_sequences(model.engine)
         full = f"KV cache {size(memory['kv_bytes'])} ({n_full} full sequences), "
     heading(f"{served.name}", err=True)
     pairs(
         [
             ("model", f"{m.architecture}, {precision_told(model.engine)}, on {model.isa}"),
-            *([("sampling", _sampling_text(model))] if isinstance(model, Opened) else []),
-            *([("chat", _NO_TEMPLATE)] if isinstance(model, Opened) and model.chat_template is None else []),
+            *([("sampling", _sampling_text(model))] if isinstance(model, RunningModel) else []),
+            *([("chat", _NO_TEMPLATE)] if isinstance(model, RunningModel) and model.chat_template is None else []),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),
@@ -229,7 +231,7 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     )  # fmt: skip
 
 
-def _sampling_text(model: Opened) -> str:
+def _sampling_text(model: RunningModel) -> str:
     """How tokens are drawn if a request does not say it."""
     values = model.defaults.sampling
     told = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1, of the whole vocabulary"
@@ -237,7 +239,7 @@ def _sampling_text(model: Opened) -> str:
     return f"{told} ({origin}'s defaults: the file has none)" if origin else told
 
 
-def _memory(model: Opened | OpenedEncoder) -> dict[str, int]:
+def _memory(model: RunningModel | OpenedEncoder) -> dict[str, int]:
     cpu = model.engine.manifest.cpu
     return {
         "weights_bytes": cpu.weights_bytes,

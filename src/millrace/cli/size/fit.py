@@ -10,10 +10,10 @@ import click
 from millrace.cli.console import heading, note, pairs, print_json, table
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.report.format_numbers import four, things
+from millrace.report.format_numbers import format_4_digits, pluralize
 from millrace.size.answer.sizing import instance_of
 from millrace.size.fit.device import Residual
-from millrace.size.fit.overhead import Held, Run
+from millrace.size.fit.overhead import LeaveOneOutResult, Run
 from millrace.size.fit.overhead import leave_one_out as left_out
 from millrace.size.fit.overhead_file import OwnStack, write_stack
 from millrace.size.fit.user_runs import Refit, Result, read_results, refit
@@ -50,7 +50,7 @@ def run(
     _write(runs, lambda file: write_points(file, [_point(one, instance) for one in read]))
 
 
-def _held(found: Refit) -> list[Held]:
+def _held(found: Refit) -> list[LeaveOneOutResult]:
     """Each run by the others. raises ConfigError where these would be too few, or all of them too many"""
     runs = [replayed.run for replayed in found.runs]
     names = {_label(run) for run in runs}
@@ -64,7 +64,7 @@ def _label(run: Run) -> str:
     return f"{run.lengths.n_input}/{run.lengths.n_output}, {run.concurrency} in flight"
 
 
-def _show_held(held: list[Held]) -> None:
+def _show_held(held: list[LeaveOneOutResult]) -> None:
     heading("Each by a fit to all others")
     table(["left out", "requests/s", "TTFT", "ITL"],
           [[one.what, *(f"{e.bias:+.1%}" for e in (one.rate, one.ttft, one.itl))] for one in held])  # fmt: skip
@@ -92,13 +92,13 @@ def _row(one: Result, number: int, found: Refit) -> dict[str, float | str]:
 
 
 def _show(read: list[Result], found: Refit) -> None:
-    heading(f"{things(len(read), 'result')} beside a simulation, with {found.stack.name}")
+    heading(f"{pluralize(len(read), 'result')} beside a simulation, with {found.stack.name}")
     rows = []
     for one, replayed in zip(read, found.runs, strict=True):
         p = replayed.point
         rows.append([
-            one.source, f"{one.n_input:.0f}/{one.n_output:.0f}", f"{one.concurrency:.1f}", four(one.rate),
-            four(p.rate), *_ms(one.ttft_s, p.mean.ttft_s), *_ms(one.itl_s, p.mean.itl_s),
+            one.source, f"{one.n_input:.0f}/{one.n_output:.0f}", f"{one.concurrency:.1f}", format_4_digits(one.rate),
+            format_4_digits(p.rate), *_ms(one.ttft_s, p.mean.ttft_s), *_ms(one.itl_s, p.mean.itl_s),
         ])  # fmt: skip
     table(["", "in/out", "in flight", "requests/s", "computed", "TTFT, ms", "computed", "ITL, ms", "computed"], rows)
     s = found.stack

@@ -23,7 +23,7 @@ Examples:
   millrace size fit --help                           benchmarks of your own beside what is computed"""
 
 
-class _ByQuestion(click.Group):
+class _GroupedHelpCommand(click.Group):
     """Its help has the flags of each question below what is asked there."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -41,7 +41,7 @@ def _is_said(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
 
-@click.group(cls=_ByQuestion, invoke_without_command=True, epilog=EPILOG)
+@click.group(cls=_GroupedHelpCommand, invoke_without_command=True, epilog=EPILOG)
 @settings_options(*GROUPS)
 @click.option(
     "--answers",

@@ -3,7 +3,7 @@
 import click
 
 from millrace.cli.console import heading, pairs, table
-from millrace.report.format_numbers import four
+from millrace.report.format_numbers import format_4_digits
 from millrace.size.answer.answer import Answer
 from millrace.size.answer.multi_model import Shared
 from millrace.size.report.answer_json import cut_short, headline
@@ -11,14 +11,14 @@ from millrace.size.report.answer_tables import in_short, tables
 from millrace.size.report.table import Table
 
 
-def show(answer: Answer) -> None:
+def print_answer(answer: Answer) -> None:
     heading(headline(answer))
     pairs(in_short(answer))
     if answer.not_simulated:
         click.echo(f"  {cut_short(answer)}")
     for one in answer.there:
         click.echo(
-            f"  there are {one.systems} of {one.device}, which serve {four(one.rate)} requests/s within the limits"
+            f"  {one.systems} existing of {one.device} serve {format_4_digits(one.rate)} requests/s within the limits"
         )
     for part in tables(answer):
         _show(part)

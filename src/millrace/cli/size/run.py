@@ -11,7 +11,7 @@ import click
 from millrace.cli.console import note, print_json, progress, size
 from millrace.cli.html_output import check_page, write_page
 from millrace.cli.size.interview import ask
-from millrace.cli.size.output import show, show_shared
+from millrace.cli.size.output import print_answer, show_shared
 from millrace.compile.cache.rooflines import kept_roofline
 from millrace.env import Env
 from millrace.errors import ConfigError
@@ -22,7 +22,7 @@ from millrace.size.answer.answer import answered
 from millrace.size.answer.multi_model import shared
 from millrace.size.performance.hardware import measured_here
 from millrace.size.question.question import Question, read_answers
-from millrace.size.report.answer_json import told
+from millrace.size.report.answer_json import answer_to_dict
 from millrace.size.report.page import size_page
 
 
@@ -47,11 +47,13 @@ def run(
     together = shared(found) if len(found) > 1 else None
     if as_json:
         print_json(
-            {"models": [told(one) for one in found], "together": asdict(together)} if together else told(found[0])
+            {"models": [answer_to_dict(one) for one in found], "together": asdict(together)}
+            if together
+            else answer_to_dict(found[0])
         )
     else:
         for one in found:
-            show(one)
+            print_answer(one)
         if together:
             show_shared(together)
     if report is not None:

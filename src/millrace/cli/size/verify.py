@@ -16,7 +16,7 @@ from millrace.cli.options import made
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import four
+from millrace.report.format_numbers import format_4_digits
 from millrace.runtime.scheduling.step_cost_model import write_profile
 from millrace.size.fit.verify import MEDIAN, P90, Load, Verified, verify
 from millrace.size.question.settings import VerifySettings
@@ -88,7 +88,7 @@ def _show(found: Verified, asked: VerifySettings) -> None:
     p = found.profile
     heading(f"{p.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
     pairs([
-        ("capacity", f"{four(found.capacity)} requests/s, simulated with every place taken"),
+        ("capacity", f"{format_4_digits(found.capacity)} requests/s, simulated with every place taken"),
         ("steps", f"{p.n_steps:,} of probes, fitted to {p.error:.1%} (median); {p.machine}"),
         ("beside steps", f"{p.front * 1e3:.2f} ms a request; {p.cost.host * 1e3:.2f} ms between steps, "
                          f"{p.cost.host_sequence * 1e3:.2f} ms a sequence"),
@@ -110,6 +110,6 @@ def _rows(load: Load) -> list[list[str]]:
         times, unit = _UNITS[f.name]
         named = [f"{load.share:g} ({load.rate:.3g}/s)", str(load.n)] if not i else ["", ""]
         mark = "" if f.judged else " -"
-        rows.append([*named, unit, f.of, four(f.predicted * times), four(f.measured * times),
+        rows.append([*named, unit, f.of, format_4_digits(f.predicted * times), format_4_digits(f.measured * times),
                      f"{f.error:+.1%}{mark}"])  # fmt: skip
     return rows

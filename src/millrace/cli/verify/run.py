@@ -10,7 +10,7 @@ from typing import Any
 from millrace import __version__
 from millrace.bench.run.server_process import ServerProcess
 from millrace.cli.console import note, print_json
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.settings import read_given
 
 MAX_BYTES = 64 * 2**20
@@ -51,8 +51,8 @@ def _why(
     differs: list[str], receipt: dict[str, Any], now: dict[str, Any], told: dict[str, tuple[Any, Any]]
 ) -> tuple[str, str, str]:
     if "engine" in differs:
-        what = f"the receipt is of the engine {plain(str(receipt['engine']))}, and this one is {now['engine']}"
-        releases = f" (release {plain(str(receipt['release']))}; this is {__version__})"
+        what = f"the receipt is of the engine {sanitize(str(receipt['engine']))}, and this one is {now['engine']}"
+        releases = f" (release {sanitize(str(receipt['release']))}; this is {__version__})"
         return what + releases, "the same engine", "name the engine folder that answered, or build it with that release"
     if "prompt" in differs:
         return "the request has another prompt", "the request that was answered", "name the file of that request"
@@ -63,7 +63,7 @@ def _why(
         return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
     name = differs[0]
     computed, said = told[name]
-    what = f"the response's {name} is {plain(_json(said))[:200]}, and should be {plain(_json(computed))[:200]}"
+    what = f"the response's {name} is {sanitize(_json(said))[:200]}, and should be {sanitize(_json(computed))[:200]}"
     return what, "the response as it came", "do not trust that file"
 
 
@@ -116,7 +116,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"an object has the key {plain(twice)[:100]!r} twice")
+        raise ValueError(f"an object has the key {sanitize(twice)[:100]!r} twice")
     return found
 
 
@@ -139,5 +139,5 @@ def _ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = json.load(reply)
             return answer
     except urllib.error.HTTPError as error:
-        said = plain(error.read(4096).decode("utf-8", "replace"))
+        said = sanitize(error.read(4096).decode("utf-8", "replace"))
         raise ConfigError(f"the request is refused: {said}", "the request that was answered", "name its file") from None

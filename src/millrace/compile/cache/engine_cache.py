@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.engine.artifact.folder_lock import Hold, hold, in_use, lock, remove, sweep
+from millrace.engine.artifact.folder_lock import FolderLock, hold, in_use, lock, remove, sweep
 from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30
@@ -116,7 +116,7 @@ class EngineCache:
                 raise _in_use(entry.name)
         return entries
 
-    def _build(self, folder: Path, build: Callable[[Path], object]) -> tuple[Hold, bool]:
+    def _build(self, folder: Path, build: Callable[[Path], object]) -> tuple[FolderLock, bool]:
         try:
             self._engines.mkdir(parents=True, exist_ok=True)
             file = (self._engines / f".{folder.name}.lock").open("w")

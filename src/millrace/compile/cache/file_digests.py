@@ -24,7 +24,7 @@ SETTLED_S = 2.0  # the coarsest times that a file system in use has
 _MOST, _LIMIT = 4096, 1 << 20  # files, and bytes of the table
 
 
-class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
     modified_ns: int
     changed_ns: int
@@ -43,26 +43,26 @@ class FileDigests:
             key, before = _status(file)
             known = self._table().get(key)
             as_seen = seen == FileState(before["nbytes"], before["modified_ns"])
-            if as_seen and known is not None and known == Remembered(**before, digest=known.digest):
+            if as_seen and known is not None and known == CachedDigest(**before, digest=known.digest):
                 return known.digest
             now_ns = time.time_ns()
             found = file_digest(file, seen, report)
             settled = now_ns - max(before["modified_ns"], before["changed_ns"]) >= self._settled_s * 1e9
             if settled and _status(file) == (key, before):
-                self._add(key, Remembered(**before, digest=found))
+                self._add(key, CachedDigest(**before, digest=found))
         except OSError as error:
             raise unreadable(file, error) from error
         return found
 
-    def _table(self) -> Mapping[str, Remembered]:
+    def _table(self) -> Mapping[str, CachedDigest]:
         try:
             if self._path.stat().st_size > _LIMIT:
                 return {}
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Remembered])
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, CachedDigest])
         except (OSError, *UNREADABLE):
             return {}
 
-    def _add(self, key: str, entry: Remembered) -> None:
+    def _add(self, key: str, entry: CachedDigest) -> None:
         """The oldest go first. Where two write at once, one of them reads its file again next time."""
         table = [(k, v) for k, v in self._table().items() if k != key][1 - _MOST :]
         with suppress(OSError):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from millrace.compile.lower_cpu.program import Bounds, Program
-from millrace.compile.lower_cpu.program_builder import Placement
+from millrace.compile.lower_cpu.program_builder import ProgramBuilder
 from millrace.engine.cache_specs import KvFormat
 from millrace.graph.types import Graph, Symbol
 from millrace.kernels.operators import runnable
@@ -13,7 +13,7 @@ def lower(
     graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, *, tiles: bool = False
 ) -> Program:
     """Placement says what the arguments are. raises GraphError for a graph that no program can be of"""
-    placement, read = Placement(graph, bounds, kv_format, table, tiles), {*graph.consumers(), *graph.results}
+    placement, read = ProgramBuilder(graph, bounds, kv_format, table, tiles), {*graph.consumers(), *graph.results}
     for port in graph.inputs:
         if port.value in read:
             placement.new(port.value, port.name)

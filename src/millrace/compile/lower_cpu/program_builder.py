@@ -17,7 +17,7 @@ from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
 from millrace.kernels.operand_places import CacheLayer, Operands, Packed, Place, StateLayer, View, pack_array
-from millrace.kernels.operators import Writer, runnable, whole
+from millrace.kernels.operators import ProgramWriter, int_attr, runnable
 from millrace.kernels.row_storage import DENSE, Storage
 
 
@@ -47,7 +47,7 @@ class _Cache:
     buffer: int | None
 
 
-class Placement(Writer):
+class ProgramBuilder(ProgramWriter):
     """Calls are added in their order; a buffer lives from the call that fills it to the last that reads it.
 
     table: "f32" or "bf16", of embedding tables. tiles: products of bfloat16 are summed as the tiles of AMX do it
@@ -193,7 +193,7 @@ class Placement(Writer):
         return CacheLayer(list(self._caches).index(key), layer, cache.spec.format.name.lower(), cache.buffer)
 
     def written_cache(self, node: Node) -> CacheLayer | None:
-        writer, cache = self._written.get(whole(node, "layer"), (node, None))
+        writer, cache = self._written.get(int_attr(node, "layer"), (node, None))
         if writer.inputs[1:] != node.inputs[1:] or writer.attrs.get("window") != node.attrs.get("window"):
             raise GraphError(
                 f"attention in {writer.origin[0]} and in {node.origin[0]} share a cache for different keys",
@@ -202,7 +202,7 @@ class Placement(Writer):
         return cache
 
     def writes_cache(self, node: Node, cache: CacheLayer) -> None:
-        self._written[whole(node, "layer")] = node, cache
+        self._written[int_attr(node, "layer")] = node, cache
 
     def state(self, floats: int) -> StateLayer:
         self._states[floats] = self._states.get(floats, 0) + 1

@@ -15,7 +15,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config.encoder_config import EncoderConfig
 from millrace.checkpoint.tokenizer.tokenizer_files import no_tokenizer
 from millrace.compile.accuracy_pricing import AUTO
-from millrace.compile.build import SCORED_ROWS, BuildOptions, Settled, notes_of, settled, slot_entry
+from millrace.compile.build import SCORED_ROWS, BuildOptions, ResolvedOptions, notes_of, resolve_options, slot_entry
 from millrace.compile.builder import OF_ENCODERS, asked_precision, check_encoder
 from millrace.compile.cache.file_digests import checkpoint_identity
 from millrace.compile.cache.timing_cache import TimingCache
@@ -29,17 +29,17 @@ from millrace.compile.random_weights import random_source
 from millrace.compile.settings import BuildSettings, Progress, Say
 from millrace.compile.source import Source
 from millrace.engine.artifact.accuracy_loss import Evaluation
-from millrace.engine.artifact.folder_lock import Hold
+from millrace.engine.artifact.folder_lock import FolderLock
 from millrace.engine.artifact.manifest import FORMAT, CpuSection, FileEntry, Manifest, SymbolEntry
 from millrace.engine.cache_specs import KV_CACHE_DTYPES, PAGE_TOKENS, KvFormat
 from millrace.engine.cuda.capability_check import check_runs, precisions_used
 from millrace.engine.cuda.cuda_graphs import usual_buckets
 from millrace.engine.cuda.device_lookup import Gpu
-from millrace.engine.cuda.engine import Files, GpuEngine, GpuModel
+from millrace.engine.cuda.engine import EngineFiles, GpuEngine, GpuModel
 from millrace.engine.cuda.memory_plan import Needs
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.io_slots import Slot
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.types import Graph, find
 from millrace.kernels.catalogue import operators
@@ -60,7 +60,7 @@ _OF_CPUS = ("bf16_sums", "tune_rows", "calibration", "max_kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class GpuBuildInfo:
     """A model, as a manifest tells of it. identity: of all its content, which is read for it"""
 
     architecture: str
@@ -79,7 +79,7 @@ class Traced:
     bound: gives constants their contents, where the graph is traced without
     """
 
-    about: About
+    about: GpuBuildInfo
     graph: Graph
     alone: GpuPrecision
     fp8_rows: Callable[[PrecisionMap], Iterable[str]]
@@ -90,7 +90,7 @@ class Traced:
     def is_encoder(self) -> bool:
         return find(self.graph.outputs, LOGITS) is None
 
-    def model(self, chosen: Settled) -> GpuModel:
+    def model(self, chosen: ResolvedOptions) -> GpuModel:
         graph = self.bound(run_passes(self.graph, passes(chosen.precision)))
         as_floats = KvFormat[chosen.table.upper()]
         batch, logits = chosen.max_batch, find(graph.outputs, LOGITS)
@@ -127,7 +127,7 @@ def device_engine(
     if isinstance(checkpoint.config, EncoderConfig):
         check_encoder(build, options.precision, alone)
         options = replace(options, max_batch=build.max_batch or ENCODER_BATCH, max_step_tokens=ENCODER_STEP_TOKENS)
-    chosen = settled(source, options)
+    chosen = resolve_options(source, options)
     graph = trace_model(source.module, source.weights, operators())
     traced = Traced(
         about=_about(source, lambda: checkpoint_identity(checkpoint, cache, progress)), graph=graph, alone=alone,
@@ -139,16 +139,17 @@ def device_engine(
     for note in notes if say else ():
         say(note)  # type: ignore[misc]  # there is one
     manifest = manifest_of(name, traced, chosen, model, needs, notes)
-    files = Files()
+    files = EngineFiles()
     for carried, content in source.files().items():
         (files.folder / carried).write_bytes(content)
     return GpuEngine(
-        folder=files.folder, manifest=manifest, held=Hold(os.open(files.folder, os.O_RDONLY)), model=model, gpu=gpu,
+        folder=files.folder, manifest=manifest, held=FolderLock(os.open(files.folder, os.O_RDONLY)), model=model,
+        gpu=gpu,
         needs=needs, files=files, smaller=lambda: smaller(traced, chosen, gpu), tuner=tuner(traced, gpu, build, cache),
     )  # fmt: skip
 
 
-def planned(traced: Traced, chosen: Settled, gpu: Gpu) -> tuple[GpuModel, Needs]:
+def planned(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> tuple[GpuModel, Needs]:
     """What will run, and the memory that it takes. raises ConfigError, EngineError for what this GPU lacks"""
     model = traced.model(chosen)
     check_runs(model.lowered.graph, model.kv)
@@ -156,8 +157,8 @@ def planned(traced: Traced, chosen: Settled, gpu: Gpu) -> tuple[GpuModel, Needs]
     return model, _needs(model, gpu)
 
 
-def _about(source: Source, identity: Callable[[], str]) -> About:
-    return About(
+def _about(source: Source, identity: Callable[[], str]) -> GpuBuildInfo:
+    return GpuBuildInfo(
         architecture=source.architecture, n_parameters=source.n_parameters, vocab_size=source.vocab_size,
         eos_token_ids=source.eos_token_ids, bos_token_id=source.bos_token_id, identity=identity,
     )  # fmt: skip
@@ -198,7 +199,7 @@ def tuner(
     return tuned if build.tune and not traced.is_encoder else None
 
 
-def _unpriced(source: Source, chosen: Settled, alone: GpuPrecision) -> tuple[str, ...]:
+def _unpriced(source: Source, chosen: ResolvedOptions, alone: GpuPrecision) -> tuple[str, ...]:
     asked = alone.described(chosen.precision.described(None))["default"]
     if alone.is_own or (chosen.precision.meaning == source.own_precision.meaning and asked != alone.name):
         return ()
@@ -213,7 +214,7 @@ def _needs(model: GpuModel, gpu: Gpu) -> Needs:
     )  # fmt: skip
 
 
-def smaller_steps(traced: Traced, chosen: Settled, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+def smaller_steps(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
     """What takes less, with the same weights: fewer at a time, keys and values of 8 bits."""
     if chosen.max_batch > 1:
         few = max(1, chosen.max_batch // 8)
@@ -222,7 +223,7 @@ def smaller_steps(traced: Traced, chosen: Settled, gpu: Gpu) -> Iterator[tuple[s
         yield "--kv-cache-dtype int8", _needs(traced.model(replace(chosen, kv_format=KvFormat.INT8)), gpu)
 
 
-def smaller(traced: Traced, chosen: Settled, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+def smaller(traced: Traced, chosen: ResolvedOptions, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
     """What takes less, of what this GPU can: such steps, and weights of 8 bits or 4."""
     yield from smaller_steps(traced, chosen, gpu)
     asked = []
@@ -242,7 +243,7 @@ def _bits(precision: Precision) -> int:
 
 
 def manifest_of(
-    name: str, traced: Traced, chosen: Settled, model: GpuModel, needs: Needs, notes: tuple[str, ...]
+    name: str, traced: Traced, chosen: ResolvedOptions, model: GpuModel, needs: Needs, notes: tuple[str, ...]
 ) -> Manifest:
     """Of this start: what a client may ask of a model, and what lies on the device in place of a program's."""
     limits = model.limits
@@ -257,7 +258,7 @@ def manifest_of(
         outputs=[slot_entry(Slot.of(port)) for port in model.lowered.graph.outputs],
     )  # fmt: skip
     return Manifest(
-        format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=about.architecture,
+        format=FORMAT, millrace=millrace.__version__, model_name=sanitize(name), architecture=about.architecture,
         source=identity, precision=precisions, group=chosen.precision.group,
         n_parameters=about.n_parameters, symbols=[SymbolEntry(s, 1, most[s], most[s]) for s in symbols],
         max_context=chosen.max_context, vocab_size=limits.vocab_size, eos_token_ids=list(about.eos_token_ids),

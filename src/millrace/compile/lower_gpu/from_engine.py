@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.compile.build import Settled
+from millrace.compile.build import ResolvedOptions
 from millrace.compile.lower_gpu.from_checkpoint import (
     ENCODER_BATCH,
     ENCODER_STEP_TOKENS,
     GPU_BATCH,
     GPU_STEP_TOKENS,
-    About,
+    GpuBuildInfo,
     Traced,
     manifest_of,
     planned,
@@ -39,7 +39,7 @@ from millrace.graph.graph_json import read_graph
 from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.types import DType, Graph, Port, Shape, find
 from millrace.kernels.catalogue import operators
-from millrace.kernels.operators import size
+from millrace.kernels.operators import static_dim
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
 from millrace.model.module import DECODER, ENCODER, ENCODER_OF_FIRST
@@ -83,7 +83,7 @@ def built_engine(
     )  # fmt: skip
 
 
-def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alone: GpuPrecision) -> Settled:
+def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alone: GpuPrecision) -> ResolvedOptions:
     manifest, (batch, tokens) = engine.manifest, (GPU_BATCH, GPU_STEP_TOKENS)
     if manifest.is_encoder:
         batch, tokens = ENCODER_BATCH, ENCODER_STEP_TOKENS
@@ -94,7 +94,7 @@ def _settled(engine: Engine, build: BuildSettings, precision: PrecisionMap, alon
         )  # fmt: skip
     table, kept = plain_format(precision.default), build.kv_cache_dtype or _kept(manifest)
     alone.check_kept(kept)
-    return Settled(
+    return ResolvedOptions(
         precision=precision, table=table, tiles=False,
         kv_format=KV_CACHE_DTYPES[kept] if kept else KvFormat[table.upper()],
         max_context=build.max_context or manifest.max_context,
@@ -128,8 +128,8 @@ def _precision(manifest: Manifest, alone: GpuPrecision, head: str | None) -> Pre
     return replace(found, head=own, patterns=tuple(patterns))
 
 
-def _about(manifest: Manifest) -> About:
-    return About(
+def _about(manifest: Manifest) -> GpuBuildInfo:
+    return GpuBuildInfo(
         architecture=manifest.architecture, n_parameters=manifest.n_parameters, vocab_size=manifest.vocab_size,
         eos_token_ids=tuple(manifest.eos_token_ids), bos_token_id=manifest.bos_token_id,
         identity=lambda: manifest.source or manifest.identity,
@@ -149,7 +149,7 @@ _KINDS = {"eps": float, "scale": float, "layer": int, "bias": bool, "tree": int 
 _UNSAID = {"bias": False, "tree": 0}
 
 
-def _check_graph(folder: Path, graph: Graph, chosen: Settled, manifest: Manifest) -> None:
+def _check_graph(folder: Path, graph: Graph, chosen: ResolvedOptions, manifest: Manifest) -> None:
     """raises EngineError for what is no language model's graph, nor an encoder's, and for tables that are too short:
     a token or a position behind a table's end would be read from somebody else's memory"""
     signatures = (DECODER,) if manifest.is_language_model else (ENCODER, ENCODER_OF_FIRST)
@@ -169,8 +169,8 @@ def _check_graph(folder: Path, graph: Graph, chosen: Settled, manifest: Manifest
             raise damaged(folder, f"{GRAPH} has {node.op} of {first}")
         if node.op in ("embedding", "rope"):
             *_, by, table = node.inputs
-            if size(table, 0) < most.get(names.get(by, ""), 0):
-                raise damaged(folder, f"{GRAPH} has a table of {size(table, 0)} rows for {names[by]}")
+            if static_dim(table, 0) < most.get(names.get(by, ""), 0):
+                raise damaged(folder, f"{GRAPH} has a table of {static_dim(table, 0)} rows for {names[by]}")
 
 
 def _described(ports: tuple[Port, ...]) -> list[tuple[str, Shape, str]]:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from millrace.engine.cuda.lowered import Fusions
 from millrace.graph.types import Graph, Node, Value
-from millrace.kernels.matmul.coded import AS_E4M3, Coding, coding_of
+from millrace.kernels.matmul.coded import AS_E4M3, RowQuantization, coding_of
 from millrace.kernels.matmul.op import PRODUCTS, is_silu_mul
 from millrace.kernels.row_storage import storage_of
 
@@ -14,14 +14,14 @@ def fusions_of(graph: Graph, e4m3: Collection[Node]) -> Fusions:
     readers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
 
-    def wants(node: Node, value: Value) -> Coding | None:
+    def wants(node: Node, value: Value) -> RowQuantization | None:
         if node.op in PRODUCTS:
             return AS_E4M3 if node in e4m3 and value == node.inputs[0] else None
         if node.op != "convert":
             return None
         return coding_of(storage_of(node)) or wanted(node.output)
 
-    def wanted(value: Value) -> Coding | None:
+    def wanted(value: Value) -> RowQuantization | None:
         """By all that read it, at least one."""
         found = {wants(node, value) for node in readers.get(value, [])}
         return found.pop() if len(found) == 1 and value not in outputs else None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from millrace.engine.cache_specs import SLOTS_PER_SEQUENCE, KvFormat, max_window_pages
 from millrace.engine.cuda.attention_partition import PROGRAMS, aligned, bounds, bucket_parts, room, windows_in
-from millrace.engine.cuda.layers import ATTENTION, STATE, embedding_width, kinds_of, state_shape
+from millrace.engine.cuda.layers import ATTENTION, STATE, attention_kinds, embedding_width, state_shape
 from millrace.engine.cuda.lowered import LoweredGraph, Placement
 from millrace.engine.cuda.memory_plan import Needs, WindowNeeds
 from millrace.engine.executor import SAMPLING, ExecutorLimits
@@ -21,7 +21,7 @@ from millrace.kernels.layout import SLAB, n_groups
 from millrace.kernels.matmul.op import PRODUCTS, group_of, matrices_of, matrix_size, precision_of, transform_of
 from millrace.kernels.matmul.pack import kept_format
 from millrace.kernels.operand_places import constant_of
-from millrace.kernels.operators import size, whole
+from millrace.kernels.operators import int_attr, static_dim
 from millrace.kernels.row_storage import storage_of
 
 # Operators whose results are in the engine's type. Others are counted as float32, which no result is wider than.
@@ -54,7 +54,7 @@ def needs_of(
         windows=tuple(
             WindowNeeds(w, page_bytes(graph, page, element, kv, w),
                         max_window_pages(w, limits.max_context, limits.max_step_tokens, page))
-            for w in windows_in(kinds_of(graph))
+            for w in windows_in(attention_kinds(graph))
         ),
         states_bytes=(SLOTS_PER_SEQUENCE * limits.max_sequences + 1) * slot_bytes(graph, element),
     )  # fmt: skip
@@ -84,8 +84,10 @@ def coded_bytes(node: Node, w: Value, rows: Node | None) -> int:
 
 def page_bytes(graph: Graph, page_tokens: int, element: int, kv: KvFormat | None, window: int = 0) -> int:
     """Of one page of all layers of a window: keys and values, and where they are codes a float32 scale for each."""
-    layers = {whole(n, "layer"): n for n in graph.nodes if n.op in ATTENTION and window_of(n) == window}
-    heads = [(size(n.inputs[1], 1), size(n.inputs[1], 2) + size(n.inputs[2], 2)) for n in layers.values()]
+    layers = {int_attr(n, "layer"): n for n in graph.nodes if n.op in ATTENTION and window_of(n) == window}
+    heads = [
+        (static_dim(n.inputs[1], 1), static_dim(n.inputs[1], 2) + static_dim(n.inputs[2], 2)) for n in layers.values()
+    ]
     return sum(n * page_tokens * (width * element if kv is None else width + 8) for n, width in heads)
 
 
@@ -97,7 +99,7 @@ def slot_bytes(graph: Graph, element: int) -> int:
 
 def bucket_bytes(graph: Graph, sequences: int, most_pages: int, multiprocessors: int, page_tokens: int) -> int:
     """Of a bucket's inputs: tokens, positions, slots, rows and what they ask for, pages, attention's work."""
-    kinds = kinds_of(graph)
+    kinds = attention_kinds(graph)
     _, n = aligned(bucket_parts(sequences, most_pages, kinds, multiprocessors, page_tokens))
     starts = (2 + len(windows_in(kinds))) * (sequences + 1)  # with zeros, and where a window's tables begin
     return 8 * len(SAMPLING.names or ()) * sequences + 4 * (n + starts)
@@ -152,11 +154,11 @@ def _meanwhile(node: Node, sizes: Mapping[str, int], element: int, multiprocesso
     if node.op == "gated_linear":  # both halves, and their product in float32
         found += (2 * element + _WORKED) * _rows(node.output, sizes) * node.output.width
     if node.op in PRODUCTS and precision_of(node).coded:
-        found += max(_CODED * min(elements(w), max(SLAB, size(w, 1))) for w in matrices_of(node))
+        found += max(_CODED * min(elements(w), max(SLAB, static_dim(w, 1))) for w in matrices_of(node))
     if node.op in ATTENTION:  # what the parts of blocks sum
-        kv_heads = size(node.inputs[1], 1)
+        kv_heads = static_dim(node.inputs[1], 1)
         parts = {
             rows: bounds(_rows(node.inputs[0], sizes), room(rows, kv_heads, multiprocessors))[2] for rows in PROGRAMS
         }
-        found += 4 * max(rows * n for rows, n in parts.items()) * kv_heads * (size(node.inputs[2], 2) + 2)
+        found += 4 * max(rows * n for rows, n in parts.items()) * kv_heads * (static_dim(node.inputs[2], 2) + 2)
     return found

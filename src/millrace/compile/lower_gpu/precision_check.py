@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.build import BuildOptions, settled
+from millrace.compile.build import BuildOptions, resolve_options
 from millrace.compile.builder import asked_precision
 from millrace.compile.lower_gpu.precision import gpu_precision
 from millrace.compile.settings import BuildSettings
@@ -31,7 +31,7 @@ def _needed(folder: Path, build: BuildSettings, precisions: Mapping[str, str] | 
     alone, build = gpu_precision(build, source, precisions)
     alone.check_kept(build.kv_cache_dtype)
     asked = asked_precision(build, source.own_precision, precisions)
-    chosen = settled(source, BuildOptions(precision=asked, kv_format=kv))
+    chosen = resolve_options(source, BuildOptions(precision=asked, kv_format=kv))
     check_keeps(None if chosen.kv_format == KvFormat[chosen.table.upper()] else chosen.kv_format)
     dtype = alone.floats(chosen.table)
     of = chosen.precision

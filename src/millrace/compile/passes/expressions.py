@@ -4,7 +4,7 @@ import numpy as np
 
 from millrace.graph.expression_types import is_integer
 from millrace.graph.expressions import Tree, evaluate, substitute
-from millrace.graph.rewrite import Instead, Live, joined_origins, make_node, rewrite, tree_of
+from millrace.graph.rewrite import GraphView, Replacement, joined_origins, make_node, rewrite, tree_of
 from millrace.graph.types import Array, Constant, DType, Graph, Node, Value
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.elementwise.op import ELEMENTWISE
@@ -16,12 +16,12 @@ from millrace.kernels.operators import runnable
 def fold_constants(graph: Graph) -> Graph:
     """Element-wise arithmetic on constants alone is done now (Gemma's weight + 1), when the constant is loaded."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise" or not all(v.constant and v.dtype == DType.F32 for v in node.inputs):
             return None
         if node.output.dtype != DType.F32:
             return None
-        return Instead((), (Value(node.output.shape, constant=_folded(node.inputs, tree_of(node))),))
+        return Replacement((), (Value(node.output.shape, constant=_folded(node.inputs, tree_of(node))),))
 
     return rewrite(graph, rule)
 
@@ -39,13 +39,13 @@ def _folded(inputs: tuple[Value, ...], tree: Tree) -> Constant:
 def gather_early(graph: Graph) -> Graph:
     """The last norm is needed only for the rows that are wanted: they are gathered before it."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         norm = live.producer(node.inputs[0]) if node.op == "gather_rows" else None
         if not norm or not runnable(norm).row_wise or not live.read_once(norm.output):
             return None
         x, *weights = norm.inputs
         rows = make_node(GATHER_ROWS, (x, node.inputs[1]), {}, norm.origin)
-        return Instead.of(rows, make_node(norm.operator, (rows.output, *weights), norm.attrs, norm.origin))
+        return Replacement.of(rows, make_node(norm.operator, (rows.output, *weights), norm.attrs, norm.origin))
 
     return rewrite(graph, rule)
 
@@ -53,18 +53,18 @@ def gather_early(graph: Graph) -> Graph:
 def fuse_elementwise(graph: Graph) -> Graph:
     """An expression read only by another expression becomes part of it, as far as one kernel can hold it."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise":
             return None
         grown = node
         while fused := _grown(grown, live):
             grown = fused
-        return None if grown is node else Instead.of(grown)
+        return None if grown is node else Replacement.of(grown)
 
     return rewrite(graph, rule)
 
 
-def _grown(node: Node, live: Live) -> Node | None:
+def _grown(node: Node, live: GraphView) -> Node | None:
     for value in node.inputs:
         inner = live.producer(value)
         if inner and inner.op == "elementwise" and live.read_once(value) and _computed_alike(node, inner):

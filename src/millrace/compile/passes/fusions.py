@@ -2,12 +2,12 @@
 
 from millrace.compile.passes.products import fits_epilogue, is_plain_linear, kept_format_of
 from millrace.compile.precision import RESCORED, PrecisionMap, check_x_group
-from millrace.graph.rewrite import Instead, Live, head_of, joined_origins, make_node, rewrite, tree_of
+from millrace.graph.rewrite import GraphView, Replacement, head_of, joined_origins, make_node, rewrite, tree_of
 from millrace.graph.types import Graph, Node, Value
 from millrace.kernels.attention.op import ROPE_ATTENTION
 from millrace.kernels.convert.op import CONVERT
 from millrace.kernels.matmul.op import LINEAR, precision_of
-from millrace.kernels.operators import runnable, whole
+from millrace.kernels.operators import int_attr, runnable
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
 from millrace.kernels.row_storage import DENSE, Storage, storage_of
@@ -16,7 +16,7 @@ from millrace.kernels.row_storage import DENSE, Storage, storage_of
 def fuse_epilogue(graph: Graph) -> Graph:
     """An expression of one product alone (an activation) is computed where the product is."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         linear = live.producer(node.inputs[0]) if node.op == "elementwise" and len(node.inputs) == 1 else None
         if not linear or linear.op != "linear" or linear.attrs.get("residual") or "tree" in linear.attrs:
             return None
@@ -25,7 +25,7 @@ def fuse_epilogue(graph: Graph) -> Graph:
         if not live.read_once(linear.output):
             return None
         attrs = {**linear.attrs, "tree": tree_of(node)}
-        return Instead.of(make_node(LINEAR, linear.inputs, attrs, joined_origins(linear)))
+        return Replacement.of(make_node(LINEAR, linear.inputs, attrs, joined_origins(linear)))
 
     return rewrite(graph, rule)
 
@@ -33,7 +33,7 @@ def fuse_epilogue(graph: Graph) -> Graph:
 def fuse_residual(graph: Graph) -> Graph:
     """x + linear(y) becomes an addition in the product's epilogue."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise" or len(node.inputs) != 2 or tree_of(node) not in (("add", 0, 1), ("add", 1, 0)):
             return None  # of one input, 1 is the number 1.0, which is equal
         for product, other in (node.inputs, node.inputs[::-1]):
@@ -42,7 +42,7 @@ def fuse_residual(graph: Graph) -> Graph:
                 continue
             if live.read_once(product) and not other.constant and _alike(other, product):
                 attrs = {**linear.attrs, "residual": True}
-                return Instead.of(make_node(LINEAR, (*linear.inputs, other), attrs, joined_origins(linear)))
+                return Replacement.of(make_node(LINEAR, (*linear.inputs, other), attrs, joined_origins(linear)))
         return None
 
     return rewrite(graph, rule)
@@ -55,7 +55,7 @@ def _alike(a: Value, b: Value) -> bool:
 def fuse_rope_attention(graph: Graph) -> Graph:
     """attention(rope(q), rope(k), v): the rotation and the write into the KV pages become one kernel."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "attention":
             return None
         q, k = live.producer(node.inputs[0]), live.producer(node.inputs[1])
@@ -64,7 +64,7 @@ def fuse_rope_attention(graph: Graph) -> Graph:
         if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
             return None
         inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:], q.inputs[2])
-        return Instead.of(make_node(ROPE_ATTENTION, inputs, node.attrs, joined_origins(node)))
+        return Replacement.of(make_node(ROPE_ATTENTION, inputs, node.attrs, joined_origins(node)))
 
     return rewrite(graph, rule)
 
@@ -79,14 +79,14 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
     """
     converted: dict[tuple[Value, Storage], Node] = {}
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op not in ("linear", "gated_linear"):
             return None
         x = node.inputs[0]
         precision = precision_of(node)
         kept = kept_format_of(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, precisions)
         own = kept.group if kept else precisions.group
-        x_group = whole(node, "x_group") if "x_group" in node.attrs else own
+        x_group = int_attr(node, "x_group") if "x_group" in node.attrs else own
         check_x_group(node.origin[0] if node.origin else "a product", x_group, own)
         storage = precision.storage(x_group, hadamard=not kept)
         if storage == DENSE:
@@ -97,7 +97,7 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
             fresh = [converted[x, storage]]
         inputs = (converted[x, storage].output, *node.inputs[1:])
         attrs = {**node.attrs, "group": own if precision.quantised else 0}
-        return Instead.of(*fresh, make_node(node.operator, inputs, attrs, node.origin))
+        return Replacement.of(*fresh, make_node(node.operator, inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -105,7 +105,7 @@ def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
 def fuse_convert(graph: Graph) -> Graph:
     """convert(x) becomes an x whose own kernel writes such rows, where it can and nobody else reads it."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         found, storage = live.producer(node.inputs[0]) if node.op == "convert" else None, storage_of(node)
         if not found or not live.read_once(node.inputs[0]):
             return None
@@ -118,9 +118,9 @@ def fuse_convert(graph: Graph) -> Graph:
             return None
         packed = make_node(found.operator, found.inputs, {**found.attrs, "storage": storage}, joined_origins(found))
         if view is None:
-            return Instead.of(packed)
+            return Replacement.of(packed)
         attrs = {**view.attrs, "storage": storage}
-        return Instead.of(packed, make_node(view.operator, (packed.output,), attrs, view.origin))
+        return Replacement.of(packed, make_node(view.operator, (packed.output,), attrs, view.origin))
 
     return rewrite(graph, rule)
 
@@ -132,7 +132,7 @@ def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
     """
     head, results = head_of(graph), graph.results
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if not (head and node.outputs == head.outputs and node.output in results and is_plain_linear(node)):
             return None
         x, w = node.inputs
@@ -140,6 +140,6 @@ def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}
-        return Instead.of(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))
+        return Replacement.of(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))
 
     return rewrite(graph, rule)

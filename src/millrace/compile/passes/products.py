@@ -7,7 +7,7 @@ import numpy as np
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedFormat, QuantisedMatrix, combined
 from millrace.compile.precision import PrecisionMap
-from millrace.graph.rewrite import Instead, Live, head_of, joined_origins, make_node, rewrite, tree_of
+from millrace.graph.rewrite import GraphView, Replacement, head_of, joined_origins, make_node, rewrite, tree_of
 from millrace.graph.types import Array, Constant, DType, Graph, Node, Value
 from millrace.kernels.expression import compile_tree, needs_broadcast
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
@@ -25,13 +25,13 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
     if head:
         precisions.check_head(head.origin[0])
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "linear":
             return None
         name, is_head = node.origin[0], bool(head and node.output is head.output)
         own = {"x_group": asked} if (asked := precisions.x_group_of(name, is_head=is_head)) else {}
         attrs = {**node.attrs, "precision": precisions.of(name, is_head=is_head), **own}
-        return Instead.of(make_node(LINEAR, node.inputs, attrs, node.origin))
+        return Replacement.of(make_node(LINEAR, node.inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -39,7 +39,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
 def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
     """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         if node.op != "elementwise" or len(node.inputs) != 2 or node.inputs[0].shape != node.inputs[1].shape:
             return None
         if not fits_epilogue(node):
@@ -53,7 +53,7 @@ def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
             return None
         attrs = {"tree": tree_of(node), **_asked(gate)}
         inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
-        return Instead.of(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
+        return Replacement.of(make_node(GATED_LINEAR, inputs, attrs, joined_origins(gate, up)))
 
     return rewrite(graph, rule)
 
@@ -89,17 +89,17 @@ def merge_linears(graph: Graph, precisions: PrecisionMap) -> Graph:
     family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
     parts: dict[Value, Value] = {}  # of the merged product, by the output that each stands for
 
-    def rule(node: Node, live: Live) -> Instead | None:
+    def rule(node: Node, live: GraphView) -> Replacement | None:
         family = family_of.get(node.outputs[0])
         if family is None:
             return None
         if node.output in parts:
-            return Instead((), (parts[node.output],))
+            return Replacement((), (parts[node.output],))
         merged = _merged(family, node.inputs[0])
         widths = tuple(n.output.width for n in family)
         split = make_node(SPLIT, (merged.output,), {"widths": widths}, joined_origins(*family))
         parts.update(zip((n.output for n in family), split.outputs, strict=True))
-        return Instead((merged, split), split.outputs[:1])
+        return Replacement((merged, split), split.outputs[:1])
 
     return rewrite(graph, rule)
 

@@ -24,9 +24,9 @@ from millrace.compile.tune.tuner import PLENTY, SAMPLES, choose, summary
 from millrace.engine.artifact.tactics import Choice, Comparison
 from millrace.engine.cuda.device_lookup import Gpu
 from millrace.engine.cuda.executor import CudaExecutor
-from millrace.engine.cuda.host_device_copy import there
+from millrace.engine.cuda.host_device_copy import on_device_context
 from millrace.kernels.matmul import cuda, cuda_few, gpu_tiles
-from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.coded import Matrix, QuantizedRows
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS, Tile, Tiles, region_of, takes, tiles
 
 KNOB = "tile"  # its value is a place among the tiles of so many rows; none is the rule
@@ -80,7 +80,7 @@ class DeviceTuner:
         missing = [work for work in works if work.rows not in there_are.get(work.region, ())]
         found: dict[str, list[Choice]] = {}
         ends_s = time.perf_counter() + self.seconds
-        with torch.inference_mode(), there(executor.device):
+        with torch.inference_mode(), on_device_context(executor.device):
             for work in missing:
                 choice = self._timed(work, executor, self.seconds / len(missing), ends_s)
                 if choice is None:
@@ -126,14 +126,14 @@ class Work:
     region: str
     rows: int
     tiles: Mapping[int, Tile]
-    weights: Sequence[CodedRows]
+    weights: Sequence[QuantizedRows]
     meets: Callable[[Tensor], Matrix]
 
     def products(self, executor: CudaExecutor) -> Products:
         given = torch.randn((self.rows, self.weights[0].width), device=executor.device).to(executor.dtype)
         x = self.meets(given)
 
-        def of(w: CodedRows) -> Callable[[Tile], object]:
+        def of(w: QuantizedRows) -> Callable[[Tile], object]:
             return lambda tile: cuda.by_kernel(x, w, executor.dtype, tile)
 
         return [of(w) for w in self.weights]
@@ -142,10 +142,10 @@ class Work:
 def works_of(executor: CudaExecutor) -> list[Work]:
     """What the kernel computes of an executor's steps, those of few rows first."""
 
-    def met(w: CodedRows, meets: Callable[[Tensor], Matrix], rows: int) -> Matrix:
+    def met(w: QuantizedRows, meets: Callable[[Tensor], Matrix], rows: int) -> Matrix:
         return meets(torch.zeros((rows, w.width), dtype=executor.dtype, device=executor.device))
 
-    regions: dict[str, tuple[list[CodedRows], Callable[[Tensor], Matrix]]] = {}
+    regions: dict[str, tuple[list[QuantizedRows], Callable[[Tensor], Matrix]]] = {}
     for w, meets in executor.coded():
         regions.setdefault(region_of(met(w, meets, 1), w), ([], meets))[0].append(w)
     found = []

@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from millrace.compile.cache.timing_cache import TimingCache, machine_key
 from millrace.compile.settings import Progress
 from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, cases_of, filling, input_bytes, pages_of
-from millrace.compile.tune.tuning_regions import Work, regions_of
+from millrace.compile.tune.tuning_regions import TuningTask, regions_of
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.tactics import (
     Choice,
     Comparison,
     Region,
     TacticTable,
-    Timed,
+    TacticTiming,
     knob_values,
     read_tables,
     table_for,
@@ -61,13 +61,13 @@ def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) 
     """
     table, tables = tune(Engine.open(folder), tuning, progress), read_tables(folder, mend=True)
     if before := table_for(tables, table.machine, table.threads):
-        table = kept(before, table)
+        table = load_tuning(before, table)
     elif tables and not table.compared():
         return table  # it says nothing beyond the rules, which hold without it
     return write_tactics(folder, table)
 
 
-def kept(before: TacticTable, now: TacticTable) -> TacticTable:
+def load_tuning(before: TacticTable, now: TacticTable) -> TacticTable:
     """The new table, with choices of the old one where the new one compared nothing."""
     old = {(region.name, c.rows): c for region in before.regions for c in region.choices if c.compared}
     regions = [
@@ -104,7 +104,7 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
     return TacticTable(fingerprint(isa), threads, done, note)
 
 
-def choose(tried: Sequence[Timed]) -> int:
+def choose(tried: Sequence[TacticTiming]) -> int:
     """The fastest setting where it clearly beats the rule, which is the first."""
     best = min(tried, key=lambda t: t.median_us)
     samples = min(best.samples, tried[0].samples)
@@ -151,7 +151,7 @@ class _Clock:
 
 
 def _timed(
-    engine: Engine, works: Mapping[str, Work], cases: Sequence[Case], clock: _Clock, threads: int, rows: TunedRows
+    engine: Engine, works: Mapping[str, TuningTask], cases: Sequence[Case], clock: _Clock, threads: int, rows: TunedRows
 ) -> dict[str, list[Choice]]:
     """The choices that were not known before; they are added to `works`."""
     executor: Tuned
@@ -206,13 +206,17 @@ def _warmed_up(executor: Tuned, case: Case, engine: Engine) -> Any:
 class Trial:
     """One knob of all regions of a case: passes in which their layers take turns with its settings."""
 
-    def __init__(self, executor: Tuned, rows: int, step: Any, works: Sequence[Work], knob: str, threads: int) -> None:
+    def __init__(
+        self, executor: Tuned, rows: int, step: Any, works: Sequence[TuningTask], knob: str, threads: int
+    ) -> None:
         self._executor, self._rows, self._step, self._works, self._knob = executor, rows, step, works, knob
         self._turning = [w for w in works if knob in w.knobs]
         self._settings = {w.name: w.settings(knob, rows, threads) for w in self._turning}
         self._us: dict[str, dict[int, list[float]]] = {n: {s: [] for s in tried} for n, tried in self._settings.items()}
 
-    def compare(self, knobs: Mapping[str, Knobs], enough_s: float, end_s: float) -> list[tuple[Work, list[Timed]]]:
+    def compare(
+        self, knobs: Mapping[str, Knobs], enough_s: float, end_s: float
+    ) -> list[tuple[TuningTask, list[TacticTiming]]]:
         """Until `enough_s` if all settings have samples enough, until `end_s` in any case; else nothing."""
         passes, fewest = 0, 0
         while fewest < PLENTY and time.perf_counter() < (end_s if fewest < SAMPLES else enough_s):
@@ -243,8 +247,8 @@ class Trial:
                 self._us[w.name][turn[call]].append(float(spent[call]) * 1e6)
 
 
-def summary(value: int, microseconds: Sequence[float]) -> Timed:
+def summary(value: int, microseconds: Sequence[float]) -> TacticTiming:
     """What was timed of one setting."""
     cut = sorted(microseconds)
     low, high = cut[len(cut) // 10], cut[-1 - len(cut) // 10]
-    return Timed(value, round(statistics.median(cut), 2), round(low, 2), round(high, 2), len(cut))
+    return TacticTiming(value, round(statistics.median(cut), 2), round(low, 2), round(high, 2), len(cut))

@@ -147,7 +147,7 @@ def pages_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
     return max(sequences * max(each, 2), -(-rows.prefill[-1] // PAGE_TOKENS))
 
 
-def deepest(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
+def max_context_step(engine: Engine, rows: TunedRows = USUAL_ROWS) -> int:
     """Tokens of the longest context that is timed; 0 where there are none."""
     m = engine.manifest
     return min(pages_of(engine, rows) * PAGE_TOKENS, m.max_context) if m.is_language_model else 0

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, deepest
+from millrace.compile.tune.tuning_cases import USUAL_ROWS, Case, TunedRows, max_context_step
 from millrace.engine.artifact.engine import Engine
 from millrace.engine.artifact.engine_tables import Call, read_program_table
 from millrace.engine.artifact.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
 from millrace.engine.artifact.tactics import Choice
-from millrace.errors import plain
+from millrace.errors import sanitize
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.declare import Scaling, WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
@@ -18,7 +18,7 @@ SAMPLED = ("", "sampled rows", "sampled rows")  # of T, S and R
 
 
 @dataclass(slots=True)
-class Work:
+class TuningTask:
     """A region while it is tuned."""
 
     name: str
@@ -43,7 +43,7 @@ class Work:
         return [0, *_SETTINGS[knob](self, rows, threads)]
 
 
-def _heights(_: Work, rows: int, threads: int) -> Iterator[int]:
+def _heights(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
     """Heights that cut the rows into different numbers of tiles."""
     seen = {1}
     for height in (12, 10, 8, 6, 4):
@@ -53,33 +53,33 @@ def _heights(_: Work, rows: int, threads: int) -> Iterator[int]:
             yield height
 
 
-def _task_panels(work: Work, rows: int, threads: int) -> Iterator[int]:
+def _task_panels(work: TuningTask, rows: int, threads: int) -> Iterator[int]:
     """Sizes that leave every worker something to do."""
     panels = up(int(work.params["n"]), PANEL) // PANEL
     size = panel_bytes(*(int(work.params[name]) for name in ("weights", "k", "group", "scaling")))
     return (p for p in (1, 4, 16) if p * threads <= panels and p * size <= 2 << 20)
 
 
-def _distances(_: Work, rows: int, threads: int) -> Iterator[int]:
+def _distances(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
     yield from (2048, 4096, 16384)
 
 
-def _worker_tasks(_: Work, rows: int, threads: int) -> Iterator[int]:
+def _worker_tasks(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
     """One worker shares nothing."""
     yield from (1, 2, 8) if threads > 1 else ()
 
 
-def _task_rows(work: Work, rows: int, threads: int) -> Iterator[int]:
+def _task_rows(work: TuningTask, rows: int, threads: int) -> Iterator[int]:
     """Of tokens and of the query heads that share their keys."""
     together = rows * int(work.params["heads"]) // int(work.params["kv_heads"])
     return (r for r in (6, 8, 12) if r < together)
 
 
-def _first_level(_: Work, rows: int, threads: int) -> Iterator[int]:
+def _first_level(_: TuningTask, rows: int, threads: int) -> Iterator[int]:
     yield 1
 
 
-_SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
+_SETTINGS: dict[str, Callable[[TuningTask, int, int], Iterator[int]]] = {
     "tile_rows": _heights, "ahead": _distances, "task_panels": _task_panels,
     "worker_tasks": _worker_tasks, "task_rows": _task_rows, "first_level": _first_level,
 }  # fmt: skip
@@ -90,18 +90,18 @@ def _knobs() -> dict[str, frozenset[str]]:
     return {k.name: frozenset(knob.name for knob in k.knobs) for k in kernels() if k.knobs}
 
 
-def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, Work]:
+def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, TuningTask]:
     """raises EngineError where the program's table does not fit its program"""
-    return regions(_calls(engine), _symbols(engine.manifest), deepest(engine, rows))
+    return regions(_calls(engine), _symbols(engine.manifest), max_context_step(engine, rows))
 
 
-def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, Work]:
+def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, TuningTask]:
     """By name: kernel, numerics class and shape, whatever the layer; of attention how long contexts are when timed."""
-    found: dict[str, Work] = {}
+    found: dict[str, TuningTask] = {}
     for i, call in enumerate(calls):
         if call.kernel in _knobs():
             name = _attention(call, context) if call.kernel == "attention" else _product(call, symbols)
-            found.setdefault(name, Work(name, call.kernel, call.params)).calls.append(i)
+            found.setdefault(name, TuningTask(name, call.kernel, call.params)).calls.append(i)
     return found
 
 
@@ -148,4 +148,4 @@ def _is_whole(call: Call, symbols: range) -> bool:
 
 def _symbols(m: Manifest) -> Sequence[str]:
     """What a region is called whose rows are counted by each of the symbols."""
-    return SAMPLED if m.is_language_model or m.is_encoder else [f"{plain(s.name)} rows" for s in m.symbols]
+    return SAMPLED if m.is_language_model or m.is_encoder else [f"{sanitize(s.name)} rows" for s in m.symbols]

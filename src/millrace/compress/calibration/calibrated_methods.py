@@ -11,17 +11,17 @@ from millrace.compress.calibration.calibration_pass import collect, digest_of, s
 from millrace.compress.calibration.layerwise_rounding import Method, rounded_layers
 from millrace.compress.calibration.statistics import ABOUT, InputStatistics, Statistics, input_bytes, read_about
 from millrace.compress.compress import Piece, Way, by_layers, rounded_alone
-from millrace.compress.compression_plan import SAME_INPUT, WEIGHT, Job
-from millrace.compress.measure.layer_diagnostics import Figures, figures, lost
+from millrace.compress.compression_plan import SAME_INPUT, WEIGHT, CompressionPlan
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures, lost
 from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.awq_smoothquant import AUTOAWQ, Awq, SmoothQuant
 from millrace.compress.methods.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.methods.gptq import LLM_COMPRESSOR, gptq_e4m3
 from millrace.compress.methods.quantization_grid import Array
-from millrace.compress.methods.sparsity_2_4 import OF, smallest_dropped, sparse
+from millrace.compress.methods.sparsity_2_4 import OF, prune_2_4_magnitude, sparse
 from millrace.compress.methods.structured_pruning import pruned
 from millrace.compress.presets import SAMPLES
-from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
+from millrace.compress.recipe import CLIP, RMS, SEARCHES, LayerRecipe
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.sizes import LENGTH
 from millrace.evaluate.text_files import read_text
@@ -42,7 +42,7 @@ class Needs:
     carried_bytes: int
 
 
-def needs(job: Job, tokens: int) -> Needs:
+def needs(job: CompressionPlan, tokens: int) -> Needs:
     """Of a pass over so many tokens, from the headers: all layers are collected, whichever the job is about."""
     widths: dict[str, list[int]] = {}
     weights: dict[str, int] = {}
@@ -118,7 +118,7 @@ def _of_its_sizes(found: Statistics, checkpoint: Checkpoint) -> Statistics:
     return found
 
 
-def method_of(treatment: Treatment, group: int) -> Method | None:
+def method_of(treatment: LayerRecipe, group: int) -> Method | None:
     """group: that fits the layer. None for what is no rounding to integers."""
     if treatment.method not in ("rtn", "gptq"):
         return None
@@ -135,7 +135,7 @@ def method_of(treatment: Treatment, group: int) -> Method | None:
 def by_statistics(statistics: Statistics) -> Way:
     """Layer by layer as the job's recipe says, then by themselves those that statistics are not for: FP8, a head."""
 
-    def made(job: Job) -> Iterator[Piece]:
+    def made(job: CompressionPlan) -> Iterator[Piece]:
         methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
         every = {**{name: treatment for name, (treatment, _) in job.layers.items()}, **job.sparse}
         for name, treatment in every.items():
@@ -168,25 +168,25 @@ def by_statistics(statistics: Statistics) -> Way:
     return made
 
 
-def _in_fp8(job: Job, name: str, x: InputStatistics) -> Piece:
+def _in_fp8(job: CompressionPlan, name: str, x: InputStatistics) -> Piece:
     made, why = fp8_by_gptq(job.checkpoint.tensors.load(name + WEIGHT), x)
     return Piece({name: made}, {name: why.error}, figures={name: why})
 
 
-def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, Figures]:
+def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, LayerDiagnostics]:
     made, _ = gptq_e4m3(w, x.gram)
     return made, figures(w, 0, lost(w, made, x), x, nearest=lost(w, rounded_e4m3(w), x))
 
 
-def _thinned(job: Job, name: str, treatment: Treatment, statistics: Statistics) -> Piece:
+def _thinned(job: CompressionPlan, name: str, treatment: LayerRecipe, statistics: Statistics) -> Piece:
     w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
     made = sparse(w, x, treatment.method)
-    plain = relative_error(w, smallest_dropped(w), x.gram)
+    plain = relative_error(w, prune_2_4_magnitude(w), x.gram)
     why = figures(w, OF, made.error, x, nearest=plain, plain="dropping the smallest weights")
     return Piece({}, {name: made.error}, {name + WEIGHT: made.weights}, {name: why})
 
 
-def errors_of(why: Mapping[str, Figures]) -> dict[str, float]:
+def errors_of(why: Mapping[str, LayerDiagnostics]) -> dict[str, float]:
     return {name: one.error for name, one in why.items()}
 
 

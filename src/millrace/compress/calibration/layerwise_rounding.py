@@ -12,18 +12,18 @@ from msgspec.structs import replace
 
 from millrace.checkpoint.weights.quantized_matrix import QuantisedMatrix
 from millrace.compress.calibration.statistics import InputStatistics, Statistics
-from millrace.compress.measure.layer_diagnostics import Figures, figures
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures
 from millrace.compress.measure.reconstruction_error import clipped, relative_error
 from millrace.compress.methods.awq_smoothquant import (
     WEIGHT,
     Awq,
-    Fold,
-    Site,
+    ScaleFold,
+    ScalingSite,
     SmoothQuant,
     awq_factors,
     fold,
+    scaled_weights,
     sites,
-    smaller,
     smooth_factors,
 )
 from millrace.compress.methods.gptq import Gptq, gptq
@@ -65,8 +65,8 @@ class Layer:
     name: str
     matrices: dict[str, Rounding] = field(default_factory=dict)
     floats: dict[str, Floats] = field(default_factory=dict)
-    folds: list[Fold] = field(default_factory=list)
-    figures: dict[str, Figures] = field(default_factory=dict)
+    folds: list[ScaleFold] = field(default_factory=list)
+    figures: dict[str, LayerDiagnostics] = field(default_factory=dict)
 
 
 def rounded_layers(
@@ -110,7 +110,7 @@ def _rounded_layer(
             continue
         folded = dict(arrays)
         moved = fold(folded, site, factors, offset if site.is_norm else 0.0)
-        scaled = dict.fromkeys(site.linears, smaller(inputs[first], moved.factors))
+        scaled = dict.fromkeys(site.linears, scaled_weights(inputs[first], moved.factors))
         if isinstance(chosen[first].smooth, Awq) and chosen[first].clip:
             better, moves = _better(site, chosen, (folded, scaled), (arrays, inputs))
             made |= better
@@ -122,7 +122,7 @@ def _rounded_layer(
     for linear, method in chosen.items():
         w = arrays.pop(linear + WEIGHT)
         one = found.matrices[linear] = made.get(linear) or rounding(w, inputs[linear], method)
-        found.figures[linear] = replace(found.figures[linear], error=one.error, moved=_moved(found.folds, linear))
+        found.figures[linear] = replace(found.figures[linear], error=one.error, moved=_ema(found.folds, linear))
     found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
     return found
 
@@ -144,19 +144,19 @@ def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
     return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
 
 
-def before(w: Array, x: InputStatistics, method: Method) -> Figures:
+def before(w: Array, x: InputStatistics, method: Method) -> LayerDiagnostics:
     """Of a matrix as it was given; its error is that of rounding to nearest, until it is known."""
     error = relative_error(w, nearest(w, fitted(w, method.grid), method.grid), x.gram)
     plain = method == Method(grid=method.grid)
     return figures(w, method.grid.group, error, x, nearest=None if plain else error)
 
 
-def _moved(folds: Sequence[Fold], linear: str) -> float | None:
+def _ema(folds: Sequence[ScaleFold], linear: str) -> float | None:
     factors = next((one.factors for one in folds if linear in one.site.linears), None)
     return None if factors is None else float(factors.max() / factors.min())
 
 
-def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
+def _moves(site: ScalingSite, chosen: Mapping[str, Method]) -> bool:
     """Scales move where all that take part are rounded, and those that read them want the same."""
     if not all(name in chosen for name in (*site.linears, *(() if site.is_norm else (site.source,)))):
         return False
@@ -164,7 +164,7 @@ def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
     return len(wanted) == 1 and wanted != {None}
 
 
-def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:
+def _factors(weights: Sequence[Array], site: ScalingSite, x: InputStatistics, method: Method) -> Floats | None:
     match method.smooth:
         case Awq() as awq:
             return awq_factors(weights, site, x, method.grid, awq)
@@ -177,7 +177,7 @@ _State = tuple[Mapping[str, Array], Mapping[str, InputStatistics]]  # tensors; i
 
 
 def _better(
-    site: Site, chosen: Mapping[str, Method], moved: _State, as_given: _State
+    site: ScalingSite, chosen: Mapping[str, Method], moved: _State, as_given: _State
 ) -> tuple[dict[str, Rounding], bool]:
     """Whether moving scales loses less of the site's outputs, in shares of their energy, to nearest within clipped
     ranges: AWQ finds scales with whole ones, and within these the weights may do better as they are. And the roundings

@@ -114,14 +114,14 @@ def check_place(out: Path, nbytes: int) -> None:
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
     """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails."""
-    with beside(out) as path:
+    with staging_folder(out) as path:
         yield path
         (path / _LOCK).unlink()
         put_in_place(path, out)
 
 
 @contextmanager
-def beside(out: Path, what: str = "unfinished") -> Iterator[Path]:
+def staging_folder(out: Path, what: str = "unfinished") -> Iterator[Path]:
     """An empty folder next to `out`, locked while the block runs, and gone after it. what: one of _WHAT
 
     Removes first what was left of `out` by who was killed: folders whose lock nobody holds any more.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from millrace.compress.measure.accuracy import Loss
-from millrace.compress.measure.layer_diagnostics import Figures
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics
 from millrace.compress.measure.speed import Speeds
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError, MachineError
@@ -80,7 +80,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     errors: dict[str, float] = {}
     forms: dict[str, Applied] = {}
-    figures: dict[str, Figures] = {}
+    figures: dict[str, LayerDiagnostics] = {}
     statistics: dict[str, str | int] = {}
     seconds: float | None = None
     loss: dict[str, Any] = {}

@@ -38,7 +38,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorLayout:
     """group: 0 for a whole row; floats: E4M3
 
     activations: bits of what they are meant to meet, of 8 the same kind; float_rows: E4M3 even beside integers
@@ -117,9 +117,9 @@ def _zeros(matrix: QuantisedMatrix) -> NDArray[np.int8]:
     return zeros
 
 
-def described(forms: Mapping[str, Form], ignore: list[str], kv: str | None = None) -> dict[str, object]:
+def described(forms: Mapping[str, TensorLayout], ignore: list[str], kv: str | None = None) -> dict[str, object]:
     """quantization_config. forms: by linear layer; ignore: those that stay floats; kv: how keys and values are kept"""
-    groups: dict[Form, list[str]] = {}
+    groups: dict[TensorLayout, list[str]] = {}
     for layer, form in forms.items():
         groups.setdefault(form, []).append(layer)
     usual = max(groups, key=lambda form: len(groups[form]))

@@ -107,7 +107,7 @@ class Reference:
             return score(reference, its, self.text)
 
 
-def why_not(checkpoint: Checkpoint) -> str:
+def unmeasurable_reason(checkpoint: Checkpoint) -> str:
     """Why nothing can be measured; "" where it can."""
     if not checkpoint.has_tokenizer:
         return "the checkpoint has no tokenizer to read a text with"

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.compile.settings import Progress
-from millrace.compress.compression_plan import WEIGHT, Job, kept_dtype
-from millrace.compress.search.candidates import FLOAT, TREATMENTS, bytes_of, offered
+from millrace.compress.compression_plan import WEIGHT, CompressionPlan, kept_dtype
+from millrace.compress.search.candidates import FLOAT, TREATMENTS, bytes_of, candidate_formats
 from millrace.engine.roofline_probe import Product, seconds_of
 from millrace.kernels.layout import up
 from millrace.kernels.precision import Precision
@@ -14,7 +14,7 @@ _MOST_BYTES = 256 << 20  # of the matrices that are timed in turn
 _MOST_CALLS = 4096
 
 
-def product_of(job: Job, layer: str, format: str, isa: str) -> Product:
+def product_of(job: CompressionPlan, layer: str, format: str, isa: str) -> Product:
     """What an engine of the folder computes for this layer, but for what it fuses."""
     N, K = job.checkpoint.tensors[layer + WEIGHT].shape
     treatment, own = TREATMENTS[format], kept_dtype(job.checkpoint, layer + WEIGHT)
@@ -51,7 +51,12 @@ class Clock:
 
 
 def seconds(
-    job: Job, rows: int, isa: str, threads: int, progress: Progress, clock: Callable[[Product], float] | None = None
+    job: CompressionPlan,
+    rows: int,
+    isa: str,
+    threads: int,
+    progress: Progress,
+    clock: Callable[[Product], float] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Of each layer's product of so many rows, in each format. clock: instead of this machine's
 
@@ -63,14 +68,14 @@ def seconds(
     found: dict[str, dict[str, float]] = {}
     for number, (layer, (_, K)) in enumerate(zip(job.layers, shapes, strict=True)):
         progress("timing products", number, len(job.layers))
-        found[layer] = {format: clock(product_of(job, layer, format, isa)) for format in offered(K)}
+        found[layer] = {format: clock(product_of(job, layer, format, isa)) for format in candidate_formats(K)}
     return found
 
 
-def nbytes(job: Job) -> dict[str, dict[str, float]]:
+def nbytes(job: CompressionPlan) -> dict[str, dict[str, float]]:
     """Of each layer in each format, in the folder."""
     shapes = {layer: job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers}
     return {
-        layer: {format: float(bytes_of(job, layer, format)) for format in offered(K)}
+        layer: {format: float(bytes_of(job, layer, format)) for format in candidate_formats(K)}
         for layer, (_, K) in shapes.items()
     }

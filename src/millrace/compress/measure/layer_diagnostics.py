@@ -21,7 +21,7 @@ _HEAVY, _PEAKED = 1.5, 1.15  # times what is usual in the model: what is called 
 _LEAST_HEAVY = 0.1  # of the energy: below it no input is heavy, whatever others are
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LayerDiagnostics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of one layer.
 
     error: share that was lost; of: of whose energy: its output's, or its weights' where nothing is known of its
@@ -45,9 +45,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def figures(
     w: Array, group: int, error: float, x: InputStatistics | None, *, nearest: float | None = None, plain: str = ""
-) -> Figures:
+) -> LayerDiagnostics:
     """Of w (N, K) as it was given. x: its input, of which errors are then; group: inputs of one; 0 for a whole row"""
-    return Figures(
+    return LayerDiagnostics(
         error=error, peak=peak(w, group), nearest=nearest, heavy=heavy(x) if x else None,
         of="output" if x else "weights", plain=plain,
     )  # fmt: skip
@@ -90,20 +90,20 @@ def heavy(x: InputStatistics) -> float:
     return float(energy[: -(-len(energy) // _HUNDREDTH)].sum()) / total if total else 0.0
 
 
-def usual(layers: Mapping[str, Figures]) -> Figures:
+def usual(layers: Mapping[str, LayerDiagnostics]) -> LayerDiagnostics:
     """The medians over all layers of a model, each of those that have it."""
 
     def middle(name: str) -> float | None:
         values = [value for one in layers.values() if (value := getattr(one, name)) is not None]
         return median(values) if values else None
 
-    return Figures(
+    return LayerDiagnostics(
         error=middle("error") or 0.0, peak=middle("peak") or 0.0, nearest=middle("nearest"), heavy=middle("heavy"),
         moved=middle("moved"),
     )  # fmt: skip
 
 
-def reasons(one: Figures, of_all: Figures) -> list[str]:
+def reasons(one: LayerDiagnostics, of_all: LayerDiagnostics) -> list[str]:
     """What stands out beside what is usual in this model; nothing is said where nothing does."""
     found = []
     if one.heavy is not None and of_all.heavy is not None and one.heavy >= max(_HEAVY * of_all.heavy, _LEAST_HEAVY):

@@ -32,7 +32,7 @@ class Rate(msgspec.Struct, frozen=True):
         return cls(tokens / median(samples_s), tokens / max(samples_s), tokens / min(samples_s))
 
 
-class Pace(msgspec.Struct, frozen=True):
+class TimedRun(msgspec.Struct, frozen=True):
     """One workload: "prefill of 512", "decode, 4 at once"."""
 
     work: str
@@ -48,13 +48,13 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     isa: str
     source_precision: str
     made_precision: str
-    paces: list[Pace]
+    paces: list[TimedRun]
 
 
 def paces(
     source: NativeExecutor, made: NativeExecutor, progress: Progress, rounds: int = ROUNDS,
     sequences: Sequence[int] = SEQUENCES,
-) -> list[Pace]:  # fmt: skip
+) -> list[TimedRun]:  # fmt: skip
     """sequences: of decoding, at a time. raises ConfigError for a context that is too short"""
     room = min(source.limits.context_tokens, made.limits.context_tokens)
     if room < _SHORTEST:
@@ -73,7 +73,7 @@ def paces(
     for number, (name, tokens, work) in enumerate(works):
         progress("measuring speed", number, len(works))
         samples = in_turns([work(source), work(made)], rounds)
-        found.append(Pace(name, *(Rate.of(tokens, each) for each in samples)))
+        found.append(TimedRun(name, *(Rate.of(tokens, each) for each in samples)))
     return found
 
 

@@ -26,7 +26,7 @@ Arrays = MutableMapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ScalingSite:
     """linears: that read the input; source: the norm or the layer that gives it; both without ".weight".
 
     shared: how often a row of the source is read, as a value head is by several query heads; head: its rows in a run
@@ -51,10 +51,10 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class ScaleFold:
     """What was done, for the record. factors (K,): the linears' columns are multiplied by them"""
 
-    site: Site
+    site: ScalingSite
     factors: Floats
 
 
@@ -91,26 +91,26 @@ class SmoothQuant:
 AUTOAWQ = Awq()
 
 
-def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> list[Site]:
+def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> list[ScalingSite]:
     """Where scales can move in the decoder layer of this name ("model.layers.0"), as AutoAWQ has them; under grouped
     queries an output projection takes the same for all heads that share a value head. shapes: of all tensors"""
     found = []
     for linears, norms in _NORMS:
         norm = next((n for n in norms if f"{layer}.{n}{WEIGHT}" in shapes), None)
         if norm and all(f"{layer}.{name}{WEIGHT}" in shapes for name in linears):
-            found.append(Site(tuple(f"{layer}.{name}" for name in linears), f"{layer}.{norm}", is_norm=True))
+            found.append(ScalingSite(tuple(f"{layer}.{name}" for name in linears), f"{layer}.{norm}", is_norm=True))
     for linear, source in _LINEARS:
         reads, gives = (f"{layer}.{name}{WEIGHT}" for name in (linear, source))
         if reads in shapes and gives in shapes:
             shared, rest = divmod(shapes[reads][1], shapes[gives][0])
             if not rest:
                 head = head_dim if shared > 1 else 1
-                found.append(Site((f"{layer}.{linear}",), f"{layer}.{source}", False, shared, head))
+                found.append(ScalingSite((f"{layer}.{linear}",), f"{layer}.{source}", False, shared, head))
     return found
 
 
 def awq_factors(
-    weights: Sequence[Array], site: Site, x: InputStatistics, grid: Grid, settings: Awq = AUTOAWQ
+    weights: Sequence[Array], site: ScalingSite, x: InputStatistics, grid: Grid, settings: Awq = AUTOAWQ
 ) -> Floats | None:
     """(K,), or None where no scale is better. weights: (N, K) each, of the site's linears
 
@@ -138,7 +138,7 @@ def awq_factors(
     return best
 
 
-def smooth_factors(weights: Sequence[Array], site: Site, x: InputStatistics, settings: SmoothQuant) -> Floats:
+def smooth_factors(weights: Sequence[Array], site: ScalingSite, x: InputStatistics, settings: SmoothQuant) -> Floats:
     """(K,), by the weights of all the site's linears."""
     of_inputs, of_weights = (_mean_sizes if settings.rms else _largest)(weights, site, x)
     there = (of_inputs > 0) & (of_weights > 0)
@@ -149,7 +149,7 @@ def smooth_factors(weights: Sequence[Array], site: Site, x: InputStatistics, set
     return site.spread(base.clip(*settings.bounds)).astype(np.float32)
 
 
-def _largest(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[Array, Array]:
+def _largest(weights: Sequence[Array], site: ScalingSite, x: InputStatistics) -> tuple[Array, Array]:
     """Of inputs and of weights, (K / shared,) each."""
     largest = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
     of_inputs, of_weights = (
@@ -158,7 +158,7 @@ def _largest(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[
     return of_inputs, of_weights
 
 
-def _mean_sizes(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[Array, Array]:
+def _mean_sizes(weights: Sequence[Array], site: ScalingSite, x: InputStatistics) -> tuple[Array, Array]:
     """The same in root mean squares, of weights in shares of their outputs' energy.
 
     A token is rounded on a scale of its own, its largest x / s by 127: so layers lose about mean(max (x / s)^2) times
@@ -169,7 +169,7 @@ def _mean_sizes(weights: Sequence[Array], site: Site, x: InputStatistics) -> tup
     return np.sqrt(site.base(x.gram.diagonal().astype(np.float64))), np.sqrt(site.base(np.asarray(squares)))
 
 
-def fold(arrays: Arrays, site: Site, factors: Floats, offset: float = 0.0) -> Fold:
+def fold(arrays: Arrays, site: ScalingSite, factors: Floats, offset: float = 0.0) -> ScaleFold:
     """Moves the factors: columns of the linears are multiplied, what the source gives is divided. arrays: by tensor
 
     offset: that the model adds to a norm's weight (Gemma: 1). A norm's new weight is what bfloat16 holds, and the
@@ -190,10 +190,10 @@ def fold(arrays: Arrays, site: Site, factors: Floats, offset: float = 0.0) -> Fo
     factors = site.spread(base)
     for linear in site.linears:
         arrays[linear + WEIGHT] = arrays[linear + WEIGHT] * factors
-    return Fold(site, factors)
+    return ScaleFold(site, factors)
 
 
-def smaller(x: InputStatistics, factors: Floats) -> InputStatistics:
+def scaled_weights(x: InputStatistics, factors: Floats) -> InputStatistics:
     """The statistics of x / factors."""
     inverse = (1 / factors).astype(np.float32)
     return InputStatistics(x.linears, x.gram * np.outer(inverse, inverse), x.amax * inverse, x.mean * inverse)

@@ -25,7 +25,7 @@ _MANTISSA = 11  # bits of a float16's, with the one that is not stored
 _COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
 
 
-class Convention(StrEnum):
+class RangeConvention(StrEnum):
     """How a scale follows from the extremes of a group, named after who does so."""
 
     COMPRESSED_TENSORS = "compressed-tensors"  # the range over all codes: amax / 7.5; GPTQ's, too. With minimums it
@@ -41,7 +41,7 @@ class Grid:
     bits: int = 4
     group: int = 128
     minimums: bool = False
-    convention: Convention = Convention.COMPRESSED_TENSORS
+    convention: RangeConvention = RangeConvention.COMPRESSED_TENSORS
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.group not in GROUPS:
@@ -51,9 +51,9 @@ class Grid:
             )  # fmt: skip
         if self.minimums and self.bits != 4:
             raise ConfigError("8 bits with minimums", "4 bits, or symmetric ones", "leave the minimums out")
-        if self.minimums and self.convention != Convention.COMPRESSED_TENSORS:
+        if self.minimums and self.convention != RangeConvention.COMPRESSED_TENSORS:
             raise ConfigError(
-                f"scales as of {self.convention} with minimums", f"those of {Convention.COMPRESSED_TENSORS}",
+                f"scales as of {self.convention} with minimums", f"those of {RangeConvention.COMPRESSED_TENSORS}",
                 "leave the minimums out, or the convention",
             )  # fmt: skip
 
@@ -214,7 +214,7 @@ def _extremes(x: Floats, grid: Grid) -> tuple[Floats, Floats]:
     low, high = x.min(axis=2), x.max(axis=2)
     if grid.minimums:
         return np.minimum(low, 0), np.maximum(high, 0)
-    if grid.convention == Convention.GGUF:
+    if grid.convention == RangeConvention.GGUF:
         extreme = np.where(-low >= high, low, high)
         return extreme, extreme
     amax = np.maximum(-low, high)
@@ -227,9 +227,9 @@ def _exact(low: Floats, high: Floats, grid: Grid) -> Floats:
     if grid.minimums:
         return (high - low) / np.float32(codes)
     match grid.convention:
-        case Convention.GGUF:
+        case RangeConvention.GGUF:
             return low / np.float32(grid.lowest)
-        case Convention.MODEL_OPTIMIZER:
+        case RangeConvention.MODEL_OPTIMIZER:
             return high / np.float32(grid.highest)
         case _:
             return high / np.float32(codes / 2)

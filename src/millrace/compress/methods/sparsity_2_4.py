@@ -47,7 +47,7 @@ def wanda(w: Array, gram: Array) -> Floats:
     return np.where(kept, w, np.float32(0))
 
 
-def smallest_dropped(w: Array) -> Floats:
+def prune_2_4_magnitude(w: Array) -> Floats:
     """By |w| alone, as if all inputs were alike: what both methods are better than."""
     return wanda(w.astype(np.float32, copy=False), np.eye(w.shape[1], dtype=np.float32))
 

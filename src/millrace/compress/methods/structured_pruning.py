@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.config.model_config import ModelConfig
 from millrace.compress.calibration.statistics import Statistics
-from millrace.compress.measure.layer_diagnostics import Figures, figures
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, figures
 from millrace.compress.measure.reconstruction_error import relative_error
 from millrace.compress.methods.quantization_grid import Array
 from millrace.errors import CheckpointError, ConfigError
@@ -90,7 +90,7 @@ class Pruned:
     before anything else is, `nearest` what would be if the inputs with the largest weights stayed"""
 
     floats: dict[str, Array]
-    figures: dict[str, Figures]
+    figures: dict[str, LayerDiagnostics]
 
 
 def pruned(

@@ -3,7 +3,7 @@
 about.json   what the figures are of; a folder of another model, text or machine is refused
 NAME.json    a method's row, there when all of it is measured: a run that was ended goes on behind the last;
              NAME.w4a8.json is of the same folder in another precision than its own
-method_comparison.html  the table and the words, for people
+advice.html  the table and the words, for people
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from millrace.compress.measure.accuracy import Loss
-from millrace.compress.measure.speed import Pace, Rate, Speeds
+from millrace.compress.measure.speed import Rate, Speeds, TimedRun
 from millrace.compress.recipe import Recipe
 from millrace.engine.artifact.tactics import write_whole
 from millrace.errors import ConfigError
@@ -23,7 +23,7 @@ from millrace.report.page import render
 from millrace.settings import read_given
 
 VERSION = 1
-ABOUT, PAGE = "about.json", "method_comparison.html"
+ABOUT, PAGE = "about.json", "advice.html"
 NEAR = 0.01  # KL in nats a token up to which answers are hardly to be told apart: the bound of --precision auto
 SLOWED = 0.5  # of the source's speed: a method that slows another workload to less is never advised without saying so
 _AS_SMALL = 1.01
@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def title(self) -> str:
         return f"{self.name} as {self.precision}" if self.precision else self.name
 
-    def pace(self, work: str) -> Pace:
+    def pace(self, work: str) -> TimedRun:
         assert self.speed is not None
         return next(pace for pace in self.speed.paces if pace.work.startswith(work))
 

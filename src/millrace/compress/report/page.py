@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.compress.checkpoint.compression_record import Applied, Flips, Record, add_to_record, read_record
 from millrace.compress.measure.accuracy import Loss, Simulated
-from millrace.compress.measure.layer_diagnostics import Figures, reasons, usual
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics, reasons, usual
 from millrace.compress.measure.speed import Rate, Speeds
 from millrace.compress.recipe import FP8_GPTQ, FP8_TENSOR
 from millrace.engine.artifact.tactics import write_whole
@@ -60,7 +60,7 @@ def applied(form: Applied) -> str:
     return ", ".join(filter(None, (*parts, "with zero points" if form.minimums else "")))
 
 
-def rescue(one: Figures) -> str:
+def rescue(one: LayerDiagnostics) -> str:
     """What the method changed of a layer's loss, where that is known."""
     if one.nearest is None or not one.nearest:
         return ""
@@ -69,7 +69,7 @@ def rescue(one: Figures) -> str:
     return f"{_percent(one.error)} rather than {_percent(one.nearest)} {how}{moved}"
 
 
-def _row(record: Record, layer: str, of_all: Figures, most: str) -> dict[str, str]:
+def _row(record: Record, layer: str, of_all: LayerDiagnostics, most: str) -> dict[str, str]:
     one, form = record.figures.get(layer), record.forms.get(layer)
     why = reasons(one, of_all) if one else []
     return {
@@ -88,7 +88,7 @@ def _usual_unit(record: Record) -> str:
     return max(units, key=units.count) if units else "output" if record.statistics else "weights"
 
 
-def _unit(one: Figures | None, most: str) -> str:
+def _unit(one: LayerDiagnostics | None, most: str) -> str:
     """Said where it is not that of most."""
     return f" of {_ENERGY[one.of]}" if one and one.of and one.of != most else ""
 

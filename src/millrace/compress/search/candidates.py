@@ -22,23 +22,23 @@ from millrace.compile.settings import Progress
 from millrace.compress.calibration.calibrated_methods import fp8_by_gptq, method_of
 from millrace.compress.calibration.layerwise_rounding import before, rounding
 from millrace.compress.calibration.statistics import InputStatistics, Statistics, whole_file
-from millrace.compress.checkpoint.tensor_layout import Form, Matrix, Spec
+from millrace.compress.checkpoint.tensor_layout import Matrix, Spec, TensorLayout
 from millrace.compress.compress import Piece, Way
-from millrace.compress.compression_plan import WEIGHT, Job, kept_dtype, seconds_a_million
-from millrace.compress.measure.layer_diagnostics import Figures
+from millrace.compress.compression_plan import WEIGHT, CompressionPlan, kept_dtype, seconds_a_million
+from millrace.compress.measure.layer_diagnostics import LayerDiagnostics
 from millrace.compress.measure.reconstruction_error import output_error
 from millrace.compress.methods.e4m3 import BF16, E4M3, Fp8Matrix
 from millrace.compress.methods.quantization_grid import Array, slabs
-from millrace.compress.recipe import PRESETS, Recipe, Treatment
+from millrace.compress.recipe import PRESETS, LayerRecipe, Recipe
 from millrace.errors import CheckpointError, ConfigError
 
 VERSION = 3  # of the arithmetic behind the formats
 FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
 _ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
-_FOUR = Treatment(method="gptq", search="clip")
+_FOUR = LayerRecipe(method="gptq", search="clip")
 _GROUPS = (128, 64, 32)
-TREATMENTS: Mapping[str, Treatment] = {
-    FLOAT: Treatment(method="none"),
+TREATMENTS: Mapping[str, LayerRecipe] = {
+    FLOAT: LayerRecipe(method="none"),
     "int8": _ROWS_OF_8,
     "int8-a8": replace(_ROWS_OF_8, activations=8),
     FP8: replace(PRESETS["fp8-gptq"].usual, activations=16),  # as it is measured and timed here
@@ -47,35 +47,35 @@ TREATMENTS: Mapping[str, Treatment] = {
 }
 
 
-def offered(K: int) -> list[str]:
+def candidate_formats(K: int) -> list[str]:
     """Formats for a matrix of so many inputs: groups that divide them."""
     return [n for n, t in TREATMENTS.items() if n == FLOAT or not t.group or K % t.group == 0]
 
 
 def _stored(K: int) -> list[str]:
     """Of those, the ones with a matrix of their own."""
-    return [name for name in offered(K) if name != FLOAT and not name.endswith(_BYTES)]
+    return [name for name in candidate_formats(K) if name != FLOAT and not name.endswith(_BYTES)]
 
 
-def stored_formats(job: Job) -> list[str]:
+def stored_formats(job: CompressionPlan) -> list[str]:
     """That any layer is rounded to when a mix is searched."""
     inputs = {job.checkpoint.tensors[layer + WEIGHT].shape[1] for layer in job.layers}
     return list(dict.fromkeys(name for K in sorted(inputs, reverse=True) for name in _stored(K)))
 
 
-def rounding_seconds(job: Job) -> float:
+def rounding_seconds(job: CompressionPlan) -> float:
     """About, for a survey of all layers on two idle cores."""
     shapes = [job.checkpoint.tensors[layer + WEIGHT].shape for layer in job.layers]
     return sum(N * K / 1e6 * seconds_a_million(TREATMENTS[name]) for N, K in shapes for name in _stored(K))
 
 
-def form_of(name: str) -> Form | None:
+def form_of(name: str) -> TensorLayout | None:
     """How such a matrix lies in a folder; None for floats."""
     t = TREATMENTS[name]
-    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, t.fp8, t.activation_bits)
+    return None if name == FLOAT else TensorLayout(t.bits, t.group, t.minimums, t.fp8, t.activation_bits)
 
 
-def bytes_of(job: Job, layer: str, name: str) -> int:
+def bytes_of(job: CompressionPlan, layer: str, name: str) -> int:
     """In the folder, scales included."""
     shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
     if form is None:
@@ -93,9 +93,9 @@ def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class CandidateLoss:
     matrix: Matrix
-    figures: Figures
+    figures: LayerDiagnostics
 
     @property
     def error(self) -> float:
@@ -104,19 +104,19 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class RoundedMatrixStore:
     """Rounded matrices in a folder, by layer and format: of one model and its statistics. Activations change no matrix,
     but what is lost. Files appear whole, so that a run that was ended leaves what it had."""
 
     folder: Path
 
     @classmethod
-    def beside(cls, statistics: Path) -> "Shelf":
+    def beside(cls, statistics: Path) -> "RoundedMatrixStore":
         """In their folder, for formats as they mean now: other ones would be other files."""
         meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
         return cls(statistics / f"formats-{meant}")
 
-    def put(self, layer: str, format: str, made: Tried, of_activations: float) -> None:
+    def put(self, layer: str, format: str, made: CandidateLoss, of_activations: float) -> None:
         """of_activations: what 8-bit ones lose besides"""
         matrix, form = made.matrix, [0, 0]
         codes, scales = matrix.codes, matrix.scales
@@ -139,15 +139,15 @@ class Shelf:
             weights, activations = held["losses"].tolist()
             return weights, activations
 
-    def get(self, layer: str, format: str) -> Tried:
+    def get(self, layer: str, format: str) -> CandidateLoss:
         """raises ConfigError for a file that is damaged"""
         with self._opened(layer, format) as held:
             codes, scales = held["codes"], held["scales"]
-            why = msgspec.json.decode(held["figures"].tobytes(), type=Figures)
+            why = msgspec.json.decode(held["figures"].tobytes(), type=LayerDiagnostics)
             if format == FP8:
-                return Tried(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), why)
+                return CandidateLoss(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), why)
             group, bits = held["form"].tolist()
-            return Tried(QuantisedMatrix(codes, scales, group, bits), why)
+            return CandidateLoss(QuantisedMatrix(codes, scales, group, bits), why)
 
     def _file(self, layer: str, format: str) -> Path:
         return self.folder / f"{layer}.{format.removesuffix(_BYTES)}.npz"
@@ -166,7 +166,7 @@ class Shelf:
     def method(self, chosen: Mapping[str, str]) -> Way:
         """A job of `recipe_of(chosen)`, from what is held: the same matrices as its own methods make."""
 
-        def made(job: Job) -> Iterator[Piece]:
+        def made(job: CompressionPlan) -> Iterator[Piece]:
             for name in job.layers:
                 held = self.get(name, chosen[name])
                 yield Piece({name: held.matrix}, {name: held.error}, figures={name: held.figures})
@@ -174,7 +174,7 @@ class Shelf:
         return made
 
 
-def shelf_bytes(job: Job) -> int:
+def shelf_bytes(job: CompressionPlan) -> int:
     """Of all candidates' matrices: a byte for each code, and scales."""
     total = 0
     for layer in job.layers:
@@ -184,7 +184,9 @@ def shelf_bytes(job: Job) -> int:
     return total
 
 
-def survey(job: Job, statistics: Statistics, shelf: Shelf, progress: Progress) -> dict[str, dict[str, float]]:
+def survey(
+    job: CompressionPlan, statistics: Statistics, shelf: RoundedMatrixStore, progress: Progress
+) -> dict[str, dict[str, float]]:
     """Of each layer of the job, what each format loses: of its output's energy, the share that is off.
 
     The job says which layers there are; its recipe does not matter. What is on the shelf already is taken from there.
@@ -216,13 +218,13 @@ def survey(job: Job, statistics: Statistics, shelf: Shelf, progress: Progress) -
     return found
 
 
-def _tried(w: Array, x: InputStatistics, treatment: Treatment) -> Tried:
+def _tried(w: Array, x: InputStatistics, treatment: LayerRecipe) -> CandidateLoss:
     if treatment.fp8:
-        return Tried(*fp8_by_gptq(w, x))
+        return CandidateLoss(*fp8_by_gptq(w, x))
     method = method_of(treatment, treatment.group)
     assert method is not None
     made = rounding(w, x, method)
-    return Tried(made.matrix, replaced(before(w, x, method), error=made.error))
+    return CandidateLoss(made.matrix, replaced(before(w, x, method), error=made.error))
 
 
 def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:

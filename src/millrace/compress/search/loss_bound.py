@@ -67,7 +67,7 @@ class MaxLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class LossBoundSearch:
     """mixes: from the cheapest on; measured: of those that were, by number; found: the number of the cheapest within"""
 
     mixes: Sequence[Mix]
@@ -92,7 +92,7 @@ def candidates(
     }
 
 
-def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix], float]) -> Search:
+def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix], float]) -> LossBoundSearch:
     """Measures a mix in the middle of those that are left, and goes on below it or above, until one is found.
 
     Which mix is measured next depends on nothing but whether the ones before were within: so a looser bound, with
@@ -117,7 +117,7 @@ def searched(mixes: Sequence[Mix], bound: MaxLoss, measure: Callable[[int, Mix],
             f"{bound.said(best)}", "a bound that can be kept",
             f"{looser}leave the model as it is",
         )  # fmt: skip
-    return Search(mixes, measured, high)
+    return LossBoundSearch(mixes, measured, high)
 
 
 def compressed(mixes: Sequence[Mix], floats: str) -> list[Mix]:

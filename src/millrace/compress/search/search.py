@@ -10,16 +10,16 @@ from typing import Any
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.settings import Progress
 from millrace.compress.calibration.statistics import Statistics
-from millrace.compress.checkpoint.checkpoint_writer import beside, put_in_place
+from millrace.compress.checkpoint.checkpoint_writer import put_in_place, staging_folder
 from millrace.compress.compress import Result, compress
-from millrace.compress.compression_plan import Job, plan
+from millrace.compress.compression_plan import CompressionPlan, plan
 from millrace.compress.measure import cost
 from millrace.compress.measure.accuracy import Loss, Reference, loss_of
 from millrace.compress.presets import Target
 from millrace.compress.recipe import written
 from millrace.compress.report.page import write_page
-from millrace.compress.search.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
-from millrace.compress.search.loss_bound import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
+from millrace.compress.search.candidates import FLOAT, RoundedMatrixStore, bytes_of, recipe_of, shelf_bytes, survey
+from millrace.compress.search.loss_bound import MOST_MIXES, LossBoundSearch, MaxLoss, candidates, compressed, searched
 from millrace.compress.search.mixed_precision import Mix, frontier
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.text_windows import Windows
@@ -28,7 +28,7 @@ RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same a
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class SearchGoal:
     """rows: of a step whose time counts; 0 for bytes. isa, threads: on which it is timed"""
 
     bound: MaxLoss
@@ -48,13 +48,13 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """choice: the loss by which the mix was found; proof: of the same mix on windows that no mix was chosen by, None
     where the text has no more; floats: what the layers cost as they are, in the unit of costs"""
 
-    asked: Goal
+    asked: SearchGoal
     result: Result
-    search: Search
+    search: LossBoundSearch
     choice: Loss
     proof: Loss | None
     floats: float
@@ -70,17 +70,17 @@ class Found:
 
 
 def search(
-    job: Job, asked: Goal, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
-    shelf: Shelf | None = None,
-) -> Found:  # fmt: skip
+    job: CompressionPlan, asked: SearchGoal, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
+    shelf: RoundedMatrixStore | None = None,
+) -> SearchResult:  # fmt: skip
     """Writes the folder `out`, which must not exist, with the recipe that makes it again.
 
     job: says which layers there are; texts: that losses are measured on, others than that of the statistics
     shelf: where formats that were tried are kept; None: nowhere
     raises ConfigError where no mix is within the bound, and as `compress`
     """
-    with beside(out, "search") as work:
-        shelf = shelf or Shelf(work / "formats")
+    with staging_folder(out, "search") as work:
+        shelf = shelf or RoundedMatrixStore(work / "formats")
         losses = survey(job, statistics, shelf, progress)
         costs = cost.seconds(job, asked.rows, asked.isa, asked.threads, progress) if asked.rows else cost.nbytes(job)
         mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
@@ -91,7 +91,7 @@ def search(
         made, choice = trials.kept[found.found]
         proof = _proven(job.checkpoint, made.folder, texts, progress)
         floats = sum(of[FLOAT] for of in costs.values())
-        whole = Found(asked, replace(made, folder=out), found, choice.on(texts.of), proof, floats)
+        whole = SearchResult(asked, replace(made, folder=out), found, choice.on(texts.of), proof, floats)
         _record(made.folder, whole, statistics)
         put_in_place(made.folder, out)
     return whole
@@ -103,7 +103,7 @@ def _proven(source: Checkpoint, made: Path, texts: "Texts", progress: Progress) 
     return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(made), progress).on(texts.of)
 
 
-def most_bytes(job: Job) -> int:
+def most_bytes(job: CompressionPlan) -> int:
     """That a search has on the disk at most: all matrices rounded, and two folders, as large as floats are."""
     layers = sum(max(bytes_of(job, layer, f) for f in (FLOAT, "int8")) for layer in job.layers)
     rest = job.bytes_after - sum(bytes_of(job, layer, "int8") for layer in job.layers)
@@ -121,9 +121,9 @@ class _Trials:
     places: the shelf, and where folders go; kept: of those within the bound the last, which is the cheapest so far
     """
 
-    job: Job
+    job: CompressionPlan
     bound: MaxLoss
-    places: tuple[Shelf, Path]
+    places: tuple[RoundedMatrixStore, Path]
     reference: Reference
     progress: Progress
     kept: dict[int, tuple[Result, Loss]] = field(default_factory=dict)
@@ -149,13 +149,13 @@ class _Trials:
         return found
 
 
-def _record(folder: Path, found: Found, statistics: Statistics) -> None:
+def _record(folder: Path, found: SearchResult, statistics: Statistics) -> None:
     """The recipe, and in what is recorded of the folder the search."""
     (folder / RECIPE).write_text(json.dumps(written(found.result.job.recipe), indent=1) + "\n")
     write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": statistics.about.recorded})
 
 
-def described(found: Found) -> dict[str, Any]:
+def described(found: SearchResult) -> dict[str, Any]:
     """The search as JSON has it. Costs are bytes, or seconds of all layers' products; choice: the loss by which the mix
     was found, proven: what its bound is about, on other windows"""
     asked, search_ = found.asked, found.search

@@ -10,7 +10,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _DIGITS = 3  # that are kept: all further ones may differ between processors, and none of them means anything
 
 
-class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AccuracyLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one choice of precisions, beside the same checkpoint in float32 with keys and values in float32.
 
     None: there is no such number, since some of its answers are not finite, or its weights cannot be rounded so
@@ -47,10 +47,10 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_kl: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = (
         None  # None: the precision was asked for, whatever it costs
     )
-    tried: Annotated[list[Price], msgspec.Meta(max_length=64)] = []  # the last one is the engine's
+    tried: Annotated[list[AccuracyLoss], msgspec.Meta(max_length=64)] = []  # the last one is the engine's
 
     @property
-    def price(self) -> Price | None:
+    def price(self) -> AccuracyLoss | None:
         """The engine's own; None where it was not measured."""
         return self.tried[-1] if self.tried else None
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.engine.artifact.folder_lock import Hold, hold
+from millrace.engine.artifact.folder_lock import FolderLock, hold
 from millrace.engine.artifact.manifest import (
     MANIFEST,
     PROGRAM,
@@ -49,7 +49,7 @@ class Engine:
 
     folder: Path
     manifest: Manifest
-    held: Hold = field(compare=False, repr=False)
+    held: FolderLock = field(compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> "Engine":

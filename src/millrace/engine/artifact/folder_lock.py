@@ -25,7 +25,7 @@ _SAID_S = 1.0  # who waits longer is told for what
 log = logging.getLogger(__name__)
 
 
-class Hold:
+class FolderLock:
     """A shared lock, until `release` or the end of this object."""
 
     def __init__(self, file: int) -> None:
@@ -35,7 +35,7 @@ class Hold:
         self._release()
 
 
-def hold(folder: Path) -> Hold | None:
+def hold(folder: Path) -> FolderLock | None:
     """None where there is no such engine, or no longer.
 
     raises OSError where its manifest may not be read, MachineError where another process keeps it locked
@@ -45,7 +45,7 @@ def hold(folder: Path) -> Hold | None:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else a pipe of that name would block
     except (FileNotFoundError, NotADirectoryError):
         return None
-    held = Hold(file)
+    held = FolderLock(file)
     with suppress(OSError):  # a file system without locks: there nobody gets the one that removing takes
         lock(file, fcntl.LOCK_SH, f"{folder}, which another process is removing", REMOVING_S)
     try:

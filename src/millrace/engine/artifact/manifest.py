@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from millrace.engine.artifact.accuracy_loss import Evaluation
 from millrace.engine.cache_specs import CacheSpec, KvFormat, StateSpec
 from millrace.engine.io_slots import Size
-from millrace.errors import EngineError, GraphError, plain
+from millrace.errors import EngineError, GraphError, sanitize
 from millrace.graph.dims import Symbol, parse_dim, range_of, symbols_of
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.types import DType, Shape
@@ -263,7 +263,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} {what}")
     texts = (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes)
     for text in (*texts, *manifest.evaluation.texts):
-        if text != plain(text):  # they will be shown
+        if text != sanitize(text):  # they will be shown
             raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")
     return manifest
 

@@ -27,7 +27,7 @@ _MOST_TABLES = 16
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TacticTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One setting of a knob; 0 is the kernel's own rule."""
 
     value: Count
@@ -41,7 +41,7 @@ class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one knob, timed in turn; the knobs before it stay as they were chosen. The first is the rule."""
 
     knob: str
-    tried: list[Timed]
+    tried: list[TacticTiming]
     chosen: Count
 
 

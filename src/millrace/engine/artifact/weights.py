@@ -26,7 +26,7 @@ from millrace.kernels.layout import matrix_bytes, up
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, Packing, matrices_of, packing_of, precision_of
 from millrace.kernels.matmul.unpack import part_codes, part_halves, unpack_codes, unpack_floats
 from millrace.kernels.operand_places import constant_of
-from millrace.kernels.operators import size
+from millrace.kernels.operators import static_dim
 from millrace.kernels.precision import BF16_BY_TILES, Precision
 from millrace.kernels.row_storage import DENSE, storage_of
 
@@ -153,7 +153,7 @@ class EngineWeights:
         """Of each matrix of a product."""
         matrices = matrices_of(node)
         names = tuple(name for w in matrices for name in constant_of(w).origin)
-        each, k = size(matrices[0], 0), size(matrices[0], 1)
+        each, k = static_dim(matrices[0], 0), static_dim(matrices[0], 1)
         n = 2 * up(each, 16) if len(matrices) == 2 else each
         precision = precision_of(node)
         weight = self.products.get((names, precision.value, packing))

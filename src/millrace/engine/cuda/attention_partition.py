@@ -33,14 +33,14 @@ class Kind(NamedTuple):
     window: int = 0
 
 
-class Processors(NamedTuple):
+class SmGeometry(NamedTuple):
     """Of a device. many_rows: of a prompt's block"""
 
     number: int = 1
     many_rows: int = SOME_ROWS
 
     @classmethod
-    def of(cls, number: int, capability: tuple[int, int], head_bytes: int, element: int = 2) -> "Processors":
+    def of(cls, number: int, capability: tuple[int, int], head_bytes: int, element: int = 2) -> "SmGeometry":
         """Before Hopper 128 rows spill what they sum, and anywhere those of wide heads. element: bytes of floats"""
         if element > 2:
             return cls(number, FLOAT_ROWS)
@@ -68,7 +68,7 @@ class Sequences(NamedTuple):
         return Sequences(*(x[which] for x in self))
 
 
-class Cut(NamedTuple):
+class SplitPlan(NamedTuple):
     """items (n, ITEM), merges (m, MERGE): see Work | parts: of blocks that have several, in all"""
 
     items: IntArray
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
     parts: int
 
 
-def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int, window: int = 0) -> Cut:
+def split_attention(of: Sequences, rows: int, group: int, page_tokens: int, room: int, window: int = 0) -> SplitPlan:
     """rows: of a block; room: for how many parts of a block's pages all programs of one KV head have work
 
     window: as Kind's: pages before that of a block's first row are nobody's work
@@ -97,7 +97,9 @@ def cut(of: Sequences, rows: int, group: int, page_tokens: int, room: int, windo
     merged = np.flatnonzero(parts > 1)
     merges = [part[before[merged]], parts[merged], begins[merged], lengths[merged], first[merged]]
     order = np.argsort(here - end, kind="stable")
-    return Cut(np.stack(items, 1)[order].astype(np.int32), np.stack(merges, 1).astype(np.int32), int(shares.sum()))
+    return SplitPlan(
+        np.stack(items, 1)[order].astype(np.int32), np.stack(merges, 1).astype(np.int32), int(shares.sum())
+    )
 
 
 def first_page(positions: Integers, window: int, page_tokens: int) -> Integers:
@@ -166,7 +168,7 @@ def aligned(lengths: Collection[int]) -> tuple[list[slice], int]:
     return [slice(int(at), int(at) + n) for at, n in zip(begins, lengths, strict=False)], int(begins[-1])
 
 
-def joined(parts: Sequence[IntArray]) -> tuple[IntArray, list[slice]]:
+def pack_arrays(parts: Sequence[IntArray]) -> tuple[IntArray, list[slice]]:
     """One int32 array, and where each part lies."""
     places, n = aligned([p.size for p in parts])
     whole = np.zeros(n, np.int32)

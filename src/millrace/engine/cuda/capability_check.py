@@ -14,7 +14,7 @@ from millrace.graph.types import Graph
 from millrace.kernels.elementwise.torch_ref import unsupported
 from millrace.kernels.matmul.coded import E4M3
 from millrace.kernels.matmul.op import precision_of
-from millrace.kernels.operators import size
+from millrace.kernels.operators import static_dim
 from millrace.kernels.torch_operators import torch_operators
 from millrace.machine.devices import check_multiplies
 
@@ -45,7 +45,7 @@ def check_runs(graph: Graph, kv: KvFormat | None) -> None:
         if node.op == "elementwise" and (wrong := unsupported(node)):
             raise EngineError(f"element-wise {wrong} of this model on a GPU", "arithmetic of f32", "run it on the CPU")
     check_keeps(kv)
-    sizes = {size(n.inputs[1], 2) for n in graph.nodes if n.op in ATTENTION}
+    sizes = {static_dim(n.inputs[1], 2) for n in graph.nodes if n.op in ATTENTION}
     if kv == KvFormat.FP8 and (odd := [n for n in sorted(sizes) if n & n - 1]):
         raise EngineError(f"keys and values in fp8 of heads of {odd[0]} on a GPU", "heads of a power of two",
                           "keep them in int8")  # fmt: skip

@@ -23,10 +23,10 @@ from millrace.engine.cuda.attention_partition import (
     aligned,
     bounds,
     bucket_parts,
-    cut,
     first_page,
     room,
     rows_for,
+    split_attention,
     window_pages,
     windows_in,
 )  # fmt: skip
@@ -157,7 +157,7 @@ class Bucket:
             group, kv_heads, window = kind
             of, rows_each = Sequences(rows, ones, positions, begins[window]), rows_for(group)
             most = room(rows_each, kv_heads, self.multiprocessors)
-            found = cut(of, rows_each, group, self.page_tokens, most, window)
+            found = split_attention(of, rows_each, group, self.page_tokens, most, window)
             for part, values in ((items, found.items.reshape(-1)), (merges, found.merges.reshape(-1))):
                 part[: len(values)], part[len(values) :] = values, 0
 

@@ -17,7 +17,7 @@ from millrace.engine.cuda.host_device_copy import kept_on_device, rows_on_device
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.errors import CheckpointError
 from millrace.graph.types import DType, Graph, Node, Value
-from millrace.kernels.matmul.coded import CodedRows, Matrix, weights
+from millrace.kernels.matmul.coded import Matrix, QuantizedRows, weights
 from millrace.kernels.matmul.op import (
     PRODUCTS,
     codes_of,
@@ -43,7 +43,7 @@ class Loaded:
     """
 
     tensors: dict[Value, Tensor]
-    coded: dict[Node, tuple[CodedRows, ...]]
+    coded: dict[Node, tuple[QuantizedRows, ...]]
     joined: dict[Node, Tensor] = field(default_factory=dict)
 
     def matrices(self, node: Node) -> tuple[Matrix, ...]:
@@ -62,7 +62,7 @@ def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given:
     coded = {node: held.coded[node] for node in placement.coded if node in held.coded}
     matrices = [(n, w, rows) for n, rows in placement.coded.items() if n not in coded for w in matrices_of(n)]
     read = _ahead([partial(_codes, *matrix) for matrix in matrices])
-    parts: list[CodedRows] = []
+    parts: list[QuantizedRows] = []
     for (node, _, _), matrix in zip(matrices, read, strict=True):
         parts.append(weights(matrix))
         if len(parts) == len(matrices_of(node)):
@@ -71,7 +71,7 @@ def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given:
     kinds = {v: dtype for v in placement.narrow} | {v: torch.float32 for v in placement.wide}
     tensors = {value: held.tensors[value] for value in kinds if value in held.tensors}
     new = [value for value in kinds if value not in tensors]
-    joined = {**held.joined, **together(lowered.graph, tensors, placement.coded, dtype, device)}
+    joined = {**held.joined, **load_merged(lowered.graph, tensors, placement.coded, dtype, device)}
     for value, array in zip(new, _ahead([partial(_read, value) for value in new]), strict=True):
         kind = torch.int32 if value.dtype == DType.I32 else kinds[value]
         if value not in tensors:
@@ -81,7 +81,7 @@ def load(lowered: LoweredGraph, dtype: torch.dtype, device: torch.device, given:
     return Loaded(tensors, coded, joined)
 
 
-def together(
+def load_merged(
     graph: Graph, tensors: dict[Value, Tensor], coded: Collection[Node], dtype: torch.dtype, device: torch.device
 ) -> dict[Node, Tensor]:
     """Room for the floats of each product with several matrices, where these have none; `tensors` gets its parts.
@@ -98,9 +98,9 @@ def together(
     return found
 
 
-def _alike(parts: Sequence[CodedRows]) -> list[list[CodedRows]]:
+def _alike(parts: Sequence[QuantizedRows]) -> list[list[QuantizedRows]]:
     """Neighbours that differ in nothing but their codes and scales are one."""
-    found: list[list[CodedRows]] = []
+    found: list[list[QuantizedRows]] = []
     for part in parts:
         if found and _format(found[-1][0]) == _format(part):
             found[-1].append(part)
@@ -109,12 +109,12 @@ def _alike(parts: Sequence[CodedRows]) -> list[list[CodedRows]]:
     return found
 
 
-def _format(rows: CodedRows) -> tuple[object, ...]:
+def _format(rows: QuantizedRows) -> tuple[object, ...]:
     minimums = None if rows.minimums is None else rows.minimums.dtype
     return rows.codes.dtype, rows.scales.dtype, minimums, rows.width, rows.group, rows.zero
 
 
-def _placed(parts: Sequence[CodedRows], device: torch.device) -> CodedRows:
+def _placed(parts: Sequence[QuantizedRows], device: torch.device) -> QuantizedRows:
     """One behind the other, in one allocation."""
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return replace(

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError, MachineError
-from millrace.machine.devices import find_device, seen_as
+from millrace.machine.devices import find_device, match_device_name
 
 CPU = "cpu"
 _NAMED = re.compile(r"cpu|cuda(:\d{1,4})?")
@@ -22,18 +22,18 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceId:
     """Where a model runs, by the name of its device; random_weights: with weights that are drawn there, none is read"""
 
     device: str = CPU
     random_weights: bool = False
 
 
-ON_CPU = Place()
+ON_CPU = DeviceId()
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class DatasheetDevice:
     """A GPU that is here, or one of the catalogue. about: its name and what it is; here: None of the catalogue's"""
 
     about: str
@@ -46,20 +46,20 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def known_gpu(device: str) -> Known:
+def known_gpu(device: str) -> DatasheetDevice:
     """device: cuda, or cuda:1, of those that are here; else a name of the catalogue, such as h100
 
     raises ConfigError for others; MachineError where there is none here
     """
     if device != CPU and _NAMED.fullmatch(device):
         found = find_gpu(device)
-        return Known(*seen_as(found.name, found.capability), found)
+        return DatasheetDevice(*match_device_name(found.name, found.capability), found)
     try:
         named = find_device(device)
     except ConfigError as error:
         expected = "cuda, cuda:1 for the second GPU here, or one of the catalogue, such as H100"
         raise ConfigError(f'--device is "{device}"', expected, error.mend) from None
-    return Known(f"{named.name} ({named.architecture})", named.architecture)
+    return DatasheetDevice(f"{named.name} ({named.architecture})", named.architecture)
 
 
 def check_name(device: str) -> None:

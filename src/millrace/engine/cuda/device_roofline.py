@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.engine.cuda.device_lookup import Gpu, first_line
-from millrace.engine.cuda.host_device_copy import there
+from millrace.engine.cuda.host_device_copy import on_device_context
 from millrace.errors import MachineError, mib
 from millrace.kernels.matmul.coded import E4M3
 
@@ -43,7 +43,7 @@ def measured(gpu: Gpu, precisions: Collection[str]) -> DeviceRates:
         raise MachineError(f"{gpu.name} has {mib(gpu.free_bytes)} free", f"{mib(4 * LEAST_BYTES)}, to measure it",
                            "see in nvidia-smi who else uses it")  # fmt: skip
     try:
-        with torch.inference_mode(), there(device):
+        with torch.inference_mode(), on_device_context(device):
             return _rates(device, n_bytes, side, precisions)
     except RuntimeError as error:  # PyTorch's of a device
         raise MachineError(f"{gpu.name} failed while it was measured: {first_line(error)}", "a GPU that works",

@@ -10,18 +10,18 @@ from torch import Tensor
 from millrace.engine.cuda.attention_partition import blocks, rows_for
 from millrace.engine.cuda.capability_check import check_runs
 from millrace.engine.cuda.device_constants import load
-from millrace.engine.cuda.graph_executor import Load, Walk
-from millrace.engine.cuda.host_device_copy import OnItsWay, on_device, there
+from millrace.engine.cuda.graph_executor import GraphExecutor, Load
+from millrace.engine.cuda.host_device_copy import AsyncCopy, on_device, on_device_context
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.engine.encoder_inputs import text_inputs
 from millrace.engine.io_slots import Slot, sizes_of
 from millrace.errors import RequestError
 from millrace.graph.types import Node, Symbol
 from millrace.kernels.attention.texts import TextTables
-from millrace.kernels.operators import number, size
+from millrace.kernels.operators import float_attr, static_dim
 
 
-class CudaNetwork(Walk):
+class CudaNetwork(GraphExecutor):
     """lowered, device, load: as of Walk; most: tokens (T) and texts (S) of a run
 
     raises as Walk; EngineError for an operator that has no kernel here
@@ -46,10 +46,10 @@ class CudaNetwork(Walk):
         if self._lengths.min() < 1 or self._lengths.sum() != sizes[Symbol("T")]:
             raise RequestError("lengths of texts that are not those of the tokens", "one for each text, of all tokens",
                                "give each text's number of tokens, at least 1")  # fmt: skip
-        with torch.inference_mode(), there(self.device):
+        with torch.inference_mode(), on_device_context(self.device):
             given = {name: on_device(np.asarray(x), self.device) for name, x in inputs.items()}
             found = {name: y.float() for name, y in self._computed(given).items()}
-            arrived = OnItsWay.of(tuple(found.values())).arrived()
+            arrived = AsyncCopy.of(tuple(found.values())).arrived()
         return dict(zip(found, arrived, strict=True))
 
     def warm(self, longest: int) -> None:
@@ -62,10 +62,10 @@ class CudaNetwork(Walk):
         self.run(text_inputs([np.zeros(each, np.int32)] * min(tokens // each, texts), [s.name for s in self._inputs]))
 
     def attended_whole(self, node: Node, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        group = size(node.inputs[0], 1) // size(node.inputs[1], 1)
+        group = static_dim(node.inputs[0], 1) // static_dim(node.inputs[1], 1)
         if group not in self._texts:
             self._texts[group] = text_tables(self._lengths, group, self.device)
-        y: Tensor = self._kernels.text_attention(heads, self._texts[group], number(node, "scale"))
+        y: Tensor = self._kernels.text_attention(heads, self._texts[group], float_attr(node, "scale"))
         return y
 
 

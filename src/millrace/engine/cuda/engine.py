@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
     from millrace.kernels.matmul.gpu_tiles import Tiles
 
 
-class Files:
+class EngineFiles:
     """A folder for what is needed while an engine is open; gone after `remove`, or with this object."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class GpuEngine(Engine):
     gpu: Gpu
     needs: Needs
     smaller: Callable[[], Iterable[tuple[str, Needs]]]
-    files: Files | None = field(default=None, compare=False, repr=False)
+    files: EngineFiles | None = field(default=None, compare=False, repr=False)
     tuner: "Callable[[CudaExecutor], Tiles] | None" = field(default=None, compare=False, repr=False)
 
     @property

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from millrace.engine.cache_specs import KvFormat
-from millrace.engine.cuda.attention_partition import Kind, Processors, joined, windows_in
+from millrace.engine.cuda.attention_partition import Kind, SmGeometry, pack_arrays, windows_in
 from millrace.engine.cuda.capability_check import CODES, check_runs
 from millrace.engine.cuda.cuda_graphs import Bucket, Graphs, Tables, bucket_of, captured
 from millrace.engine.cuda.device_constants import load
-from millrace.engine.cuda.graph_executor import Load, Walk
-from millrace.engine.cuda.host_device_copy import OnItsWay, on_device, there
+from millrace.engine.cuda.graph_executor import GraphExecutor, Load
+from millrace.engine.cuda.host_device_copy import AsyncCopy, on_device, on_device_context
 from millrace.engine.cuda.layers import (
     ATTENTION,
     STATE,
+    attention_kinds,
     embedding_width,
     head_bytes,
     kind_of,
-    kinds_of,
     n_adapters,
     state_shape,
 )  # fmt: skip
 from millrace.engine.cuda.lowered import LoweredGraph
-from millrace.engine.cuda.sampling import Rows, Way, drawn_plainly, sample, tokens_alone, way_of
+from millrace.engine.cuda.sampling import Rows, SamplingMode, drawn_plainly, sample, tokens_alone, way_of
 from millrace.engine.cuda.step_tables import check_given, rotary_of, step_slots, step_tables
 from millrace.engine.dummy_step import dummy_step
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, WindowPages
@@ -39,13 +39,13 @@ from millrace.graph.types import Graph, Node
 from millrace.kernels.attention.op import softcap_of, window_of
 from millrace.kernels.attention.paged import LayerPages, StepTables
 from millrace.kernels.matmul.gpu_tiles import EIGHT, MANY_ROWS
-from millrace.kernels.operators import number, size, whole
+from millrace.kernels.operators import float_attr, int_attr, static_dim
 from millrace.kernels.short_conv.slots import SequenceSlots
 
 Slots = Callable[[], SequenceSlots]
 
 
-class CudaExecutor(Walk, Executor):
+class CudaExecutor(GraphExecutor, Executor):
     """lowered, device, load: as of Walk
 
     kv: how keys and values are kept, INT8 or FP8; None: in dtype
@@ -62,14 +62,14 @@ class CudaExecutor(Walk, Executor):
     ) -> None:  # fmt: skip
         graph = lowered.graph
         check_runs(graph, kv)
-        Walk.__init__(self, lowered, device=device, kv=kv, load=load)
+        GraphExecutor.__init__(self, lowered, device=device, kv=kv, load=load)
         self.limits = replace(limits, embedding_width=embedding_width(graph), n_adapters=n_adapters(graph))
         self._kept, on_cpu = kv, self.device.type == "cpu"
         self._window_pages = {w.tokens: w.n_pages for w in limits.windows}
-        windows = windows_in(kinds_of(graph))
+        windows = windows_in(attention_kinds(graph))
         assert set(windows) == self._window_pages.keys(), f"pages for windows of {[*self._window_pages]}, not {windows}"
-        self._processors = Processors() if on_cpu else _processors(self.device, graph, self.dtype.itemsize)
-        with there(self.device):
+        self._processors = SmGeometry() if on_cpu else _processors(self.device, graph, self.dtype.itemsize)
+        with on_device_context(self.device):
             attention = {_layer_of(node): node for node in graph.nodes if node.op in ATTENTION}
             self._pages = {layer: self._page_memory(node) for layer, node in attention.items()}
             self._states = {_layer_of(node): self._state_memory(node) for node in graph.nodes if node.op == STATE}
@@ -79,8 +79,8 @@ class CudaExecutor(Walk, Executor):
         self._slots: Slots
         self._graphs = None if on_cpu else Graphs(self.device)
         self._buckets, self._inputs = tuple(buckets), dict[int, Bucket]()
-        self._replays = dict[tuple[int, Way | None], Callable[[], Tensor]]()
-        self._flights: deque[OnItsWay] = deque()
+        self._replays = dict[tuple[int, SamplingMode | None], Callable[[], Tensor]]()
+        self._flights: deque[AsyncCopy] = deque()
         self._drawn: Tensor | None = None  # by the last step that was launched
 
     def warm(self) -> None:
@@ -95,7 +95,7 @@ class CudaExecutor(Walk, Executor):
         steps = []
         for m in self._buckets[::-1]:  # the largest has room for what others compute
             if m <= n_pages:
-                steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in Way]
+                steps += [dummy_step([1] * m, 0, m, vocab=limits.vocab_size) for _ in SamplingMode]
                 steps[-1].sampling["temperature"] = 1
         # Prompts of 9 to 63 tokens have tiles of their own, which the buckets of few sequences do not reach.
         prompts = [[m] for m in (2 * EIGHT, MANY_ROWS - 1) if m < longest]
@@ -109,7 +109,7 @@ class CudaExecutor(Walk, Executor):
     def launch(self, step: StepInputs) -> None:
         assert len(self._flights) < self.depth, "too many steps at a time"
         check_given(step, self.limits)
-        with torch.inference_mode(), there(self.device):
+        with torch.inference_mode(), on_device_context(self.device):
             size, way = bucket_of(step, self._buckets), way_of(step)
             if way is None:
                 history = self._history(step)  # at once: a replay may write over what the one before drew
@@ -118,17 +118,17 @@ class CudaExecutor(Walk, Executor):
                 self._copy_pages(step)
                 tokens = self._drawn_at_once(step, way) if size is None else self._replayed(step, size, way)
                 found = tokens_alone(tokens)
-            self._flights.append(OnItsWay.of(found))
+            self._flights.append(AsyncCopy.of(found))
         self._drawn = found.tokens
 
     def wait(self) -> StepOutputs:
         assert self._flights, "nothing was launched"
-        with there(self.device):
+        with on_device_context(self.device):
             return StepOutputs(*self._flights.popleft().arrived())
 
     def logits(self, step: StepInputs) -> Tensor:
         """(R, V) float32 for the sampled rows, after keys and values were stored. The next step may write over it."""
-        with torch.inference_mode(), there(self.device):
+        with torch.inference_mode(), on_device_context(self.device):
             self._copy_pages(step)
             size = bucket_of(step, self._buckets)
             found = self._logits(*self._eager(step)) if size is None else self._replayed(step, size, None)
@@ -151,7 +151,7 @@ class CudaExecutor(Walk, Executor):
             "tokens": step.tokens, "positions": rotary_of(step), "lengths": np.diff(step.starts),
             "rows": step.sampling["token"], "adapters": step.adapters_of_tokens(),
         }  # fmt: skip
-        whole, places = joined([*given.values()])
+        whole, places = pack_arrays([*given.values()])
         held = on_device(whole, self.device)
         inputs = {name: held[place] for name, place in zip(given, places, strict=True)}
         self._put_drawn(inputs["tokens"], step.drawn)
@@ -166,12 +166,12 @@ class CudaExecutor(Walk, Executor):
 
         return inputs, cache(tables), cache(slots), rows
 
-    def _drawn_at_once(self, step: StepInputs, way: Way) -> Tensor:
+    def _drawn_at_once(self, step: StepInputs, way: SamplingMode) -> Tensor:
         rows = Rows.of(step.sampling, self.device)
         return self._plainly(self._logits(*self._eager(step)), rows, way)
 
-    def _plainly(self, logits: Tensor, rows: Rows, way: Way) -> Tensor:
-        return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.best)
+    def _plainly(self, logits: Tensor, rows: Rows, way: SamplingMode) -> Tensor:
+        return drawn_plainly(logits, rows, way, self._kernels.draw, self._kernels.argmax)
 
     def _put_drawn(self, tokens: Tensor, drawn: IntArray | None) -> None:
         """Those that the step before draws, as `drawn` has places and rows; what it could not draw is any token: nobody
@@ -179,7 +179,7 @@ class CudaExecutor(Walk, Executor):
         if drawn is not None:
             assert self._drawn is not None, "no step was launched before"
             at, rows = on_device(drawn.T.astype(np.int32), self.device)
-            self._kernels.put(tokens, at, self._drawn, rows)
+            self._kernels.scatter_tokens(tokens, at, self._drawn, rows)
 
     def _history(self, step: StepInputs) -> Tensor:
         """(tokens,) int32 that penalties count, with those that the step before draws."""
@@ -187,14 +187,14 @@ class CudaExecutor(Walk, Executor):
         self._put_drawn(found, step.drawn_history)
         return found
 
-    def _replayed(self, step: StepInputs, size: int, way: Way | None) -> Tensor:
+    def _replayed(self, step: StepInputs, size: int, way: SamplingMode | None) -> Tensor:
         """The tokens of its rows, drawn that way; None: their logits. The next step may write over them."""
         if size not in self._inputs:
             limits = self.limits
             most_pages = -(-limits.max_context // limits.page_tokens)
             self._inputs[size] = Bucket(
                 size, limits.n_pages, most_pages, limits.page_tokens, self.device, self._processors.number,
-                kinds_of(self._graph), self._window_pages, limits.n_slots,
+                attention_kinds(self._graph), self._window_pages, limits.n_slots,
             )  # fmt: skip
         bucket = self._inputs[size]
         bucket.fill(step, list(self._held(step).values()), step.states_of(self.limits))
@@ -204,7 +204,7 @@ class CudaExecutor(Walk, Executor):
             self._replays[size, way] = captured(compute, self._graphs)
         return self._replays[size, way]()[: len(step.sampling)]
 
-    def _of_bucket(self, bucket: Bucket, way: Way | None) -> Tensor:
+    def _of_bucket(self, bucket: Bucket, way: SamplingMode | None) -> Tensor:
         logits = self._logits(bucket.inputs(), bucket.tables, bucket.slots)
         return logits if way is None else self._plainly(logits, bucket.rows, way)
 
@@ -214,7 +214,7 @@ class CudaExecutor(Walk, Executor):
         return self._computed(inputs)["logits"]
 
     def close(self) -> None:
-        Walk.close(self)
+        GraphExecutor.close(self)
         self._flights.clear()
         self.embeddings = None
         self._pages, self._states, self._inputs, self._replays = {}, {}, {}, {}
@@ -224,7 +224,9 @@ class CudaExecutor(Walk, Executor):
     def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
         step, pages = self._tables(kind_of(node)), self._pages[_layer_of(node)]
         q = self._kernels.keep_rotated(heads, step, table, pages, self.dtype)
-        y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"), window_of(node), softcap_of(node))
+        y: Tensor = self._kernels.attention(
+            q, step, pages, float_attr(node, "scale"), window_of(node), softcap_of(node)
+        )
         return y
 
     def convolved(self, node: Node, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -237,19 +239,19 @@ class CudaExecutor(Walk, Executor):
 
     def _page_memory(self, node: Node) -> LayerPages:
         """The last page is for rows that fill a bucket."""
-        heads, sizes = size(node.inputs[1], 1), (size(node.inputs[1], 2), size(node.inputs[2], 2))
+        heads, sizes = static_dim(node.inputs[1], 1), (static_dim(node.inputs[1], 2), static_dim(node.inputs[2], 2))
         window = window_of(node)
         n_pages = self._window_pages[window] if window else self.limits.n_pages
         shape = n_pages + 1, heads, self.limits.page_tokens
         return LayerPages.empty(shape, sizes, CODES[self._kept] if self._kept else self.dtype, self.device)
 
 
-def _processors(device: torch.device, graph: Graph, element: int) -> Processors:
+def _processors(device: torch.device, graph: Graph, element: int) -> SmGeometry:
     found = torch.cuda.get_device_properties(device)
     capability = found.major, found.minor
-    return Processors.of(found.multi_processor_count, capability, head_bytes(graph, element), element)
+    return SmGeometry.of(found.multi_processor_count, capability, head_bytes(graph, element), element)
 
 
 def _layer_of(node: Node) -> int:
     """Of attention, or of what keeps a state."""
-    return whole(node, "layer")
+    return int_attr(node, "layer")

@@ -12,15 +12,15 @@ from millrace.engine.cache_specs import KvFormat
 from millrace.engine.cuda import torch_reference
 from millrace.engine.cuda.capability_check import check_gpu, precisions_used
 from millrace.engine.cuda.device_constants import Loaded, load
-from millrace.engine.cuda.host_device_copy import there
+from millrace.engine.cuda.host_device_copy import on_device_context
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.graph.expressions import as_tree
 from millrace.graph.types import Node, Value
 from millrace.kernels.elementwise.torch_ref import evaluate
-from millrace.kernels.matmul.coded import AS_E4M3, CodedRows, Coding, Matrix, coding_of
+from millrace.kernels.matmul.coded import AS_E4M3, Matrix, QuantizedRows, RowQuantization, coding_of
 from millrace.kernels.matmul.gpu_tiles import RULES
 from millrace.kernels.matmul.op import is_silu_mul, precision_of
-from millrace.kernels.operators import number
+from millrace.kernels.operators import float_attr
 from millrace.kernels.row_storage import storage_of
 from millrace.kernels.torch_operators import torch_operators
 
@@ -31,7 +31,7 @@ Load = Callable[[LoweredGraph, torch.dtype, torch.device], Loaded]
 _PRODUCTS = threading.Lock()  # PyTorch multiplies float32 one way at a time, whichever thread asks
 
 
-class Walk:
+class GraphExecutor:
     """lowered: of a type of DTYPES; kv: as of CudaExecutor; load: brings its constants onto the device
 
     raises, before a weight is read: MachineError without a GPU, ConfigError for one that lacks a precision
@@ -45,7 +45,7 @@ class Walk:
         if not on_cpu:
             check_gpu(self.device, precisions_used(lowered, kv))
         self._kernels: ModuleType = torch_reference if on_cpu else _kernels()
-        with there(self.device):  # pinned memory takes some of the current device, which may be another
+        with on_device_context(self.device):  # pinned memory takes some of the current device, which may be another
             self._loaded = load(lowered, self.dtype, self.device)
         self._last_reads = lowered.graph.last_reads()
         self._values: dict[Value, Matrix] = {}
@@ -77,7 +77,7 @@ class Walk:
                 self._values.pop(value, None)
         return {p.name: self.tensor(p.value) for p in self._graph.outputs}
 
-    def coded(self) -> Iterator[tuple[CodedRows, Callable[[Tensor], Matrix]]]:
+    def coded(self) -> Iterator[tuple[QuantizedRows, Callable[[Tensor], Matrix]]]:
         """Weights of products, and what makes of rows of 16-bit floats (M, K) what they meet."""
         producers = self._graph.producers()
         for node, matrices in self._loaded.coded.items():
@@ -113,8 +113,8 @@ class Walk:
     def matrix(self, value: Value) -> Matrix:
         return self._values[value]
 
-    def coded_rows(self, x: Tensor, coding: Coding) -> CodedRows:
-        y: CodedRows = self._kernels.coded_rows(x, coding)
+    def coded_rows(self, x: Tensor, coding: RowQuantization) -> QuantizedRows:
+        y: QuantizedRows = self._kernels.coded_rows(x, coding)
         return y
 
     def added(self, node: Node, y: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Walk:
         w, coding = self.tensor(norm.inputs[1]), self._lowered.fusions.codings.get(norm.output)
         total: Tensor
         total, self._values[norm.output] = self._kernels.add_norm(
-            y, residual, w, number(norm, "eps"), self.dtype, coding
+            y, residual, w, float_attr(norm, "eps"), self.dtype, coding
         )
         return total
 

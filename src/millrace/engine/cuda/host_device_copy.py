@@ -21,7 +21,7 @@ SLAB_BYTES = 32 << 20  # of weights on their way
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def there(device: torch.device) -> AbstractContextManager[Any]:
+def on_device_context(device: torch.device) -> AbstractContextManager[Any]:
     """Within it kernels, streams and events are that device's: each thread has a device of its own, else the first.
 
     raises ExecutionError where Triton cannot compile a kernel for it, or it lacks what one takes
@@ -84,14 +84,14 @@ def _coming(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OnItsWay:
+class AsyncCopy:
     """Tensors that a device computes, on their way to the host."""
 
     tensors: tuple[Tensor, ...]
     done: torch.cuda.Event | None  # None: they are there
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "OnItsWay":
+    def of(cls, tensors: Sequence[Tensor]) -> "AsyncCopy":
         """Whose computation is queued: so are the copies, before all that is queued later. What is the host's stays."""
         if all(x.device.type == "cpu" for x in tensors):
             return cls(tuple(tensors), None)

@@ -3,26 +3,26 @@
 from millrace.engine.cuda.attention_partition import Kind
 from millrace.graph.types import Graph, Node, find
 from millrace.kernels.attention.op import window_of
-from millrace.kernels.operators import size
+from millrace.kernels.operators import static_dim
 
 ATTENTION = ("attention", "rope_attention")
 STATE = "short_conv"  # keeps one of each sequence
 
 
-def kinds_of(graph: Graph) -> tuple[Kind, ...]:
+def attention_kinds(graph: Graph) -> tuple[Kind, ...]:
     """Of attention, each once, in order."""
     return tuple(sorted({kind_of(n) for n in graph.nodes if n.op in ATTENTION}))
 
 
 def kind_of(node: Node) -> Kind:
     """Of attention."""
-    queries, kv_heads = (size(x, 1) for x in node.inputs[:2])
+    queries, kv_heads = (static_dim(x, 1) for x in node.inputs[:2])
     return Kind(queries // kv_heads, kv_heads, window_of(node))
 
 
 def state_shape(node: Node) -> tuple[int, int]:
     """Of a convolution: the rows of a sequence that it keeps, and their width."""
-    return size(node.inputs[1], 2) - 1, node.output.width
+    return static_dim(node.inputs[1], 2) - 1, node.output.width
 
 
 def embedding_width(graph: Graph) -> int:
@@ -33,10 +33,10 @@ def embedding_width(graph: Graph) -> int:
 def n_adapters(graph: Graph) -> int:
     """That a sequence may choose from beside 0, the model as it is: as many as all tables have rows for."""
     given = find(graph.inputs, "adapters")
-    rows = [size(n.inputs[1], 0) for n in graph.nodes if n.op == "embedding" and n.inputs[0] == given]
+    rows = [static_dim(n.inputs[1], 0) for n in graph.nodes if n.op == "embedding" and n.inputs[0] == given]
     return min(rows, default=1) - 1
 
 
 def head_bytes(graph: Graph, element: int) -> int:
     """Of a head's keys or values as they are computed, the widest there are."""
-    return max((size(x, 2) * element for n in graph.nodes if n.op in ATTENTION for x in n.inputs[1:3]), default=0)
+    return max((static_dim(x, 2) * element for n in graph.nodes if n.op in ATTENTION for x in n.inputs[1:3]), default=0)

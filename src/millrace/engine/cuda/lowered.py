@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from millrace.graph.types import Graph, Node, Value
 
 if TYPE_CHECKING:  # PyTorch is imported where a GPU is at work
-    from millrace.kernels.matmul.coded import Coding
+    from millrace.kernels.matmul.coded import RowQuantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Fusions:
     """
 
     norms: Mapping[Node, Node]
-    codings: "Mapping[Value, Coding]"
+    codings: "Mapping[Value, RowQuantization]"
 
 
 @dataclass(frozen=True, slots=True)

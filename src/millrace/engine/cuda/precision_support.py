@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from millrace.engine.cache_specs import KEPT, KvFormat
-from millrace.engine.cuda.device_lookup import Known
+from millrace.engine.cuda.device_lookup import DatasheetDevice
 from millrace.errors import ConfigError, EngineError
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.precision import Precision
@@ -29,7 +29,7 @@ def check_keeps(kv: KvFormat | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
+class PrecisionSupport:
     """asked: the flag and its value; needed: what it multiplies; why_not: "" where this GPU has all of that"""
 
     asked: str
@@ -42,7 +42,7 @@ class Ability:
         return self.asked.startswith("--precision")
 
 
-def abilities(gpu: Known) -> Iterator[Ability]:
+def abilities(gpu: DatasheetDevice) -> Iterator[PrecisionSupport]:
     """Of all precisions of layers, and of keys and values that are no floats."""
     for name in ("tf32", "fp16"):  # which a CPU has not, nor fp8
         yield _ability(gpu, f"--precision {name}", multiplied_by(Precision.FP32, name))
@@ -55,9 +55,9 @@ def abilities(gpu: Known) -> Iterator[Ability]:
     yield _ability(gpu, "--kv-cache-dtype fp8", ("fp8",))
 
 
-def _ability(gpu: Known, asked: str, needed: tuple[str, ...]) -> Ability:
+def _ability(gpu: DatasheetDevice, asked: str, needed: tuple[str, ...]) -> PrecisionSupport:
     try:
         check_architecture(gpu.about, gpu.architecture, needed)
     except ConfigError as error:
-        return Ability(asked, needed, error.what)
-    return Ability(asked, needed, "")
+        return PrecisionSupport(asked, needed, error.what)
+    return PrecisionSupport(asked, needed, "")

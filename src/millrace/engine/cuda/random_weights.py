@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from millrace.engine.cuda.device_constants import Loaded, load, together
+from millrace.engine.cuda.device_constants import Loaded, load, load_merged
 from millrace.engine.cuda.lowered import LoweredGraph
 from millrace.graph.types import Node, Value
-from millrace.kernels.matmul.coded import E4M3, LARGEST, CodedRows
+from millrace.kernels.matmul.coded import E4M3, LARGEST, QuantizedRows
 from millrace.kernels.matmul.op import PRODUCTS, group_of, matrices_of, matrix_size, precision_of
 
 AT_ONCE = 1 << 26  # elements, as float32
@@ -22,11 +22,11 @@ def random_loaded(lowered: LoweredGraph, dtype: torch.dtype, device: torch.devic
     """As `load` gives it, without reading any matrix."""
     graph = lowered.graph
     generator = torch.Generator(device).manual_seed(seed)
-    coded: dict[Node, tuple[CodedRows, ...]] = {
+    coded: dict[Node, tuple[QuantizedRows, ...]] = {
         node: (_coded(_sizes(node), node, generator),) for node in lowered.placement.coded
     }
     drawn: dict[Value, Tensor] = {}
-    joined = together(graph, drawn, coded, dtype, device)
+    joined = load_merged(graph, drawn, coded, dtype, device)
     floats = [w for n in graph.nodes if n.op in PRODUCTS and n not in coded for w in matrices_of(n)]
     floats += [n.inputs[1] for n in graph.nodes if n.op == "embedding"]
     for w in dict.fromkeys(floats):
@@ -43,7 +43,7 @@ def _sizes(node: Node) -> tuple[int, int]:
     return sum(n for n, _ in sizes), sizes[0][1]
 
 
-def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> CodedRows:
+def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> QuantizedRows:
     """E4M3 with a scale for each row, INT8 or halves with float16 scales for each group."""
     (rows, width), device = sizes, generator.device
     group, bits = group_of(node), precision_of(node).bits
@@ -53,7 +53,7 @@ def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> Co
             w = _normal(part, generator)
             scale.copy_(w.abs().amax(1, keepdim=True) / LARGEST)
             part.copy_(w / scale)
-        return CodedRows(codes, scales, width, width)
+        return QuantizedRows(codes, scales, width, width)
     most = 2 ** (bits - 1) - 1
     halves = bits == 4
     stored = (rows, -(-width // 2)) if halves else sizes
@@ -64,7 +64,7 @@ def _coded(sizes: tuple[int, int], node: Node, generator: torch.Generator) -> Co
         scale.copy_(w.abs().amax(2) / most)
         whole = (w / scale.float()[..., None]).round().clamp(-most, most).flatten(1)[:, :width]
         part.copy_(_in_halves(whole) if halves else whole)
-    return CodedRows(codes, scales, width, group, zero=8 if halves else 0)
+    return QuantizedRows(codes, scales, width, group, zero=8 if halves else 0)
 
 
 def _in_halves(codes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ GREEDY_BELOW = 1e-5  # a temperature
 _ROUNDS, _MASK = 10, 0xFFFFFFFF
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The fields of StepOutputs, on the device, or the host's where nothing is told."""
 
     tokens: Tensor
@@ -31,26 +31,26 @@ class Draw(Protocol):
     def __call__(self, p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, /) -> Tensor: ...
 
 
-class Best(Protocol):
+class ArgmaxFn(Protocol):
     """Of the kernels: kernels/sample/cuda.py."""
 
     def __call__(self, logits: Tensor, wrong: int, /) -> Tensor: ...
 
 
-class Way(Enum):
+class SamplingMode(Enum):
     """In which all rows of a step are drawn that asks for nothing else."""
 
     LIKELIEST = auto()
     DRAWN = auto()  # where a row's temperature says so
 
 
-def way_of(step: StepInputs) -> Way | None:
+def way_of(step: StepInputs) -> SamplingMode | None:
     """None: a row asks for more: log probabilities, masks, biases, penalties."""
     of = step.sampling
     plain = (of["n_top"] < 0) & (of["target"] < 0) & (of["mask"] == 0) & (of["bias_count"] == 0) & _neutral(of)
     if not plain.all():
         return None
-    return Way.DRAWN if (of["temperature"] >= GREEDY_BELOW).any() else Way.LIKELIEST
+    return SamplingMode.DRAWN if (of["temperature"] >= GREEDY_BELOW).any() else SamplingMode.LIKELIEST
 
 
 def _neutral(of: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -93,27 +93,27 @@ class Rows:
         return self._lines["seed"].view(torch.int64)
 
 
-def tokens_alone(tokens: Tensor) -> Drawn:
+def tokens_alone(tokens: Tensor) -> SampledTokens:
     """(R,) int32, of which nothing else is told: what stands for that is the host's."""
     n = len(tokens)
     none, no_ids = torch.zeros(n, dtype=torch.int32), torch.zeros((n, 0), dtype=torch.int32)
-    return Drawn(tokens, torch.zeros(n), none, no_ids, torch.zeros((n, 0)))
+    return SampledTokens(tokens, torch.zeros(n), none, no_ids, torch.zeros((n, 0)))
 
 
-def drawn_plainly(logits: Tensor, rows: Rows, way: Way, draw: Draw, best: Best) -> Tensor:
+def drawn_plainly(logits: Tensor, rows: Rows, way: SamplingMode, draw: Draw, best: ArgmaxFn) -> Tensor:
     """(R,) int32 of logits (R, V), floats as they come, for rows of `way_of`.
 
     Nothing waits, nor has a shape that data decide.
     """
     tokens = best(logits, NOT_FINITE)
-    if way is Way.DRAWN:
+    if way is SamplingMode.DRAWN:
         drawn = _draw(logits.double(), rows, draw).int()
         is_drawn = (rows.column("temperature")[:, 0] >= GREEDY_BELOW) & (tokens != NOT_FINITE)
         tokens = torch.where(is_drawn, drawn, tokens)
     return tokens
 
 
-def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> Drawn:
+def sample(logits: Tensor, step: StepInputs, draw: Draw, history: Tensor) -> SampledTokens:
     """logits (R, V) float32, one row for each of the step's sampling rows, whatever these ask for
 
     history: (tokens,) int32 that penalties count
@@ -144,7 +144,7 @@ def _tokens(seen: Tensor, step: StepInputs, rows: Rows, draw: Draw, history: Ten
     return torch.where(target >= 0, target, tokens)
 
 
-def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, rows: Rows, top: int) -> Drawn:
+def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, rows: Rows, top: int) -> SampledTokens:
     """top: alternatives that a row asks for at most"""
     logp = seen.double().log_softmax(1)
     chosen = seen.gather(1, tokens[:, None])
@@ -152,7 +152,7 @@ def _with_logprobs(drawn: Tensor, tokens: Tensor, seen: Tensor, good: Tensor, ro
     n_top = rows.column("n_top", torch.int64).clamp(min=0)
     asked = (torch.arange(top, device=rows.device)[None] < n_top) & good[:, None]
     told = asked & best_logits.isfinite()
-    return Drawn(
+    return SampledTokens(
         drawn,
         torch.where(good, logp.gather(1, tokens[:, None])[:, 0], 0).float(),
         torch.where(good, 1 + (seen > chosen).sum(1), 0).int(),

@@ -9,11 +9,11 @@ from millrace.engine.cuda.attention_partition import (
     MERGE,
     MOST_PARTS,
     Kind,
-    Processors,
     Sequences,
-    cut,
-    joined,
+    SmGeometry,
+    pack_arrays,
     room,
+    split_attention,
 )
 from millrace.engine.cuda.host_device_copy import on_device
 from millrace.engine.executor import ExecutionError, ExecutorLimits, IntArray, StateSlots, StepInputs, WindowPages
@@ -22,7 +22,7 @@ from millrace.kernels.short_conv.slots import SequenceSlots
 
 
 def step_tables(
-    step: StepInputs, page_tokens: int, device: torch.device, kind: Kind, processors: Processors,
+    step: StepInputs, page_tokens: int, device: torch.device, kind: Kind, processors: SmGeometry,
     held: WindowPages | None = None,
 ) -> StepTables:  # fmt: skip
     """Sequences of few rows go in programs of few: a decode row costs as much beside a prompt as it does alone.
@@ -37,14 +37,18 @@ def step_tables(
     pages = held.pages[of.tables[owner] + step.positions // page_tokens]
     is_few = of.lengths * group <= FEW_ROWS
     cuts = [
-        (rows, most, cut(of.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window))
+        (
+            rows,
+            most,
+            split_attention(of.some(which), rows, group, page_tokens, room(rows, kv_heads, processors.number), window),
+        )
         for rows, which in ((processors.many_rows, np.flatnonzero(~is_few)), (FEW_ROWS, np.flatnonzero(is_few)))
         if len(which) and (most := min(rows, int(of.lengths[which].max()) * group))
     ]
     slots = pages * page_tokens + step.positions % page_tokens
     parts = [step.positions, rotary_of(step), slots, step.starts, held.page_starts, held.first, held.pages]
     parts += [part for _, _, found in cuts for part in (found.items, found.merges)]
-    whole, places = joined(parts)
+    whole, places = pack_arrays(parts)
     there = on_device(whole, device)
     positions, rotary, slots_, starts, table_starts, first, tables, *more = (there[place] for place in places)
     work = tuple(
@@ -65,7 +69,7 @@ def slots_of(step: StepInputs, states: StateSlots | None) -> tuple[IntArray, Int
 def step_slots(step: StepInputs, states: StateSlots | None, device: torch.device) -> SequenceSlots:
     """One copy."""
     owner = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
-    whole, places = joined([owner, step.starts, *slots_of(step, states)])
+    whole, places = pack_arrays([owner, step.starts, *slots_of(step, states)])
     there = on_device(whole, device)
     return SequenceSlots(*(there[place] for place in places))
 

@@ -324,7 +324,7 @@ class NativeExecutor(LoadedProgram, Executor):
             n_adapters=adapters - 1,
         )  # fmt: skip
 
-    def kept(self) -> list[NDArray[np.uint8]]:
+    def kv_pages(self) -> list[NDArray[np.uint8]]:
         """The KV pages, (layers, pages, bytes) for each cache that is kept. Who holds them keeps the memory."""
         caches = [cache for cache in self._program.caches if cache.place is None]
         pages = {0: self.limits.n_pages, **{w.tokens: w.n_pages for w in self.limits.windows}}

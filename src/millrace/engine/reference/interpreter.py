@@ -19,7 +19,7 @@ from millrace.kernels.attention.ref import ROUNDINGS
 from millrace.kernels.broadcast.ref import as_type
 from millrace.kernels.convert.ref import to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.operators import Held, Rows, Values, runnable
+from millrace.kernels.operators import EvaluationContext, Held, Rows, runnable
 from millrace.kernels.row_storage import storage_of
 
 PageTables = Sequence[IntArray]  # of each sequence, its pages in order
@@ -42,7 +42,7 @@ class _Pages:
     values: Rows
 
 
-class Interpreter(Values):
+class Interpreter(EvaluationContext):
     """kv: how keys and values are kept. bf16_table: embedding tables are rounded, as in engines other than FP32.
 
     fp8_rows: linear layers by name whose rows, of bfloat16, are rounded to E4M3 first, each by its own scale

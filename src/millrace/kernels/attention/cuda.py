@@ -181,7 +181,7 @@ def _ready(query, scale, kept: tl.constexpr):
     """
     found = query.to(tl.float32) * tl.where(scale < 0, -1.0, 1.0)
     factor = tl.full([query.shape[0]], LOG2E, tl.float32) * tl.abs(scale)
-    if _meet_as_halves(kept, query.dtype, query.shape[0]):
+    if _dot_fp16(kept, query.dtype, query.shape[0]):
         exponent = tl.maximum(tl.max(found.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, 27)
         found *= ((269 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest: from 2^15 to 65,280
         factor *= ((exponent - 15) << 23).to(tl.float32, bitcast=True)
@@ -250,7 +250,7 @@ def _lines(rows, lines, is_kept, N: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.
 
 
 @triton.constexpr_function
-def _meet_as_halves(kept, dtype, rows):
+def _dot_fp16(kept, dtype, rows):
     return dtype == tl.bfloat16 and (kept == tl.float8e4nv or (kept == tl.int8 and rows <= 16))
 
 

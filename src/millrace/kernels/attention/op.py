@@ -11,7 +11,16 @@ from millrace.kernels.attention.ref import attention
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.declare import MAX_HEAD, MAX_PARAM, RowFormat
 from millrace.kernels.operand_places import Operands, View
-from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
+from millrace.kernels.operators import (
+    EvaluationContext,
+    Held,
+    KernelOperator,
+    Params,
+    ProgramWriter,
+    float_attr,
+    int_attr,
+    static_dim,
+)
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.kernels.rope.op import rotated
 from millrace.kernels.row_storage import storage_of
@@ -24,10 +33,10 @@ def _heads(op: str, inputs: Inputs) -> tuple[Shape, ...]:
         raise illegal(op, f"q {q}, k {k}, v {v}", "q [T, H, D], k [T, K, D] and v [T, K, values' size]")
     if lengths.dtype != DType.I32 or len(lengths.shape) != 1:
         raise illegal(op, f"lengths {lengths}", "i32 [S], the tokens of each sequence")
-    heads, kv_heads = size(q, 1), size(k, 1)
+    heads, kv_heads = static_dim(q, 1), static_dim(k, 1)
     if heads % kv_heads:
         raise illegal(op, f"{heads} query heads over {kv_heads} KV heads", "a multiple")
-    for head in (size(q, 2), size(v, 2)):
+    for head in (static_dim(q, 2), static_dim(v, 2)):
         if head % 8 or head > MAX_HEAD:
             raise illegal(op, f"a head size of {head}", f"a multiple of 8, at most {MAX_HEAD}")
     return ((*q.shape[:2], v.shape[2]),)
@@ -53,22 +62,22 @@ def _full_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 def window_of(node: Node) -> int:
     """Of how many keys a row attends to at most, its own among them; 0: to all before it."""
-    return whole(node, "window") if "window" in node.attrs else 0
+    return int_attr(node, "window") if "window" in node.attrs else 0
 
 
 def softcap_of(node: Node) -> float:
     """At which scores saturate; 0: at none."""
-    return number(node, "softcap") if "softcap" in node.attrs else 0.0
+    return float_attr(node, "softcap") if "softcap" in node.attrs else 0.0
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     v, positions, lengths = node.inputs[2:5]
     heads = [
         rotated(values, x, positions, node.inputs[5]) if node.operator is ROPE_ATTENTION else values.rows(x)
         for x in node.inputs[:2]
     ]
     q, k, v_rows = values.as_kept(heads[0], heads[1], values.rows(v))
-    layer, window, scale = whole(node, "layer"), window_of(node), number(node, "scale")
+    layer, window, scale = int_attr(node, "layer"), window_of(node), float_attr(node, "scale")
     rounded = values.bf16_weights
     y = np.zeros((*q.shape[:2], v_rows.shape[2]))
     at, places = 0, values.cache_positions(positions)
@@ -83,8 +92,8 @@ def _reference(node: Node, values: Values) -> Held:
     return values.stored(y, node)
 
 
-def _full_reference(node: Node, values: Values) -> Held:
-    lengths, scale = values.numbers(node.inputs[3]), number(node, "scale")
+def _full_reference(node: Node, values: EvaluationContext) -> Held:
+    lengths, scale = values.numbers(node.inputs[3]), float_attr(node, "scale")
     q, k, v = values.as_kept(*(values.rows(x) for x in node.inputs[:3]))
     y, at = np.zeros((*q.shape[:2], v.shape[2])), 0
     for length in lengths:
@@ -93,7 +102,7 @@ def _full_reference(node: Node, values: Values) -> Held:
     return values.stored(y, node)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     q, k = node.inputs[:2]
     _check_step(writer, q, positions=node.inputs[3], lengths=node.inputs[4])
     if node.operator is ATTENTION:
@@ -102,17 +111,17 @@ def _lower(node: Node, writer: Writer) -> None:
     views = (writer.writable(q, node), writer.writable(k, node))
     positions, table = node.inputs[3], node.inputs[5]
     rotation: Operands = {"q": views[0], "positions": writer.view(positions), "table": writer.vector(table)}
-    _attend(node, writer, views, rotation, causal=True, context=size(table, 0))
+    _attend(node, writer, views, rotation, causal=True, context=static_dim(table, 0))
 
 
-def _full_lower(node: Node, writer: Writer) -> None:
+def _full_lower(node: Node, writer: ProgramWriter) -> None:
     """Keys and values go into pages that live for one run, so that one kernel serves both kinds of attention."""
     q, k, _, lengths = node.inputs
     _check_step(writer, q, lengths=lengths)
     _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=False)
 
 
-def _check_step(writer: Writer, q: Value, **named: Value) -> None:
+def _check_step(writer: ProgramWriter, q: Value, **named: Value) -> None:
     """The kernel takes positions and lengths from the step, by the names of its inputs: the graph must mean the same.
 
     raises GraphError
@@ -130,15 +139,15 @@ def _check_step(writer: Writer, q: Value, **named: Value) -> None:
 
 
 def _attend(
-    node: Node, writer: Writer, views: tuple[View, View], rotation: Operands, *, causal: bool, context: int = 1
+    node: Node, writer: ProgramWriter, views: tuple[View, View], rotation: Operands, *, causal: bool, context: int = 1
 ) -> None:
     """Two calls: keys are rotated and written with their values, then all are attended to.
 
     Of layers that share a cache only the first one writes.
     """
     (q, k), v = views, writer.view(node.inputs[2])
-    heads, head_dim = size(node.inputs[0], 1), size(node.inputs[0], 2)
-    kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
+    heads, head_dim = static_dim(node.inputs[0], 1), static_dim(node.inputs[0], 2)
+    kv_heads, value_dim = static_dim(node.inputs[2], 1), static_dim(node.inputs[2], 2)
     window = window_of(node)
     written = writer.written_cache(node) if causal else None
     cache = written or writer.cache(kv_heads, head_dim, value_dim, kept=causal, window=window)
@@ -160,7 +169,7 @@ def _attend(
     tiles = writer.tiles and cache.format == "bf16"
     attend: Params = {
         **shape, "heads": heads, "packed": int(packed), "y_stride": y.row_elements,
-        "causal": int(causal), "window": window, "tiles": int(tiles), "scale": number(node, "scale"),
+        "causal": int(causal), "window": window, "tiles": int(tiles), "scale": float_attr(node, "scale"),
         "softcap": softcap_of(node),
     }  # fmt: skip
     note = (BF16_BY_TILES if tiles else cache.format) + (f", window of {window}" if window else "")
@@ -168,15 +177,15 @@ def _attend(
 
 
 _ATTRS = frozenset({"layer", "scale", "storage", "window", "softcap"})
-ATTENTION = Runnable(
+ATTENTION = KernelOperator(
     name="attention", inputs=(5, 5), integers=frozenset({3, 4}), attrs=_ATTRS, shapes=_shapes,
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
-ROPE_ATTENTION = Runnable(
+ROPE_ATTENTION = KernelOperator(
     name="rope_attention", inputs=(6, 6), integers=frozenset({3, 4}), attrs=_ATTRS, fused=True, shapes=_shapes,
     reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
-FULL_ATTENTION = Runnable(
+FULL_ATTENTION = KernelOperator(
     name="full_attention", inputs=(4, 4), integers=frozenset({3}), attrs=frozenset({"scale", "storage"}),
     shapes=_full_shapes, reference=_full_reference, lower=_full_lower, packs=packs_elements, whole_sequences=True,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from millrace.kernels.attention.texts import TextTables
 from millrace.kernels.declare import NOTHING
 from millrace.kernels.matmul.coded import LARGEST, int8_rows, transformed
 from millrace.kernels.rope.torch_ref import rotated
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.torch_operators import OperatorContext
 
 
 def keep_rotated(
@@ -91,12 +91,12 @@ def text_attention(heads: tuple[Tensor, Tensor, Tensor], texts: TextTables, scal
     ])  # fmt: skip
 
 
-def _attention(node: Node, run: Run) -> Tensor:
+def _attention(node: Node, run: OperatorContext) -> Tensor:
     q, k, v = (run.tensor(x) for x in node.inputs[:3])
     return run.attended(node, (q, k, v), run.tensor(node.inputs[5]) if node.op == "rope_attention" else None)
 
 
-def _full_attention(node: Node, run: Run) -> Tensor:
+def _full_attention(node: Node, run: OperatorContext) -> Tensor:
     q, k, v, _ = (run.tensor(x) for x in node.inputs)
     return run.attended_whole(node, (q, k, v))
 

@@ -2,7 +2,7 @@
 
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.operators import Held, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -14,12 +14,12 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return ((*x.shape[:-1], w.shape[-1]),)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     x, w = (values.rows(v) for v in node.inputs)
     return values.stored(x @ w, node)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     (x, w), y = node.inputs, node.output
     sizes = {"m": y.shape[-2], "k": x.shape[-1], "n": y.shape[-1]}
     sizes |= {"x_elements": x.elements, "w_elements": w.elements, "elements": y.elements}
@@ -27,5 +27,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("batched_matmul", operands, {name: writer.extent(d) for name, d in sizes.items()}, node)
 
 
-BATCHED_MATMUL = Runnable(name="batched_matmul", inputs=(2, 2), shapes=_shapes, reference=_reference, lower=_lower)
+BATCHED_MATMUL = KernelOperator(
+    name="batched_matmul", inputs=(2, 2), shapes=_shapes, reference=_reference, lower=_lower
+)
 OPERATORS = (BATCHED_MATMUL,)

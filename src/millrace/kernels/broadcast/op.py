@@ -12,10 +12,10 @@ from millrace.kernels.declare import MAX_RANK
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import TYPES
 from millrace.kernels.operand_places import Place, View, pack_array
-from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
 
 
-def lower_broadcast(node: Node, writer: Writer, tree: Tree) -> None:
+def lower_broadcast(node: Node, writer: ProgramWriter, tree: Tree) -> None:
     """y = tree(inputs), whatever their types and shapes, in one call."""
     y, types = node.output, [v.dtype for v in node.inputs]
     check_rank(node.op, y)
@@ -43,7 +43,7 @@ def check_rank(op: str, value: Value) -> None:
         raise illegal(op, f"a value of {len(value.shape)} dimensions", f"at most {MAX_RANK}")
 
 
-def constant(value: Value, writer: Writer) -> Place:
+def constant(value: Value, writer: ProgramWriter) -> Place:
     """In the type that it has."""
     return writer.constant((value,), f"as {value.dtype}", lambda: pack_array(value, NUMPY[value.dtype], value.dtype))
 
@@ -64,12 +64,12 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return same_shape(inputs, attrs)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     (x,) = node.inputs
     return as_type(values.rows(x) if x.dtype.is_float else values.integers(x), node.output.dtype)
 
 
-CAST = Runnable(
+CAST = KernelOperator(
     name="cast", inputs=(1, 1), attrs=frozenset({"dtype"}), shapes=_shapes, dtypes=_dtypes, reference=_reference,
     lower=lambda node, writer: lower_broadcast(node, writer, 0),
 )  # fmt: skip

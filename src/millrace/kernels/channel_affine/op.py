@@ -7,9 +7,9 @@ from millrace.graph.dims import product
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.channel_affine.ref import scale_and_shift
-from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.matmul.pack import SlabTask, finite
 from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
-from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr, static_dim
 
 _F32 = np.dtype(np.float32)
 
@@ -22,22 +22,22 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: Values) -> Held:
-    x, channels = values.rows(node.inputs[0]), size(node.inputs[0], 1)
+def _reference(node: Node, values: EvaluationContext) -> Held:
+    x, channels = values.rows(node.inputs[0]), static_dim(node.inputs[0], 1)
     weight, bias, mean, variance = (values.rows(v) for v in node.inputs[1:])
-    scale, shift = scale_and_shift(weight, bias, mean, variance, number(node, "eps"))
+    scale, shift = scale_and_shift(weight, bias, mean, variance, float_attr(node, "eps"))
     planes = x.reshape(len(x), channels, -1)
     return values.stored((planes * scale[:, None] + shift[:, None]).reshape(x.shape), node)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     x, *constants = node.inputs
-    eps, channels = number(node, "eps"), size(x, 1)
+    eps, channels = float_attr(node, "eps"), static_dim(x, 1)
 
     def packed(which: int, name: str) -> Packed:
         origin = tuple(name for c in constants for name in constant_of(c).origin)
 
-        def pack(_: Run) -> NDArray[np.uint8]:
+        def pack(_: SlabTask) -> NDArray[np.uint8]:
             weight, bias, mean, variance = (constant_of(c).load().astype(np.float64) for c in constants)
             found = scale_and_shift(weight, bias, mean, variance, eps)[which]
             return as_bytes(finite(found, _F32))
@@ -56,7 +56,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("channel_affine", operands, params, node, "batch norm")
 
 
-BATCH_NORM = Runnable(
+BATCH_NORM = KernelOperator(
     name="batch_norm", inputs=(5, 5), attrs=frozenset({"eps"}), shapes=_shapes, reference=_reference, lower=_lower
 )
 OPERATORS = (BATCH_NORM,)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.kernels import declare
 from millrace.kernels.gpu_launch import after_those_before, cdiv, lets_next_begin, overlapping
-from millrace.kernels.matmul.coded import E4M3, CodedRows, Coding
+from millrace.kernels.matmul.coded import E4M3, QuantizedRows, RowQuantization
 
 NOTHING = tl.constexpr(declare.NOTHING)
 LARGEST = tl.constexpr(448.0)  # that E4M3 has
@@ -136,7 +136,7 @@ class Shape:
 
 
 @cache
-def shape_of(n: int, coding: Coding | None = None, *, whole: bool = False) -> Shape:
+def shape_of(n: int, coding: RowQuantization | None = None, *, whole: bool = False) -> Shape:
     """Of rows of n elements. coding: one that `is_made`; None: they stay floats; whole: a row is one program's
 
     A thread has 32 elements, two inputs of which fit into its registers; of what is transformed 16.
@@ -154,7 +154,7 @@ def shape_of(n: int, coding: Coding | None = None, *, whole: bool = False) -> Sh
     return Shape(sizes, cdiv(groups, lines), warps)
 
 
-def is_made(coding: Coding, n: int) -> bool:
+def is_made(coding: RowQuantization, n: int) -> bool:
     """Whether kernels make it of rows of n elements: what is transformed is whole blocks of a power of two."""
     if not coding.transform:
         return True
@@ -162,14 +162,14 @@ def is_made(coding: Coding, n: int) -> bool:
     return n % group == 0 and group & group - 1 == 0 and 1 < group <= declare.HADAMARD_BLOCK
 
 
-def empty_rows(rows: int, n: int, coding: Coding, device: torch.device) -> CodedRows:
+def empty_rows(rows: int, n: int, coding: RowQuantization, device: torch.device) -> QuantizedRows:
     """For codes of `rows` rows, and their scales."""
     group = coding.group or n
     codes = torch.empty((rows, n), dtype=E4M3 if coding.e4m3 else torch.int8, device=device)
-    return CodedRows(codes, torch.empty((rows, cdiv(n, group)), device=device), n, group)
+    return QuantizedRows(codes, torch.empty((rows, cdiv(n, group)), device=device), n, group)
 
 
-def coded_rows(x: Tensor, coding: Coding) -> CodedRows:
+def coded_rows(x: Tensor, coding: RowQuantization) -> QuantizedRows:
     """x (R, K) of floats, coded: as `coding.rows` has them."""
     rows, n = x.shape
     if not is_made(coding, n):

@@ -4,11 +4,11 @@ from millrace.graph.shape_rules import same_shape
 from millrace.graph.types import Node
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.operand_places import View
-from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
 from millrace.kernels.row_storage import Storage, storage_of
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     return values.stored(values.rows(node.inputs[0]), node)
 
 
@@ -30,13 +30,13 @@ def packs_elements(node: Node, storage: Storage) -> bool:
     return storage.format == RowFormat.BF16 and storage.group % 8 == 0 and node.output.width % 16 == 0
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     x, storage = writer.view(node.inputs[0]), storage_of(node)
     y = writer.new(node.output, f"{storage}", storage)
     writer.add("convert", {"x": x, "y": y}, packing_params(x, y, node.output.width), node, str(storage))
 
 
-CONVERT = Runnable(
+CONVERT = KernelOperator(
     name="convert", inputs=(1, 1), attrs=frozenset({"storage"}), fused=True, shapes=same_shape, reference=_reference,
     lower=_lower, row_wise=True,
 )  # fmt: skip

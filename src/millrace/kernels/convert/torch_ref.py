@@ -4,27 +4,27 @@ import torch
 from torch import Tensor
 
 from millrace.graph.types import Node
-from millrace.kernels.matmul.coded import CodedRows, Coding, Matrix, coding_of
+from millrace.kernels.matmul.coded import Matrix, QuantizedRows, RowQuantization, coding_of
 from millrace.kernels.row_storage import storage_of
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.torch_operators import OperatorContext
 
 
-def coded_rows(x: Tensor, coding: Coding) -> CodedRows:
+def coded_rows(x: Tensor, coding: RowQuantization) -> QuantizedRows:
     """x (R, K) of floats, coded."""
     return coding.rows(x)
 
 
-def as_wanted(y: Tensor, dtype: torch.dtype, coding: Coding | None) -> Matrix:
+def as_wanted(y: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
     """y float32 -> of `dtype`; codes are made of that, E4M3 of 16 bits: bfloat16's, of float32."""
     if coding is None:
         return y.to(dtype)
     return coding.rows(y.to(torch.bfloat16 if coding.e4m3 and dtype == torch.float32 else dtype))
 
 
-def _convert(node: Node, run: Run) -> Matrix:
+def _convert(node: Node, run: OperatorContext) -> Matrix:
     """Rows as the products want them that read them: 16-bit floats of the engine's type, or int8."""
     x, storage = run.matrix(node.inputs[0]), storage_of(node)
-    if isinstance(x, CodedRows):
+    if isinstance(x, QuantizedRows):
         return x  # made so at once, where only such products read it
     if (coding := coding_of(storage)) is not None:
         return run.coded_rows(x.flatten(1), coding)

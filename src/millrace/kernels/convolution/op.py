@@ -10,9 +10,9 @@ from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.convolution.ref import convolution
 from millrace.kernels.layout import up
-from millrace.kernels.matmul.pack import Run, finite
+from millrace.kernels.matmul.pack import SlabTask, finite
 from millrace.kernels.operand_places import Operands, Packed, as_bytes, constant_of
-from millrace.kernels.operators import Held, Runnable, Values, Writer, size, whole
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, int_attr, static_dim
 
 LANES = 16
 _F32 = np.dtype(np.float32)
@@ -40,8 +40,8 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
         raise illegal(
             "convolution", f"x {x} and weight {weight}", "x [N, C, H, W] and a constant [O, C / groups, kh, kw]"
         )
-    outputs, channels = size(weight, 0), size(x, 1)
-    if groups < 1 or channels != size(weight, 1) * groups or outputs % groups:
+    outputs, channels = static_dim(weight, 0), static_dim(x, 1)
+    if groups < 1 or channels != static_dim(weight, 1) * groups or outputs % groups:
         what = f"{channels} channels, weight {list(weight.shape)}, {groups} groups"
         raise illegal("convolution", what, "channels of weight times groups, and outputs that are a multiple of groups")
     if len(inputs) > 2 and inputs[2].shape != (outputs,):
@@ -49,24 +49,25 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     stride, padding, dilation = (pair(attrs, name) for name in ("stride", "padding", "dilation"))
     if min(*stride, *dilation) < 1 or min(padding) < 0:
         raise illegal("convolution", f"stride {stride}, padding {padding}, dilation {dilation}", "1, 0 and 1 at least")
-    found = window_counts("convolution", x, (size(weight, 2), size(weight, 3)), stride, padding, dilation)
+    found = window_counts("convolution", x, (static_dim(weight, 2), static_dim(weight, 3)), stride, padding, dilation)
     return ((x.shape[0], outputs, *found),)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     x, weight = node.inputs[:2]
     bias = values.rows(node.inputs[2]) if len(node.inputs) > 2 else None
     stride, padding, dilation = (pair(node.attrs, name) for name in ("stride", "padding", "dilation"))
-    y = convolution(values.rows(x), values.rows(weight), bias, stride, padding, dilation, whole(node, "groups"))
+    y = convolution(values.rows(x), values.rows(weight), bias, stride, padding, dilation, int_attr(node, "groups"))
     return values.stored(y, node)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     x, weight = node.inputs[:2]
-    groups = whole(node, "groups")
+    groups = int_attr(node, "groups")
     params = {
         "images": writer.extent(x.shape[0]), **plane_sizes(x, node.output, writer), "groups": groups,
-        "c": size(weight, 1), "n": size(weight, 0) // groups, "kh": size(weight, 2), "kw": size(weight, 3),
+        "c": static_dim(weight, 1), "n": static_dim(weight, 0) // groups,
+        "kh": static_dim(weight, 2), "kw": static_dim(weight, 3),
     }  # fmt: skip
     for name, short in (("stride", "stride"), ("padding", "pad"), ("dilation", "dilation")):
         params[f"{short}_y"], params[f"{short}_x"] = pair(node.attrs, name)
@@ -79,7 +80,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("convolution", operands, params, node, f"{params['kh']} x {params['kw']}")
 
 
-def plane_sizes(x: Value, y: Value, writer: Writer) -> dict[str, int]:
+def plane_sizes(x: Value, y: Value, writer: ProgramWriter) -> dict[str, int]:
     """The sizes that kernels of planes ask for."""
     dims = {"h": x.shape[2], "w": x.shape[3], "oh": y.shape[2], "ow": y.shape[3]}
     dims |= {"x_elements": x.elements, "y_elements": y.elements}
@@ -88,12 +89,12 @@ def plane_sizes(x: Value, y: Value, writer: Writer) -> dict[str, int]:
 
 def _taps(weight: Value, groups: int) -> Packed:
     """(groups, outputs / 16, channels, kh, kw, 16) of [O, channels, kh, kw], outputs of a group rounded up to 16."""
-    constant, (outputs, *taps) = constant_of(weight), (size(weight, i) for i in range(4))
+    constant, (outputs, *taps) = constant_of(weight), (static_dim(weight, i) for i in range(4))
     each = outputs // groups
     blocks = up(each, LANES) // LANES
     shape = (groups, blocks, *taps, LANES)
 
-    def pack(_: Run) -> NDArray[np.uint8]:
+    def pack(_: SlabTask) -> NDArray[np.uint8]:
         found = np.zeros((groups, blocks * LANES, *taps), _F32)
         found[:, :each] = finite(constant.load(), _F32).reshape(groups, each, *taps)
         return as_bytes(np.moveaxis(found.reshape(groups, blocks, LANES, *taps), 2, -1))
@@ -103,11 +104,11 @@ def _taps(weight: Value, groups: int) -> Packed:
 
 def _bias(constants: tuple[Value, ...], groups: int) -> Packed:
     """(groups, outputs rounded up to 16); zeros where there is none."""
-    outputs, origin = size(constants[0], 0), constant_of(constants[-1]).origin
+    outputs, origin = static_dim(constants[0], 0), constant_of(constants[-1]).origin
     each = outputs // groups
     shape = (groups, up(each, LANES))
 
-    def pack(_: Run) -> NDArray[np.uint8]:
+    def pack(_: SlabTask) -> NDArray[np.uint8]:
         found = np.zeros(shape, _F32)
         if len(constants) > 1:
             found[:, :each] = finite(constant_of(constants[1]).load(), _F32).reshape(groups, each)
@@ -116,7 +117,7 @@ def _bias(constants: tuple[Value, ...], groups: int) -> Packed:
     return Packed("+".join(origin) + " bias", origin, shape, "f32", shape[0] * shape[1] * 4, pack)
 
 
-CONVOLUTION = Runnable(
+CONVOLUTION = KernelOperator(
     name="convolution", inputs=(2, 3), attrs=frozenset({"stride", "padding", "dilation", "groups"}), shapes=_shapes,
     reference=_reference, lower=_lower,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from millrace.kernels.convert.cuda import as_row, coded_rows, empty_rows, is_made, keep, shape_of, tile
 from millrace.kernels.gpu_launch import after_those_before, lets_next_begin, overlapping
-from millrace.kernels.matmul.coded import Coding, Matrix
+from millrace.kernels.matmul.coded import Matrix, RowQuantization
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def gated(
     keep(out, y, scales, row, first, place, inside, N, GROUP, STAGES)
 
 
-def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: Coding | None) -> Matrix:
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
     """gate, up (M, N), which may be columns of one array -> silu(gate) * up of `dtype`, or coded."""
     m, n = gate.shape
     if coding and not is_made(coding, n):

@@ -11,7 +11,7 @@ from millrace.kernels.broadcast.op import lower_broadcast
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.expression import compile_tree, needs_broadcast
 from millrace.kernels.operand_places import Place, View
-from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -25,7 +25,7 @@ def _dtypes(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
     return (type_of(tree, types),)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     tree = as_tree(node.attrs["tree"])
     whole = is_integer(tree, [v.dtype for v in node.inputs])
     found = evaluate(tree, [values.integers(v) if whole else values.rows(v) for v in node.inputs])
@@ -42,7 +42,7 @@ def expression_params(tree: object, inputs: list[View | Place], width: int) -> P
     return params
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     if not _in_rows(node):
         return lower_broadcast(node, writer, as_tree(node.attrs["tree"]))
     inputs = [writer.vector(v) if v.constant else writer.view(v) for v in node.inputs]
@@ -64,7 +64,7 @@ def _in_rows(node: Node) -> bool:
     return not needs_broadcast(compile_tree(as_tree(node.attrs["tree"]), len(node.inputs))[0])
 
 
-ELEMENTWISE = Runnable(
+ELEMENTWISE = KernelOperator(
     name="elementwise", inputs=(1, MAX_INPUTS), attrs=frozenset({"tree"}), shapes=_shapes, dtypes=_dtypes,
     reference=_reference, lower=_lower,
 )  # fmt: skip

@@ -9,8 +9,8 @@ from torch.nn import functional
 from millrace.graph.expressions import Tree, as_tree
 from millrace.graph.types import DType, Node
 from millrace.kernels.convert.torch_ref import as_wanted
-from millrace.kernels.matmul.coded import Coding, Matrix
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.matmul.coded import Matrix, RowQuantization
+from millrace.kernels.torch_operators import OperatorContext
 
 _UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg, "exp": torch.exp, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "erf": torch.erf,
@@ -47,12 +47,12 @@ def _unknown_operation(tree: Tree) -> str:
     return next(filter(None, map(_unknown_operation, map(as_tree, tree[1:]))), "")
 
 
-def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: Coding | None) -> Matrix:
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, coding: RowQuantization | None) -> Matrix:
     """gate, up (M, N) -> silu(gate) * up of `dtype`, or coded."""
     return as_wanted(functional.silu(gate.float()) * up.float(), dtype, coding)
 
 
-def _elementwise(node: Node, run: Run) -> Tensor:
+def _elementwise(node: Node, run: OperatorContext) -> Tensor:
     inputs = [run.tensor(v) for v in node.inputs]
     found = evaluate(as_tree(node.attrs["tree"]), [x.float() for x in inputs])
     return found if any(x.dtype == torch.float32 for x in inputs) else found.to(run.dtype)

@@ -5,14 +5,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.graph.types import Node
-from millrace.kernels.operators import number
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.operators import float_attr
+from millrace.kernels.torch_operators import OperatorContext
 
 
-def _embedding(node: Node, run: Run) -> Tensor:
+def _embedding(node: Node, run: OperatorContext) -> Tensor:
     (ids, table), rows = (run.tensor(v) for v in node.inputs), run.embeddings
     found = functional.embedding(ids if rows is None else ids.clamp(min=0), table).float()
-    if (scale := number(node, "scale")) != 1:
+    if (scale := float_attr(node, "scale")) != 1:
         found = found * scale
     if rows is None:
         return found

@@ -5,7 +5,7 @@ from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params, packs_rows
 from millrace.kernels.layer_norm.ref import layer_norm
 from millrace.kernels.operand_places import Operands
-from millrace.kernels.operators import Held, Runnable, Values, Writer, number
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter, float_attr
 from millrace.kernels.row_storage import storage_of
 
 
@@ -19,21 +19,21 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     x, w, b = (values.rows(v) for v in node.inputs)
-    return values.stored(layer_norm(x, w, b, number(node, "eps")), node)
+    return values.stored(layer_norm(x, w, b, float_attr(node, "eps")), node)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     x, w, b = node.inputs
     view = writer.view(x)
     y = writer.new(node.output, node.origin[0], storage_of(node))
     operands: Operands = {"x": view, "w": writer.vector(w), "b": writer.vector(b), "y": y}
-    params = {**packing_params(view, y, x.width), "eps": number(node, "eps")}
+    params = {**packing_params(view, y, x.width), "eps": float_attr(node, "eps")}
     writer.add("layer_norm", operands, params, node, str(y.storage))
 
 
-LAYER_NORM = Runnable(
+LAYER_NORM = KernelOperator(
     name="layer_norm", inputs=(3, 3), attrs=frozenset({"eps", "storage"}), shapes=_shapes, reference=_reference,
     lower=_lower, packs=packs_rows, row_wise=True,
 )  # fmt: skip

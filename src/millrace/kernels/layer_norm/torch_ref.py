@@ -4,14 +4,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from millrace.graph.types import Node
-from millrace.kernels.operators import number
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.operators import float_attr
+from millrace.kernels.torch_operators import OperatorContext
 
 
-def _layer_norm(node: Node, run: Run) -> Tensor:
+def _layer_norm(node: Node, run: OperatorContext) -> Tensor:
     """float32, as what is added to it later."""
     x, w, bias = (run.tensor(v) for v in node.inputs)
-    return functional.layer_norm(x.float(), (x.shape[-1],), w, bias, number(node, "eps"))
+    return functional.layer_norm(x.float(), (x.shape[-1],), w, bias, float_attr(node, "eps"))
 
 
 OPERATORS = {"layer_norm": _layer_norm}

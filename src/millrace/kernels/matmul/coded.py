@@ -18,7 +18,7 @@ LARGEST = 448.0  # that E4M3 has
 
 
 @dataclass(frozen=True, slots=True)
-class CodedRows:
+class QuantizedRows:
     """R rows of `width` elements: an element is its code times its group's scale, plus its group's minimum.
 
     codes: (R, width) int8 or E4M3; of four bits (R, ceil(width / 2)) uint8: code + zero, an even place in the low half
@@ -46,7 +46,7 @@ class CodedRows:
         found = codes.float() * self._wide(self.scales)
         return found if self.minimums is None else found + self._wide(self.minimums)
 
-    def some(self, first: int, end: int) -> "CodedRows":
+    def some(self, first: int, end: int) -> "QuantizedRows":
         """Of its rows; views."""
         minimums = None if self.minimums is None else self.minimums[first:end]
         return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], minimums=minimums)
@@ -55,11 +55,11 @@ class CodedRows:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.width]
 
 
-Matrix: TypeAlias = Tensor | CodedRows  # rows of floats, or coded
+Matrix: TypeAlias = Tensor | QuantizedRows  # rows of floats, or coded
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class RowQuantization:
     """As what rows of floats go into products: E4M3, each row by its own scale, or INT8.
 
     group: of INT8, 0 for whole rows; transform: whether its groups are multiplied by a Hadamard matrix before
@@ -69,15 +69,15 @@ class Coding:
     group: int = 0
     transform: bool = False
 
-    def rows(self, x: Tensor) -> CodedRows:
+    def rows(self, x: Tensor) -> QuantizedRows:
         """x (R, K), in plain PyTorch."""
         return e4m3_rows(x) if self.e4m3 else int8_rows(x, self.group, transform=self.transform)
 
 
-AS_E4M3 = Coding(e4m3=True)
+AS_E4M3 = RowQuantization(e4m3=True)
 
 
-def weights(matrix: QuantisedMatrix) -> CodedRows:
+def weights(matrix: QuantisedMatrix) -> QuantizedRows:
     """As a checkpoint or an engine has them, exactly, in the host's memory; views where that is how they lie."""
     codes, width, zero = matrix.codes, matrix.codes.shape[1], 0
     if matrix.bits == 4:
@@ -90,13 +90,13 @@ def weights(matrix: QuantisedMatrix) -> CodedRows:
     if two_levels:
         scales = matrix.group_scales().astype(np.float32)
         minimums = None if minimums is None else matrix.group_minimums().astype(np.float32)
-    return CodedRows(
+    return QuantizedRows(
         data.view(E4M3) if matrix.e4m3 else data, torch.from_numpy(scales), width, matrix.group or width,
         None if minimums is None else torch.from_numpy(minimums), zero,
     )  # fmt: skip
 
 
-def e4m3_rows(x: Tensor) -> CodedRows:
+def e4m3_rows(x: Tensor) -> QuantizedRows:
     """x (R, K) as kernels/convert/ref.py has it: each row's largest magnitude becomes E4M3's largest.
 
     What is not finite makes its row's scale so
@@ -105,10 +105,10 @@ def e4m3_rows(x: Tensor) -> CodedRows:
     scales = found.abs().amax(1, keepdim=True) / LARGEST
     inverse = torch.where(scales > NOTHING, 1 / scales, 0)
     codes = torch.where(scales.isfinite(), (found * inverse).clamp(-LARGEST, LARGEST), 0)
-    return CodedRows(codes.to(E4M3), scales, x.shape[1], x.shape[1])
+    return QuantizedRows(codes.to(E4M3), scales, x.shape[1], x.shape[1])
 
 
-def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> CodedRows:
+def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> QuantizedRows:
     """x (R, K) as kernels/convert/ref.py has it: each group's largest magnitude becomes 127. group 0: a row is one.
 
     transform: each group is multiplied by a Hadamard matrix first. What is not finite makes its group's scale so
@@ -120,7 +120,7 @@ def int8_rows(x: Tensor, group: int, *, transform: bool = False) -> CodedRows:
     amax = padded.abs().amax(2)
     inverse = torch.where(amax > NOTHING, torch.full_like(amax, 127) / amax, 0)  # `127 / amax` is rounded twice
     codes = (padded * inverse[:, :, None]).round().nan_to_num(0).to(torch.int8).flatten(1)[:, :width].contiguous()
-    return CodedRows(codes, torch.where(amax <= NOTHING, 0, amax / 127), width, size)
+    return QuantizedRows(codes, torch.where(amax <= NOTHING, 0, amax / 127), width, size)
 
 
 def transformed(x: Tensor, group: int) -> Tensor:
@@ -137,8 +137,8 @@ def _matrix(size: int, device: torch.device) -> Tensor:
     return torch.from_numpy(hadamard(np.eye(size, dtype=np.float32), size)).to(device)
 
 
-def coding_of(storage: Storage) -> Coding | None:
+def coding_of(storage: Storage) -> RowQuantization | None:
     """Of INT8 rows that a conversion makes; None: it gives 16 bits, of which products may still make E4M3."""
     if storage.format == RowFormat.BF16:
         return None
-    return Coding(e4m3=False, group=storage.group, transform=storage.hadamard)
+    return RowQuantization(e4m3=False, group=storage.group, transform=storage.hadamard)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
 from millrace.kernels.layout import SLAB
-from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
+from millrace.kernels.matmul.coded import E4M3, Matrix, QuantizedRows
 from millrace.kernels.matmul.cuda_few import by_few_rows
 from millrace.kernels.matmul.gpu_tiles import ASKED, EIGHT, MANY_ROWS, RULES, Tile, Tiles, rows_of
 
@@ -131,14 +131,14 @@ def product(
     x: Matrix, w: Matrix, dtype: torch.dtype, bias: Tensor | None = None, tiles: Tiles = RULES
 ) -> Tensor:  # fmt: skip
     """x of M rows, w of N -> (M, N) of `dtype`, plus bias (N,). Where x is coded, w is."""
-    if isinstance(w, CodedRows):
+    if isinstance(w, QuantizedRows):
         y = _coded(x, w, dtype, tiles)
         return y if bias is None else y + bias
     assert isinstance(x, Tensor), "coded rows meet coded weights"
     return functional.linear(x.to(dtype), w, bias)
 
 
-def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype, tiles: Tiles) -> Tensor:
+def _coded(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tiles: Tiles) -> Tensor:
     if goes_by_kernel(x, w, dtype):
         return by_kernel(x, w, dtype, tiles.of(x, w))
     if isinstance(x, Tensor):
@@ -146,14 +146,14 @@ def _coded(x: Matrix, w: CodedRows, dtype: torch.dtype, tiles: Tiles) -> Tensor:
     return scaled_mm(x, w) if scaled_mm_takes(x, w, dtype) else _as_floats(x.dense(), w, dtype)
 
 
-def goes_by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype) -> bool:
+def goes_by_kernel(x: Matrix, w: QuantizedRows, dtype: torch.dtype) -> bool:
     """Whether it is `coded_product` that computes it."""
     if not block_k(x, w):
         return False
     return rows_of(x) < MANY_ROWS if isinstance(x, Tensor) else not scaled_mm_takes(x, w, dtype)
 
 
-def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
+def _as_floats(x: Tensor, w: QuantizedRows, dtype: torch.dtype) -> Tensor:
     """Weights become floats of x's type, SLAB codes at a time."""
     n, rows = len(w.codes), max(1, SLAB // w.width)
     y = torch.empty((len(x), n), dtype=dtype, device=x.device)
@@ -162,9 +162,9 @@ def _as_floats(x: Tensor, w: CodedRows, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def block_k(x: Matrix, w: CodedRows) -> int:
+def block_k(x: Matrix, w: QuantizedRows) -> int:
     """How many inputs of a row go through `coded_product` at a time; 0: it does not take such groups."""
-    integers = isinstance(x, CodedRows) and x.codes.dtype == torch.int8
+    integers = isinstance(x, QuantizedRows) and x.codes.dtype == torch.int8
     return _block_k(integers, w.halves, _parts(x), _parts(w))
 
 
@@ -175,17 +175,17 @@ def _block_k(integers: bool, halves: bool, *groups: int) -> int:
     return depth if depth >= least else 0
 
 
-def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
+def by_kernel(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile) -> Tensor:
     depth = block_k(x, w)
     if tile.rows <= EIGHT:
         return by_few_rows(x, w, dtype, tile, depth)
-    given, scales = (x.codes, x.scales) if isinstance(x, CodedRows) else (x, w.scales)
+    given, scales = (x.codes, x.scales) if isinstance(x, QuantizedRows) else (x, w.scales)
     (m, k), (n, w_row) = given.shape, w.codes.shape
     y = torch.empty((m, n), dtype=dtype, device=given.device)
     asked = ASKED if w_row % 16 == 0 else 0
     coded_product[cdiv(n, tile.columns), cdiv(m, tile.rows)](
         given.contiguous(), scales, w.codes, w.scales, w.scales if w.minimums is None else w.minimums, y, m, n, k,
-        w_row, X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, CodedRows), HALVES=w.halves,
+        w_row, X_GROUP=_parts(x), GROUP=_parts(w), CODED_X=isinstance(x, QuantizedRows), HALVES=w.halves,
         ZERO=w.zero, MINIMUMS=w.minimums is not None, WHOLE=is_whole(x, w), WORDS=by_words(x, w), EVEN=k % depth == 0,
         BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=depth, ASKED=asked, **overlapping(given.device),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
@@ -195,27 +195,27 @@ def by_kernel(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile) -> Tensor
 
 def _parts(x: Matrix) -> int:
     """Neighbours that share a scale; 0: a row is one."""
-    return x.group if isinstance(x, CodedRows) and x.group < x.width else 0
+    return x.group if isinstance(x, QuantizedRows) and x.group < x.width else 0
 
 
-def by_words(x: Matrix, w: CodedRows) -> bool:
+def by_words(x: Matrix, w: QuantizedRows) -> bool:
     """Whether halves become 16-bit floats eight at a time: rows of these, each whole words of 4 bytes."""
     return w.halves and w.width % 8 == 0 and isinstance(x, Tensor)
 
 
-def is_whole(x: Matrix, w: CodedRows) -> bool:
+def is_whole(x: Matrix, w: QuantizedRows) -> bool:
     """Whether products are floats that one scale for each row meets; integers stay exact as far as they are int32."""
-    exact = isinstance(x, CodedRows) and x.codes.dtype == torch.int8
+    exact = isinstance(x, QuantizedRows) and x.codes.dtype == torch.int8
     return not (_parts(x) or _parts(w) or exact or w.minimums is not None)
 
 
-def scaled_mm_takes(x: CodedRows, w: CodedRows, dtype: torch.dtype) -> bool:
+def scaled_mm_takes(x: QuantizedRows, w: QuantizedRows, dtype: torch.dtype) -> bool:
     """Whether cuBLASLt takes them: many rows of E4M3 in multiples of 16, of which it makes bfloat16."""
     many = rows_of(x) >= MANY_ROWS and dtype == torch.bfloat16
     return many and x.codes.dtype == w.codes.dtype == E4M3 and x.width % 16 == rows_of(w) % 16 == 0
 
 
-def scaled_mm(x: CodedRows, w: CodedRows) -> Tensor:
+def scaled_mm(x: QuantizedRows, w: QuantizedRows) -> Tensor:
     """bfloat16; sums with fast accumulation, which some 14 bits of each partial sum take part in."""
     return torch._scaled_mm(
         x.codes, w.codes.t(), scale_a=x.scales, scale_b=w.scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True

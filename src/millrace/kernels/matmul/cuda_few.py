@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.kernels.gpu_launch import after_those_before, asks_for, cdiv, lets_next_begin, overlapping
-from millrace.kernels.matmul.coded import CodedRows, Matrix
+from millrace.kernels.matmul.coded import Matrix, QuantizedRows
 from millrace.kernels.matmul.gpu_tiles import ASKED, Tile
 
 WARP_K = 512  # of one row of E4M3: 16 neighbours for each thread of a warp
@@ -248,14 +248,14 @@ def _by_columns(of_units, UNITS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.
     return tl.reshape(tl.permute(found, (4, 1, 0, 2, 3)), (UNITS * WARPS, BLOCK_N, 4, 1))
 
 
-def by_few_rows(x: Matrix, w: CodedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
+def by_few_rows(x: Matrix, w: QuantizedRows, dtype: torch.dtype, tile: Tile, depth: int) -> Tensor:
     """(M, N) of `dtype`. depth: inputs that share a scale, at most; of words alone"""
-    given = x.codes if isinstance(x, CodedRows) else x
+    given = x.codes if isinstance(x, QuantizedRows) else x
     (m, k), (n, w_row), asked = given.shape, w.codes.shape, ASKED if w.codes.shape[1] % 16 == 0 else 0
     assert 0 < m <= tile.rows, f"{m} rows by {tile}"
     y = torch.empty((m, n), dtype=dtype, device=given.device)
     grid = (cdiv(n, tile.columns),)
-    if isinstance(x, CodedRows):
+    if isinstance(x, QuantizedRows):
         one_row[grid](
             given.contiguous(), x.scales, w.codes, w.scales, y, n, k, BLOCK_N=tile.columns, BLOCK_K=WARP_K * tile.warps,
             ASKED=asked, **overlapping(given.device), num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
@@ -279,6 +279,6 @@ def registers(tile: Tile, halves: bool, depth: int) -> int | None:
     return 65536 // (2 * 32 * tile.warps) if tile.warps == 8 and depth == (128 if halves else BYTES_DEPTH) else None
 
 
-def group_of(w: CodedRows) -> int:
+def group_of(w: QuantizedRows) -> int:
     """Whose scales meet sums of units; 0: one scale for each row, which meets all at the end."""
     return 0 if w.group >= w.width and w.minimums is None else min(w.group, w.width)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from millrace.kernels.matmul.coded import E4M3, CodedRows, Matrix
+from millrace.kernels.matmul.coded import E4M3, Matrix, QuantizedRows
 
 ASKED = 1024  # bytes of each row of codes that a program asks for while kernels before it still run
 EIGHT = 8  # columns of a tensor core's product
@@ -46,7 +46,7 @@ def tiles(rows: int) -> tuple[Tile, ...]:
     return _FEW if rows <= 16 else _SOME if rows < MANY_ROWS else _MANY
 
 
-def takes(tile: Tile, x: Matrix, w: CodedRows) -> bool:
+def takes(tile: Tile, x: Matrix, w: QuantizedRows) -> bool:
     """Whether a tile is of a kernel for such rows and weights.
 
     `one_row` is for E4M3, a scale for each row; `few_rows_of_words` for 16-bit floats, halves or int8 of whole words.
@@ -57,16 +57,16 @@ def takes(tile: Tile, x: Matrix, w: CodedRows) -> bool:
         few = isinstance(x, torch.Tensor) and x.itemsize == 2 and 0 < len(x) <= EIGHT
         return few and (w.width % 8 == 0 if w.halves else w.codes.dtype == torch.int8 and w.width % 4 == 0)
     whole = w.codes.dtype == E4M3 and w.group >= w.width
-    return whole and isinstance(x, CodedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
+    return whole and isinstance(x, QuantizedRows) and x.codes.dtype == E4M3 and len(x.codes) == 1
 
 
-def region_of(x: Matrix, w: CodedRows) -> str:
+def region_of(x: Matrix, w: QuantizedRows) -> str:
     """What products have in common that a time holds for, but for the number of rows."""
     return f"coded_product {len(w.codes)} x {w.width}, {_kind(w)} by {_kind(x)}"
 
 
 def _kind(rows: Matrix) -> str:
-    if not isinstance(rows, CodedRows):
+    if not isinstance(rows, QuantizedRows):
         return _name(rows.dtype)
     codes = "int4" if rows.halves else _name(rows.codes.dtype)
     groups = f" in {rows.group}" if rows.group < rows.width else ""
@@ -83,7 +83,7 @@ class Tiles:
 
     found: Mapping[str, tuple[tuple[float, Tile | None], ...]] = field(default_factory=dict)
 
-    def of(self, x: Matrix, w: CodedRows) -> Tile:
+    def of(self, x: Matrix, w: QuantizedRows) -> Tile:
         n = rows_of(x)
         for most, tile in self.found.get(region_of(x, w), ()) if self.found else ():
             if n <= most:  # of no rows at all: not one that is for one row
@@ -91,7 +91,7 @@ class Tiles:
         return rule(x, w)
 
 
-def rule(x: Matrix, w: CodedRows) -> Tile:
+def rule(x: Matrix, w: QuantizedRows) -> Tile:
     first, *others = tiles(rows_of(x))
     return first if takes(first, x, w) else next(tile for tile in others if takes(tile, x, w))
 
@@ -100,4 +100,4 @@ RULES = Tiles()
 
 
 def rows_of(x: Matrix) -> int:
-    return int((x.codes if isinstance(x, CodedRows) else x).shape[0])
+    return int((x.codes if isinstance(x, QuantizedRows) else x).shape[0])

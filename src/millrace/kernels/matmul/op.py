@@ -19,7 +19,7 @@ from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import matrix_bytes, up
 from millrace.kernels.matmul import ref as products
 from millrace.kernels.matmul.pack import (
-    Run,
+    SlabTask,
     interleave_codes,
     pack_codes,
     pack_matrix,
@@ -29,7 +29,16 @@ from millrace.kernels.matmul.pack import (
     stored_codes,
 )
 from millrace.kernels.operand_places import Packed, Place, View, constant_of
-from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size, whole
+from millrace.kernels.operators import (
+    EvaluationContext,
+    Held,
+    KernelOperator,
+    Params,
+    ProgramWriter,
+    Rows,
+    int_attr,
+    static_dim,
+)
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.row_storage import Storage, storage_of
 
@@ -69,12 +78,12 @@ def precision_of(node: Node) -> Precision:
 
 def group_of(node: Node) -> int:
     """Inputs that share a scale in a product's weights; 0 where these have none."""
-    return whole(node, "group") if "group" in node.attrs else 0
+    return int_attr(node, "group") if "group" in node.attrs else 0
 
 
 def matrix_size(value: Value) -> tuple[int, int]:
     """Rows and width of a constant."""
-    return size(value, 0), size(value, 1)
+    return static_dim(value, 0), static_dim(value, 1)
 
 
 def transform_of(rows: Node | None) -> int:
@@ -91,7 +100,7 @@ def matrices_of(node: Node) -> tuple[Value, ...]:
     return node.inputs[1:3] if node.operator is GATED_LINEAR else node.inputs[1:2]
 
 
-def product(values: Values, node: Node, w: Value) -> Rows:
+def product(values: EvaluationContext, node: Node, w: Value) -> Rows:
     """The node's first input times w.T, as its numerics class means it."""
     x, precision, group = node.inputs[0], precision_of(node), group_of(node)
     held = values.held(x)
@@ -106,7 +115,7 @@ def product(values: Values, node: Node, w: Value) -> Rows:
     return y.astype(np.float64)
 
 
-def _codes(values: Values, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
+def _codes(values: EvaluationContext, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
     return codes_of(w.constant, lambda: values.rows(w), bits, group, hadamard_group)
 
 
@@ -125,7 +134,7 @@ def codes_of(
     return rounded_codes(load(), bits, group, hadamard_group) if group else rounded_e4m3(load())
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     y = product(values, node, node.inputs[1])
     if node.attrs.get("bias"):
         y = y + values.rows(node.inputs[2])
@@ -135,7 +144,7 @@ def _reference(node: Node, values: Values) -> Held:
     return values.stored(y, node)
 
 
-def _gated_reference(node: Node, values: Values) -> Held:
+def _gated_reference(node: Node, values: EvaluationContext) -> Held:
     halves = [product(values, node, w) for w in matrices_of(node)]
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
@@ -177,11 +186,11 @@ def packing_of(node: Node, rows: Storage) -> Packing:
 def _pack(values: tuple[Value, ...], how: Packing, name: str) -> Packed:
     """A matrix in panels; two of them are interleaved as gate and up."""
     format, group = how.format, how.group
-    constants, n, k = [constant_of(v) for v in values], size(values[0], 0), size(values[0], 1)
+    constants, n, k = [constant_of(v) for v in values], static_dim(values[0], 0), static_dim(values[0], 1)
     gated = len(constants) == 2
     rows = 2 * up(n, 16) if gated else n
 
-    def pack(run: Run) -> NDArray[np.uint8]:
+    def pack(run: SlabTask) -> NDArray[np.uint8]:
         codes = stored_codes(constants, how.bits, group) if how.bits and not how.hadamard_group else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format, run)
@@ -197,7 +206,7 @@ def _packs(node: Node, storage: Storage) -> bool:
     return packs_elements(node, storage) and not node.attrs.get("residual")  # which it would have to read as floats
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
     gated, width, group = node.operator is GATED_LINEAR, node.output.width, group_of(node)
@@ -229,11 +238,11 @@ def _lower(node: Node, writer: Writer) -> None:
 
 _ASKED = frozenset({"precision", "x_group", "group"})  # by passes; the first two by users
 
-LINEAR = Runnable(
+LINEAR = KernelOperator(
     name="linear", inputs=(2, 4), attrs=_ASKED | {"bias", "residual", "tree", "storage"}, shapes=_shapes,
     reference=_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
-GATED_LINEAR = Runnable(
+GATED_LINEAR = KernelOperator(
     name="gated_linear", inputs=(3, 3), attrs=_ASKED | {"tree", "storage"}, fused=True,
     shapes=_gated_shapes, reference=_gated_reference, lower=_lower, packs=_packs,
 )  # fmt: skip

@@ -37,7 +37,7 @@ _T = TypeVar("_T", bound=np.generic)
 _R = TypeVar("_R")
 
 
-class Run(Protocol):
+class SlabTask(Protocol):
     """Does work on each slab of a matrix, by the number of its first row: map(), or several at a time as a pool's."""
 
     def __call__(self, work: Callable[[int], _R], starts: Iterable[int], /) -> Iterator[_R]: ...
@@ -237,7 +237,13 @@ def _slabs(N: int, K: int) -> list[slice]:
 
 
 def pack_matrix(
-    w: Array, format: WeightFormat, group: int, hadamard_group: int = 0, *, up_: Array | None = None, run: Run = map
+    w: Array,
+    format: WeightFormat,
+    group: int,
+    hadamard_group: int = 0,
+    *,
+    up_: Array | None = None,
+    run: SlabTask = map,
 ) -> NDArray[np.uint8]:
     """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32, BF16 and FP8.
 
@@ -264,7 +270,7 @@ def pack_matrix(
     return data
 
 
-def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: Run = map) -> NDArray[np.uint8]:
+def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: SlabTask = map) -> NDArray[np.uint8]:
     """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`, or FP8."""
     (N, K), pack = q.codes.shape, _pack_e4m3 if q.e4m3 else _pack_groups
 
@@ -275,7 +281,7 @@ def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: Run = map) -> NDAr
 
 
 def _packed(
-    packed: Callable[[slice], tuple[NDArray[np.uint8], float]], N: int, K: int, panel: int, run: Run
+    packed: Callable[[slice], tuple[NDArray[np.uint8], float]], N: int, K: int, panel: int, run: SlabTask
 ) -> tuple[NDArray[np.uint8], float]:
     """The bytes of all slabs, each put where it belongs when it is done, and the sum of what they lost.
 

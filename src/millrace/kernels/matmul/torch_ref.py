@@ -9,7 +9,7 @@ from millrace.graph.types import Node
 from millrace.kernels.elementwise.torch_ref import evaluate
 from millrace.kernels.matmul.coded import Matrix
 from millrace.kernels.matmul.gpu_tiles import RULES, Tiles
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.torch_operators import OperatorContext
 
 
 def product(
@@ -24,14 +24,14 @@ def product(
     return y if bias is None else y + bias
 
 
-def _linear(node: Node, run: Run) -> Tensor:
+def _linear(node: Node, run: OperatorContext) -> Tensor:
     (y,) = run.products(node, run.tensor(node.inputs[2]) if node.attrs.get("bias") else None)
     if "tree" in node.attrs:
         y = evaluate(as_tree(node.attrs["tree"]), [y.float()]).to(run.dtype)
     return run.added(node, y) if node.attrs.get("residual") else y
 
 
-def _gated_linear(node: Node, run: Run) -> Matrix:
+def _gated_linear(node: Node, run: OperatorContext) -> Matrix:
     return run.gated(node, run.products(node))
 
 

@@ -7,7 +7,7 @@ from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.arrays import Array
 from millrace.kernels.convolution.op import pair, plane_sizes, window_counts
-from millrace.kernels.operators import Held, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
 from millrace.kernels.pooling.declare import MAX, MEAN, MEAN_INSIDE
 from millrace.kernels.pooling.ref import avg_pool, max_pool
 
@@ -32,16 +32,16 @@ def _shapes(op: str) -> Callable[[Inputs, Attrs], tuple[Shape, ...]]:
     return rule
 
 
-def _reference(pool: Callable[[Node, Array], Array]) -> Callable[[Node, Values], Held]:
-    def compute(node: Node, values: Values) -> Held:
+def _reference(pool: Callable[[Node, Array], Array]) -> Callable[[Node, EvaluationContext], Held]:
+    def compute(node: Node, values: EvaluationContext) -> Held:
         (x,) = node.inputs
         return values.stored(pool(node, values.rows(x)), node)
 
     return compute
 
 
-def _lower(kind: Callable[[Node], int]) -> Callable[[Node, Writer], None]:
-    def write(node: Node, writer: Writer) -> None:
+def _lower(kind: Callable[[Node], int]) -> Callable[[Node, ProgramWriter], None]:
+    def write(node: Node, writer: ProgramWriter) -> None:
         (x,), y = node.inputs, node.output
         params = {
             "planes": writer.extent(times(*x.shape[:2])), **plane_sizes(x, y, writer), "kind": kind(node),
@@ -65,11 +65,11 @@ def _mean(node: Node, planes: Array) -> Array:
     return avg_pool(planes, kernel, stride, padding, count_include_pad=bool(node.attrs["count_include_pad"]))
 
 
-MAX_POOL = Runnable(
+MAX_POOL = KernelOperator(
     name="max_pool", inputs=(1, 1), attrs=_ATTRS, shapes=_shapes("max_pool"), reference=_reference(_most),
     lower=_lower(lambda node: MAX),
 )  # fmt: skip
-AVG_POOL = Runnable(
+AVG_POOL = KernelOperator(
     name="avg_pool", inputs=(1, 1), attrs=_ATTRS | {"count_include_pad"}, shapes=_shapes("avg_pool"),
     reference=_reference(_mean), lower=_lower(lambda node: MEAN if node.attrs["count_include_pad"] else MEAN_INSIDE),
 )  # fmt: skip

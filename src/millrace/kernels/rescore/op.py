@@ -9,9 +9,17 @@ from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.layout import byte_row_bytes
 from millrace.kernels.matmul.op import precision_of
-from millrace.kernels.matmul.pack import Run, rounded_codes
+from millrace.kernels.matmul.pack import SlabTask, rounded_codes
 from millrace.kernels.operand_places import Operands, Packed, constant_of
-from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
+from millrace.kernels.operators import (
+    EvaluationContext,
+    Held,
+    KernelOperator,
+    Params,
+    ProgramWriter,
+    int_attr,
+    static_dim,
+)
 from millrace.kernels.precision import HADAMARD
 from millrace.kernels.rescore.pack import pack_byte_rows
 from millrace.kernels.rescore.ref import rescore
@@ -24,12 +32,12 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (logits.shape,)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     logits, x, w = node.inputs
     packed = values.held(x)
     assert isinstance(packed, Quantised), x
     codes = _byte_codes(constant_of(w), packed.hadamard_group)
-    return values.stored(rescore(values.rows(logits), packed, codes, whole(node, "count")), node)
+    return values.stored(rescore(values.rows(logits), packed, codes, int_attr(node, "count")), node)
 
 
 def _byte_codes(constant: Constant, group: int) -> QuantisedMatrix:
@@ -40,17 +48,17 @@ def _byte_codes(constant: Constant, group: int) -> QuantisedMatrix:
 
 def _pack(w: Value, group: int, name: str) -> Packed:
     """A matrix of 8-bit codes, output by output."""
-    constant, n, k = constant_of(w), size(w, 0), size(w, 1)
+    constant, n, k = constant_of(w), static_dim(w, 0), static_dim(w, 1)
 
-    def pack(_: Run) -> NDArray[np.uint8]:
+    def pack(_: SlabTask) -> NDArray[np.uint8]:
         return pack_byte_rows(_byte_codes(constant, group))
 
     return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     logits, x, w = node.inputs
-    view, y, count, width = writer.view(x), writer.view(logits), whole(node, "count"), node.output.width
+    view, y, count, width = writer.view(x), writer.view(logits), int_attr(node, "count"), node.output.width
     group = view.storage.hadamard_group
     name = f"w8g{group} {HADAMARD} by output"
     place = writer.constant((w,), name, lambda: _pack(w, group, name))
@@ -63,7 +71,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.share(node.output, y)
 
 
-RESCORE = Runnable(
+RESCORE = KernelOperator(
     name="rescore", inputs=(3, 3), attrs=frozenset({"precision", "count"}), fused=True, shapes=_shapes,
     reference=_reference, lower=_lower,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from millrace.kernels.convert.cuda import as_row, coded_rows, empty_rows, is_made, keep, shape_of, tile
 from millrace.kernels.gpu_launch import after_those_before, asks_for, lets_next_begin, overlapping
-from millrace.kernels.matmul.coded import Coding, Matrix
+from millrace.kernels.matmul.coded import Matrix, RowQuantization
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def add_normalise(
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: Coding | None
+    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: RowQuantization | None
 ) -> tuple[Tensor, Matrix]:  # fmt: skip
     """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype` or coded."""
     x, residual = x.contiguous(), residual.contiguous()

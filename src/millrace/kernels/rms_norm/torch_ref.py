@@ -5,9 +5,9 @@ from torch import Tensor
 
 from millrace.graph.types import Node
 from millrace.kernels.convert.torch_ref import as_wanted
-from millrace.kernels.matmul.coded import Coding, Matrix
-from millrace.kernels.operators import number
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.matmul.coded import Matrix, RowQuantization
+from millrace.kernels.operators import float_attr
+from millrace.kernels.torch_operators import OperatorContext
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -17,16 +17,16 @@ def rms_norm(x: Tensor, w: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: Coding | None
+    x: Tensor, residual: Tensor, w: Tensor, eps: float, dtype: torch.dtype, coding: RowQuantization | None
 ) -> tuple[Tensor, Matrix]:  # fmt: skip
     """x (M, N), residual (M, N) and w (N,) float32 -> their sum, float32, and that normalised, of `dtype` or coded."""
     total = residual + x.float()
     return total, as_wanted(rms_norm(total, w, eps, torch.float32), dtype, coding)
 
 
-def _rms_norm(node: Node, run: Run) -> Tensor:
+def _rms_norm(node: Node, run: OperatorContext) -> Tensor:
     x, w = (run.tensor(v) for v in node.inputs)
-    return run.normalised(x, w, number(node, "eps"))
+    return run.normalised(x, w, float_attr(node, "eps"))
 
 
 OPERATORS = {"rms_norm": _rms_norm}

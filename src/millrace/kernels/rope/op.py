@@ -5,7 +5,7 @@ import numpy as np
 from millrace.graph.shape_rules import check_positions, illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.operand_places import Operands
-from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter, Rows, static_dim
 from millrace.kernels.rope.ref import rope
 
 
@@ -19,27 +19,30 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def rotated(values: Values, x: Value, positions: Value, table: Value) -> Rows:
+def rotated(values: EvaluationContext, x: Value, positions: Value, table: Value) -> Rows:
     """x (T, H, D), rounded as the kernel leaves it."""
     y = rope(values.rows(x), values.numbers(positions), values.rows(table))
     return y.astype(np.float32).astype(np.float64)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     return rotated(values, *node.inputs)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     x, positions, table = node.inputs
     view, without_cache = writer.writable(x, node), {"cache": 0, "layer": -1}
     params: Params = {
-        "rows": view.rows, "heads": size(x, 1), "kv_heads": 0, "head_dim": size(x, 2), "value_dim": size(x, 2),
-        "q_stride": view.row_floats, "k_stride": 0, "v_stride": 0, "context": size(table, 0), **without_cache,
+        "rows": view.rows, "heads": static_dim(x, 1), "kv_heads": 0,
+        "head_dim": static_dim(x, 2), "value_dim": static_dim(x, 2),
+        "q_stride": view.row_floats, "k_stride": 0, "v_stride": 0, "context": static_dim(table, 0), **without_cache,
     }  # fmt: skip
     operands: Operands = {"q": view, "positions": writer.view(positions), "table": writer.vector(table)}
     writer.add("rope", operands, params, node)
     writer.share(node.output, view)
 
 
-ROPE = Runnable(name="rope", inputs=(3, 3), integers=frozenset({1}), shapes=_shapes, reference=_reference, lower=_lower)
+ROPE = KernelOperator(
+    name="rope", inputs=(3, 3), integers=frozenset({1}), shapes=_shapes, reference=_reference, lower=_lower
+)
 OPERATORS = (ROPE,)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from millrace.graph.types import Node
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.torch_operators import OperatorContext
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
-def _rope(node: Node, run: Run) -> Tensor:
+def _rope(node: Node, run: OperatorContext) -> Tensor:
     x, positions, table = (run.tensor(v) for v in node.inputs)
     return rotated(x, table[positions.long()]).to(run.dtype)
 

@@ -41,7 +41,7 @@ def best_rows(logits, tokens, wrong, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(tokens + row, tl.where(tl.max(spoilt, 0) > 0, wrong, found))
 
 
-def best(logits: Tensor, wrong: int) -> Tensor:
+def argmax(logits: Tensor, wrong: int) -> Tensor:
     """logits (R, V) of any floats -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is
     not finite."""
     logits = logits.contiguous()
@@ -66,7 +66,7 @@ def put_tokens(tokens, at, drawn, rows, N, BLOCK: tl.constexpr, PDL: tl.constexp
     tl.store(tokens + tl.load(at + i, mask=i < N, other=0), tl.maximum(token, 0), mask=i < N)
 
 
-def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
+def scatter_tokens(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
     """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once."""
     n = len(at)
     put_tokens[(cdiv(n, 128),)](

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 
-def best(logits: Tensor, wrong: int) -> Tensor:
+def argmax(logits: Tensor, wrong: int) -> Tensor:
     """logits (R, V) -> (R,) int32: the likeliest token, of several the first; `wrong` where a logit is not finite."""
     return torch.where(logits.isfinite().all(1), logits.argmax(1), wrong).int()
 
 
-def put(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
+def scatter_tokens(tokens: Tensor, at: Tensor, drawn: Tensor, rows: Tensor) -> None:
     """tokens[at] = drawn[rows], 0 where that is none; all int32, each place once"""
     tokens[at.long()] = drawn[rows.long()].clamp(min=0)
 

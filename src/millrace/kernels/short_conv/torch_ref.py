@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from millrace.graph.types import Node
 from millrace.kernels.short_conv.slots import SequenceSlots
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.torch_operators import OperatorContext
 
 
 def short_conv(x: Tensor, w: Tensor, bias: Tensor | None, slots: SequenceSlots, states: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def short_conv(x: Tensor, w: Tensor, bias: Tensor | None, slots: SequenceSlots, 
     return y
 
 
-def _short_conv(node: Node, run: Run) -> Tensor:
+def _short_conv(node: Node, run: OperatorContext) -> Tensor:
     x, w = (run.tensor(v) for v in node.inputs[:2])
     return run.convolved(node, x, w, run.tensor(node.inputs[4]) if len(node.inputs) > 4 else None)
 

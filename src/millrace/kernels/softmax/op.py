@@ -4,7 +4,7 @@ import numpy as np
 
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.operators import Held, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -14,17 +14,17 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (x.shape,)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     x = values.rows(node.inputs[0])
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     return values.stored(weights / weights.sum(axis=-1, keepdims=True), node)
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     (x,) = node.inputs
     params = {"n": writer.extent(x.shape[-1]), "elements": writer.extent(x.elements)}
     writer.add("softmax", {"x": writer.dense(x, node), "y": writer.new(node.output, "softmax")}, params, node)
 
 
-SOFTMAX = Runnable(name="softmax", inputs=(1, 1), shapes=_shapes, reference=_reference, lower=_lower)
+SOFTMAX = KernelOperator(name="softmax", inputs=(1, 1), shapes=_shapes, reference=_reference, lower=_lower)
 OPERATORS = (SOFTMAX,)

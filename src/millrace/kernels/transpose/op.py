@@ -9,7 +9,7 @@ from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.broadcast.op import check_rank
 from millrace.kernels.layout import TYPES
 from millrace.kernels.operand_places import Operands
-from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, Params, ProgramWriter
 
 
 def _order(attrs: Attrs) -> tuple[int, ...]:
@@ -28,13 +28,13 @@ def _dtypes(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
     return (inputs[0].dtype,)
 
 
-def _reference(node: Node, values: Values) -> Held:
+def _reference(node: Node, values: EvaluationContext) -> Held:
     held = values.held(node.inputs[0])
     assert isinstance(held, np.ndarray), f"{node.inputs[0]} is packed"
     return held.transpose(_order(node.attrs))
 
 
-def _lower(node: Node, writer: Writer) -> None:
+def _lower(node: Node, writer: ProgramWriter) -> None:
     (x,), order = node.inputs, _order(node.attrs)
     if not order:
         return writer.share(node.output, writer.view(x))
@@ -46,7 +46,7 @@ def _lower(node: Node, writer: Writer) -> None:
     return writer.add("transpose", operands, params, node, ", ".join(map(str, order)))
 
 
-TRANSPOSE = Runnable(
+TRANSPOSE = KernelOperator(
     name="transpose", inputs=(1, 1), attrs=frozenset({"order"}), shapes=_shapes, dtypes=_dtypes, reference=_reference,
     lower=_lower,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from millrace.graph.dims import product
 from millrace.graph.shape_rules import illegal
 from millrace.graph.types import NUMPY, Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.operand_places import ELEMENT_BYTES
-from millrace.kernels.operators import Held, Runnable, Values, Writer
+from millrace.kernels.operators import EvaluationContext, Held, KernelOperator, ProgramWriter
 
 
 def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -21,7 +21,7 @@ def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (shape,)
 
 
-def _reshape_reference(node: Node, values: Values) -> Held:
+def _reshape_reference(node: Node, values: EvaluationContext) -> Held:
     held = values.held(node.inputs[0])
     assert isinstance(held, np.ndarray), f"{node.inputs[0]} is packed"
     return held.reshape(values.sized(node.output.shape))
@@ -31,7 +31,7 @@ def _same_dtype(inputs: Inputs, attrs: Attrs) -> tuple[DType, ...]:
     return (inputs[0].dtype,)
 
 
-def _reshape_lower(node: Node, writer: Writer) -> None:
+def _reshape_lower(node: Node, writer: ProgramWriter) -> None:
     (x,), y = node.inputs, node.output
     if y.rows == x.rows:
         return writer.share(y, writer.view(x))
@@ -49,12 +49,12 @@ def _split_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return tuple((x.shape[0], width) for width in widths)
 
 
-def _split_reference(node: Node, values: Values) -> tuple[Held, ...]:
+def _split_reference(node: Node, values: EvaluationContext) -> tuple[Held, ...]:
     ends = np.cumsum([v.width for v in node.outputs])
     return tuple(np.split(values.rows(node.inputs[0]), ends[:-1], axis=1))
 
 
-def _split_lower(node: Node, writer: Writer) -> None:
+def _split_lower(node: Node, writer: ProgramWriter) -> None:
     view = writer.view(node.inputs[0])
     at = view.offset
     for part in node.outputs:
@@ -62,11 +62,11 @@ def _split_lower(node: Node, writer: Writer) -> None:
         at += ELEMENT_BYTES[view.storage.format] * part.width
 
 
-RESHAPE = Runnable(
+RESHAPE = KernelOperator(
     name="reshape", inputs=(1, 1), attrs=frozenset({"shape", "storage"}), shapes=_reshape_shapes,
     dtypes=_same_dtype, reference=_reshape_reference, lower=_reshape_lower, is_view=True,
 )  # fmt: skip
-SPLIT = Runnable(
+SPLIT = KernelOperator(
     name="split", inputs=(1, 1), attrs=frozenset({"widths"}), shapes=_split_shapes, reference=_split_reference,
     lower=_split_lower, is_view=True,
 )  # fmt: skip

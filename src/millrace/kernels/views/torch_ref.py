@@ -3,15 +3,17 @@
 from torch import Tensor
 
 from millrace.graph.types import Node
-from millrace.kernels.operators import size
-from millrace.kernels.torch_operators import Run
+from millrace.kernels.operators import static_dim
+from millrace.kernels.torch_operators import OperatorContext
 
 
-def _reshape(node: Node, run: Run) -> Tensor:
-    return run.tensor(node.inputs[0]).reshape(-1, *(size(node.output, i) for i in range(1, len(node.output.shape))))
+def _reshape(node: Node, run: OperatorContext) -> Tensor:
+    return run.tensor(node.inputs[0]).reshape(
+        -1, *(static_dim(node.output, i) for i in range(1, len(node.output.shape)))
+    )
 
 
-def _split(node: Node, run: Run) -> tuple[Tensor, ...]:
+def _split(node: Node, run: OperatorContext) -> tuple[Tensor, ...]:
     found: tuple[Tensor, ...] = run.tensor(node.inputs[0]).split_with_sizes([v.width for v in node.outputs], 1)
     return found
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.model_repository.backends.backend import Batched, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import BatchedInstance, InstanceContext, ModelBackend
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.request.status_code import invalid
 from millrace.model_repository.request.tensors import Array
@@ -10,10 +10,10 @@ from millrace.model_repository.request.tensors import Array
 _NOT_NUMBERS = (DataType.TYPE_STRING, DataType.TYPE_BOOL, DataType.TYPE_INVALID)
 
 
-class _AddSub(Batched):
+class _AddSub(BatchedInstance):
     quick_bytes = 64 << 10
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         tensors = [(t.data_type, t.dims) for side in (given.config.input, given.config.output) for t in side]
         kinds = {data_type for data_type, _ in tensors}
@@ -32,5 +32,5 @@ class _AddSub(Batched):
 
 
 class AddSubBackend(ModelBackend):
-    def instance(self, given: InstanceGiven) -> Batched:
+    def instance(self, given: InstanceContext) -> BatchedInstance:
         return _AddSub(given)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.model_repository.config.model_config import InstanceGroup, ModelConfig
-from millrace.model_repository.models.bls import Others
-from millrace.model_repository.models.model_version import Loadable, Waiting
+from millrace.model_repository.models.bls import BlsExecutor
+from millrace.model_repository.models.model_version import ModelVersionSource, Waiting
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
@@ -21,7 +21,7 @@ from millrace.model_repository.scheduling.ragged_batch import Ragged
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceGiven:
+class InstanceContext:
     """What an instance is told. config: completed. folder: the model's, with its versions below it
 
     others: by which it may ask other models. waits: requests to these for which it waits while it executes a batch,
@@ -33,12 +33,12 @@ class InstanceGiven:
     version: int
     folder: Path
     group: InstanceGroup
-    others: Others
+    others: BlsExecutor
     waits: dict[Waiting, bool] = field(default_factory=dict)
     namespace: str = ""  # the model's
 
     @classmethod
-    def all_of(cls, of: Loadable, others: Others) -> list["InstanceGiven"]:
+    def all_of(cls, of: ModelVersionSource, others: BlsExecutor) -> list["InstanceContext"]:
         """As its groups have them."""
         return [
             cls(f"{group.name}_{i}", of.config, of.version, of.folder, group, others, namespace=of.namespace)
@@ -55,7 +55,7 @@ class InstanceGiven:
 Computing = Callable[[Mapping[str, Array]], Mapping[str, Array]]  # outputs of inputs, by name
 
 
-class InstanceGoneError(Exception):
+class InstanceLostError(Exception):
     """It was gone before it was given anything: what it was given goes to another one."""
 
 
@@ -121,7 +121,7 @@ class ModelBackend(ABC):
     takes_batch_io = False  # batch_input and batch_output of a configuration
 
     @abstractmethod
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         """Load the model. raises whatever goes wrong"""
 
     def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
@@ -129,10 +129,10 @@ class ModelBackend(ABC):
         return config
 
 
-class Batched(Instance):
+class BatchedInstance(Instance):
     """For models that take arrays: a batch is put together, computed once, and taken apart."""
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         self.config = given.config
         self._ragged = Ragged(given.config)
         self._is_ragged = bool(self._ragged)  # looked at by every request
@@ -142,7 +142,7 @@ class Batched(Instance):
         """All of its outputs. Where the model has a batch dimension, it is the first of every array."""
 
     def alone(self) -> Computing | None:
-        is_own = type(self).execute is not Batched.execute
+        is_own = type(self).execute is not BatchedInstance.execute
         return None if self._is_ragged or is_own else self.compute
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
@@ -166,14 +166,14 @@ class Batched(Instance):
 def _answer(request: InferRequest, outputs: Mapping[str, Array]) -> None:
     """One that is not there is its own error, and nobody else's."""
     try:
-        found = asked_of(request, outputs)
+        found = select_requested_outputs(request, outputs)
     except StatusError as error:
         request.fail(error)
         return
     request.send(InferResponse(found))
 
 
-def asked_of(request: InferRequest, outputs: Mapping[str, Array]) -> Mapping[str, Array]:
+def select_requested_outputs(request: InferRequest, outputs: Mapping[str, Array]) -> Mapping[str, Array]:
     """Those that it asks for, in its order. raises StatusError where one is not there"""
     if not request.outputs:
         return outputs

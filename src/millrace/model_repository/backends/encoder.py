@@ -16,7 +16,7 @@ from millrace.checkpoint.config.config_reader import family_of
 from millrace.checkpoint.tokenizer.tokenizer import read_json_object
 from millrace.engine.artifact.manifest import MANIFEST, read_manifest
 from millrace.errors import BusyError, EngineError
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, texts_of
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import empty
@@ -51,7 +51,7 @@ def _dims(config: ModelConfig, *, texts: bool) -> tuple[int, ...]:
 
 
 class Encoder(EngineInstance):
-    def __init__(self, given: InstanceGiven, opened: OpenedEncoder) -> None:
+    def __init__(self, given: InstanceContext, opened: OpenedEncoder) -> None:
         """Closes `opened`, in the end or where it cannot be served. raises StatusError"""
         self._opened, self._running = opened, dict[InferRequest, EmbeddingJob]()
         try:

@@ -1,7 +1,7 @@
-"""What backends of networks share: files and packages from outside, threads, parameters, what a file says of itself.
+"""Shared by the backends of frameworks: external files and packages, threads, parameters, model signatures.
 
-A backend reads its file's inputs and outputs as `Told`; what a configuration does not say is completed by them
-(`NetworkBackend`), and what it says is compared with them, in Triton's words (`Network`).
+A backend reads the inputs and outputs of its file as `ModelSignature`. `FrameworkBackend` completes the configuration
+with them; `FrameworkModel` compares the configuration with them, with Triton's messages.
 """
 
 import logging
@@ -19,7 +19,7 @@ import numpy as np
 
 from millrace.errors import nearest
 from millrace.machine.cpu import memory, usable_cores
-from millrace.model_repository.backends.backend import Batched, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import BatchedInstance, InstanceContext, ModelBackend
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import DynamicBatching, ModelConfig, ModelInput, ModelOutput, Reshape
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ModelSignature:
     """One input or output, by the network's file. kind: a data type without TYPE_; "": it has no name here
 
     dims: with that of the batch; -1: any. None: the file does not say. shown: its type in the framework's own words
@@ -52,13 +52,13 @@ class Told:
     shown: str = ""
 
 
-Sides = tuple[Sequence[Told], Sequence[Told]]  # inputs and outputs
+Sides = tuple[Sequence[ModelSignature], Sequence[ModelSignature]]  # inputs and outputs
 
 
 # ---------------------------------------------------------------------- the backend and its instances
 
 
-class NetworkBackend(ModelBackend):
+class FrameworkBackend(ModelBackend):
     """Of files that say what goes in and what comes out. file: what one is called where no configuration says it"""
 
     file = ""
@@ -73,13 +73,13 @@ class NetworkBackend(ModelBackend):
         file = newest(folder, config.default_model_filename)
         if file is None or (config.input and config.output):
             return config
-        return with_told(config, *self.sides(config, file))
+        return merge_signature(config, *self.sides(config, file))
 
 
-class Network(Batched):
+class FrameworkModel(BatchedInstance):
     """inner: its configuration with what the network is given and gives and clients do not see, as states are"""
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         """raises StatusError"""
         super().__init__(given)
         self.inner = with_batch_inputs(whole(given.config))
@@ -91,7 +91,7 @@ class Network(Batched):
         self._pace.took(n_bytes, took_ns, cpu_ns)
         self.quick_bytes = self._pace.quick_bytes
 
-    def check(self, inputs: Sequence[Told], outputs: Sequence[Told]) -> None:
+    def check(self, inputs: Sequence[ModelSignature], outputs: Sequence[ModelSignature]) -> None:
         """Whether the configuration is this file's. raises StatusError"""
         check(self.inner, inputs, outputs, self._ragged)
 
@@ -231,7 +231,7 @@ def encoded(array: Array) -> Array:
     return objects(list(values)).reshape(array.shape)
 
 
-def told_column(config: ModelConfig, said: ModelOutput, told: Told) -> Told:
+def column_signature(config: ModelConfig, said: ModelOutput, told: ModelSignature) -> ModelSignature:
     """One number for each item, where the configuration has it as a column: `column` makes it one."""
     is_column = said.dims == (1,) and not said.reshape and told.dims == (-1,) and config.max_batch_size > 0
     return replace(told, dims=(-1, 1)) if is_column else told
@@ -245,7 +245,9 @@ def column(array: Array, config: ModelConfig, said: ModelOutput) -> Array:
 # ---------------------------------------------------------------------- the file and the configuration
 
 
-def _seen(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told]) -> tuple[list[Told], list[Told]]:
+def _seen(
+    config: ModelConfig, inputs: Sequence[ModelSignature], outputs: Sequence[ModelSignature]
+) -> tuple[list[ModelSignature], list[ModelSignature]]:
     """What clients of the network give and get, which is not all of it where it has sequences or ragged batches."""
     hidden = with_batch_inputs(whole(replace(config, input=(), output=())))
     gone = ({tensor.name for tensor in side} for side in (hidden.input, hidden.output))
@@ -255,7 +257,9 @@ def _seen(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told]) 
     return ours, theirs
 
 
-def with_told(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told]) -> ModelConfig:
+def merge_signature(
+    config: ModelConfig, inputs: Sequence[ModelSignature], outputs: Sequence[ModelSignature]
+) -> ModelConfig:
     """With the inputs and outputs that it does not say, and, where it says none of them, batches. raises StatusError"""
     inputs, outputs = _seen(config, inputs, outputs)
     says_nothing = not config.input and not config.output and not config.max_batch_size
@@ -271,7 +275,7 @@ def with_told(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Tol
     )  # fmt: skip
 
 
-def _said(nothing: T, tensor: Told, has_batches: bool) -> T:
+def _said(nothing: T, tensor: ModelSignature, has_batches: bool) -> T:
     """As a configuration says it. raises StatusError for a type that has no name there"""
     if not tensor.kind:
         what = f"tensor '{tensor.name}' has the type {tensor.shown or 'unknown'}, which is not supported"
@@ -284,7 +288,12 @@ def _said(nothing: T, tensor: Told, has_batches: bool) -> T:
     return replace(nothing, name=tensor.name, data_type=DataType[f"TYPE_{tensor.kind}"], dims=dims or (1,))
 
 
-def check(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told], ragged: Ragged | None = None) -> None:
+def check(
+    config: ModelConfig,
+    inputs: Sequence[ModelSignature],
+    outputs: Sequence[ModelSignature],
+    ragged: Ragged | None = None,
+) -> None:
     """config: with all inputs and outputs of the network. ragged: of a backend that takes such batches
 
     raises StatusError where the configuration is not this file's
@@ -307,13 +316,13 @@ def check(config: ModelConfig, inputs: Sequence[Told], outputs: Sequence[Told], 
                 _check_shape(config, one, known[one.name])
 
 
-def _check_flat(config: ModelConfig, there: Told) -> None:
+def _check_flat(config: ModelConfig, there: ModelSignature) -> None:
     if there.dims not in ((-1,), None):
         what = "for ragged batches the shape should have one dimension, -1; but shape expected by the model is"
         raise invalid(f"model '{config.name}', tensor '{there.name}': {what} {list(there.dims)}")
 
 
-def _check_type(config: ModelConfig, said: ModelInput | ModelOutput, there: Told) -> None:
+def _check_type(config: ModelConfig, said: ModelInput | ModelOutput, there: ModelSignature) -> None:
     if there.kind is not None and f"TYPE_{there.kind}" != said.data_type.name:
         raise invalid(
             f"unable to load model '{config.name}', tensor '{said.name}': the model expects data-type "
@@ -321,7 +330,7 @@ def _check_type(config: ModelConfig, said: ModelInput | ModelOutput, there: Told
         )
 
 
-def _check_shape(config: ModelConfig, said: ModelInput | ModelOutput, there: Told) -> None:
+def _check_shape(config: ModelConfig, said: ModelInput | ModelOutput, there: ModelSignature) -> None:
     if there.dims is None:
         return
     has_batches, dims = config.max_batch_size > 0, list(there.dims)

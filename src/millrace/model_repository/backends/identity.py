@@ -6,15 +6,15 @@ Its parameter `execute_delay_ms` lets it take so long, as Triton's own does, to 
 import time
 from collections.abc import Mapping
 
-from millrace.model_repository.backends.backend import Batched, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import BatchedInstance, InstanceContext, ModelBackend
 from millrace.model_repository.request.status_code import invalid
 from millrace.model_repository.request.tensors import Array
 
 _MOST_MS = 60_000
 
 
-class _Identity(Batched):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Identity(BatchedInstance):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         config = given.config
         if len(config.input) != len(config.output):
@@ -32,7 +32,7 @@ class _Identity(Batched):
         return {output: inputs[name] for name, output in self._pairs if name in inputs}
 
 
-def delay_s(given: InstanceGiven, name: str) -> float:
+def delay_s(given: InstanceContext, name: str) -> float:
     """A parameter of the configuration in milliseconds; 0 where it is not there. raises StatusError"""
     parameter = given.config.parameters.get(name)
     text = parameter.string_value if parameter else "0"
@@ -42,5 +42,5 @@ def delay_s(given: InstanceGiven, name: str) -> float:
 
 
 class IdentityBackend(ModelBackend):
-    def instance(self, given: InstanceGiven) -> Batched:
+    def instance(self, given: InstanceContext) -> BatchedInstance:
         return _Identity(given)

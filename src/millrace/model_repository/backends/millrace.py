@@ -21,7 +21,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
 from millrace.errors import MillraceError, nearest
 from millrace.model_repository.backends import encoder
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.backends.encoder import Encoder
 from millrace.model_repository.backends.text_backend import EngineInstance, begin_each, texts_of
 from millrace.model_repository.config.enums import DataType
@@ -30,7 +30,7 @@ from millrace.model_repository.config.model_config import ModelConfig, ModelInpu
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import Array, objects
-from millrace.runtime.open_engine import Opened, OpenedEncoder, open_any
+from millrace.runtime.open_engine import OpenedEncoder, RunningModel, open_any
 from millrace.runtime.request.request import Request
 from millrace.runtime.request.sampling_params import COMPLETION_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.settings import RunSettings
@@ -68,7 +68,7 @@ _OUTPUTS = {OUT: "STRING", "cum_log_probs": "FP32", "output_log_probs": "FP32", 
 class EngineBackend(ModelBackend):
     """Of language models, and of encoders of texts (`encoder.py`): which of them it is, the files say."""
 
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         config = given.config
         if sum(group.count for group in config.instance_group) != 1:
             raise invalid(
@@ -80,7 +80,7 @@ class EngineBackend(ModelBackend):
                     raise invalid(f"unexpected inference output '{name}', allowed outputs are: {', '.join(_OUTPUTS)}")
         try:
             opened = _opened(given)
-            return _LanguageModel(given, opened) if isinstance(opened, Opened) else Encoder(given, opened)
+            return _LanguageModel(given, opened) if isinstance(opened, RunningModel) else Encoder(given, opened)
         except MillraceError as error:
             raise _as_status(error) from error
 
@@ -110,7 +110,7 @@ def _tensor(nothing: Any, name: str, kind: str, several: bool = False) -> Any:
 
 
 class _LanguageModel(EngineInstance):
-    def __init__(self, given: InstanceGiven, opened: Opened) -> None:
+    def __init__(self, given: InstanceContext, opened: RunningModel) -> None:
         """Closes `opened`, in the end."""
         config = given.config
         self._streams = bool(config.model_transaction_policy and config.model_transaction_policy.decoupled)
@@ -196,17 +196,17 @@ class _Answer:
 
     def _output(self, name: str, end: FinishReason | None) -> Array:
         if name == OUT:
-            return _one("".join(self._text))
+            return _single_value("".join(self._text))
         if name == "finish_reason":
-            return _NOT_ENDED if end is None else _one(end)
+            return _NOT_ENDED if end is None else _single_value(end)
         return np.array([self._sum] if name == "cum_log_probs" else self._logprobs, np.float32)
 
 
-def _one(text: str) -> Array:
+def _single_value(text: str) -> Array:
     return objects([text.encode("utf-8", "surrogatepass")])
 
 
-_NOT_ENDED = _one("")
+_NOT_ENDED = _single_value("")
 _NOT_ENDED.flags.writeable = False  # it is told with every token
 
 
@@ -261,7 +261,7 @@ def _scalar(request: InferRequest, name: str, array: Array) -> Any:
 # ---------------------------------------------------------------------- which engine
 
 
-def _opened(given: InstanceGiven) -> Opened | OpenedEncoder:
+def _opened(given: InstanceContext) -> RunningModel | OpenedEncoder:
     """raises StatusError, MillraceError"""
     named = _named(given.config)
     parameters = {key: p.string_value for key, p in given.config.parameters.items() if key != "model"}

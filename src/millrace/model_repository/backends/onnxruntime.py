@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from millrace.machine.cpu import usable_cores
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
-    Network,
-    NetworkBackend,
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
     Setting,
     Sides,
-    Told,
     check_size,
     encoded,
     failing,
@@ -42,18 +42,18 @@ _LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED"
 _FILE = "model.onnx"  # also in a folder of that name
 
 
-class OnnxRuntimeBackend(NetworkBackend):
+class OnnxRuntimeBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceGiven) -> "_Network":
+    def instance(self, given: InstanceContext) -> "_Network":
         return _Network(given)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
         return _sides(_session(file, _options(config, usable_cores())))
 
 
-class _Network(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Network(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         self._session = _session(given.file, _options(self.inner, n_threads(self.inner)))
         self.check(*_sides(self._session))
@@ -83,8 +83,8 @@ def _sides(session: Any) -> Sides:
     return _told(session.get_inputs()), _told(session.get_outputs())
 
 
-def _told(tensors: Sequence[Any]) -> list[Told]:
-    return [Told(t.name, _TYPES.get(t.type, ""), _dims(t.shape), t.type) for t in tensors]
+def _told(tensors: Sequence[Any]) -> list[ModelSignature]:
+    return [ModelSignature(t.name, _TYPES.get(t.type, ""), _dims(t.shape), t.type) for t in tensors]
 
 
 def _dims(shape: Sequence[Any]) -> tuple[int, ...]:

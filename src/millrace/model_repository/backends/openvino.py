@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
-    Network,
-    NetworkBackend,
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
     Sides,
-    Told,
     check_size,
     choice,
     failing,
@@ -38,10 +38,10 @@ _YES_NO = ("YES", "NO")
 Properties = dict[str, Any]
 
 
-class OpenvinoBackend(NetworkBackend):
+class OpenvinoBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceGiven) -> "_Network":
+    def instance(self, given: InstanceContext) -> "_Network":
         return _Network(given)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
@@ -49,8 +49,8 @@ class OpenvinoBackend(NetworkBackend):
         return _told(network.inputs), _told(network.outputs)
 
 
-class _Network(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Network(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         config = self.inner
         properties, network = _properties(config), _read(given.file)
@@ -126,7 +126,7 @@ def _names(port: Any) -> list[str]:
     return sorted(port.get_names()) or [port.get_node().get_friendly_name()]
 
 
-def _told(ports: Sequence[Any], said: Sequence[Any] = ()) -> list[Told]:
+def _told(ports: Sequence[Any], said: Sequence[Any] = ()) -> list[ModelSignature]:
     """By that of a tensor's names which the configuration has."""
     wanted = {one.name for one in said}
     found = []
@@ -135,5 +135,5 @@ def _told(ports: Sequence[Any], said: Sequence[Any] = ()) -> list[Told]:
         name = next((n for n in names if n in wanted), names[0])
         shape, kind = port.get_partial_shape(), port.get_element_type().get_type_name()
         dims = None if shape.rank.is_dynamic else tuple(d.get_length() if d.is_static else -1 for d in shape)
-        found.append(Told(name, _TYPES.get(kind, ""), dims, kind))
+        found.append(ModelSignature(name, _TYPES.get(kind, ""), dims, kind))
     return found

@@ -8,15 +8,15 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.model_config import ModelConfig as Config
 from millrace.model_repository.python_backend.python_config import completed_by
-from millrace.model_repository.python_backend.python_host import HereRequest, ServerHost
+from millrace.model_repository.python_backend.python_host import InProcessRequest, ServerHost
 from millrace.model_repository.python_backend.python_interpreter import python_of
 from millrace.model_repository.python_backend.python_process import ChildModel, completed_in
 from millrace.model_repository.python_backend.stub import model_runner
-from millrace.model_repository.python_backend.stub.model_runner import GuestError, GuestModel, ModelSaid
+from millrace.model_repository.python_backend.stub.model_runner import GuestError, PythonModelRunner, RaisedByModelError
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError
 
@@ -24,17 +24,17 @@ from millrace.model_repository.request.status_code import Code, StatusError
 class _PythonModel(Instance):
     answers_later = True  # by senders, from threads of its own
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         self._host = ServerHost(given)
         try:
-            self._model = GuestModel(said_of(given), self._host)
+            self._model = PythonModelRunner(said_of(given), self._host)
         except GuestError as error:
             self._host.close()
             raise StatusError(Code.INTERNAL, str(error)) from error
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         try:
-            self._model.execute([HereRequest(request) for request in requests])
+            self._model.execute([InProcessRequest(request) for request in requests])
         except GuestError as error:
             raise StatusError(Code.INTERNAL, str(error)) from error
 
@@ -52,7 +52,7 @@ class _PythonModel(Instance):
             self._host.close()
 
 
-def said_of(given: InstanceGiven) -> ModelSaid:
+def said_of(given: InstanceContext) -> RaisedByModelError:
     policy = given.config.model_transaction_policy
     arguments = {
         "model_config": json.dumps(config_json(given.config)),
@@ -63,13 +63,15 @@ def said_of(given: InstanceGiven) -> ModelSaid:
         "model_version": str(given.version),
         "model_name": given.config.name,
     }
-    return ModelSaid(given.file, arguments, [o.name for o in given.config.output], bool(policy and policy.decoupled))
+    return RaisedByModelError(
+        given.file, arguments, [o.name for o in given.config.output], bool(policy and policy.decoupled)
+    )
 
 
 class PythonBackend(ModelBackend):
     takes_ragged = True  # a model gets requests, not arrays
 
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         python = python_of(given.config, given.folder)
         return _PythonModel(given) if python is None else ChildModel(python, said_of(given), given)
 

@@ -18,12 +18,12 @@ import ml_dtypes
 import numpy as np
 
 from millrace.model_repository.backends import torch_archive_check
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
-    Network,
-    NetworkBackend,
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
     Sides,
-    Told,
     failing,
     flag,
     n_threads,
@@ -49,10 +49,10 @@ _READING = Lock()  # torch.export reads one program of a process at a time, and 
 log = logging.getLogger(__name__)
 
 
-class PytorchBackend(NetworkBackend):
+class PytorchBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceGiven) -> "_Network":
+    def instance(self, given: InstanceContext) -> "_Network":
         return _Network(given)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
@@ -64,8 +64,8 @@ class PytorchBackend(NetworkBackend):
         return loaded.inputs, loaded.outputs
 
 
-class _Network(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Network(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         config = self.inner
         self._torch, self._is_inference, self._is_optimised = _torch(), True, True
@@ -113,9 +113,11 @@ class _Network(Network):
         """With what the file says, by the configuration's names. raises StatusError"""
         inputs, outputs = self._loaded.inputs, self._loaded.outputs
         named = [replace(inputs[i], name=name) for name, i in self._places.items() if isinstance(i, int)]
-        named += [Told(name, None, None) for name, place in self._places.items() if isinstance(place, str)]
+        named += [ModelSignature(name, None, None) for name, place in self._places.items() if isinstance(place, str)]
         made = [
-            replace(outputs[place], name=name) if isinstance(place, int) and outputs else Told(name, None, None)
+            replace(outputs[place], name=name)
+            if isinstance(place, int) and outputs
+            else ModelSignature(name, None, None)
             for name, (_, place) in self._outputs.items()
         ]
         self.check(named, made)
@@ -185,7 +187,7 @@ def _type(argument: Any) -> str:
 class _Script:
     """TorchScript. inputs: forward's arguments, of which it knows the names"""
 
-    outputs: Sequence[Told] = ()  # it does not say
+    outputs: Sequence[ModelSignature] = ()  # it does not say
 
     def __init__(self, file: Path) -> None:
         with failing(_WHO):
@@ -197,7 +199,7 @@ class _Script:
         if wrong is not None:
             expected = f"{', '.join(_TENSORS)} and one {_DICTIONARY} are supported"
             raise invalid(f"argument '{wrong.name}' of forward is of the type {_type(wrong)}; {expected}")
-        self.inputs = [Told(a.name, "STRING" if _type(a) == _STRINGS else None, None) for a in said]
+        self.inputs = [ModelSignature(a.name, "STRING" if _type(a) == _STRINGS else None, None) for a in said]
         self.n_required = sum(not a.has_default_value() for a in said)
 
     def run(self, given: Mapping[int | str, Any]) -> Mapping[int | str, Any]:
@@ -249,12 +251,12 @@ def _names(said: Sequence[Any]) -> list[str]:
     return list(said)
 
 
-def _told(name: str, value: Any) -> Told:
+def _told(name: str, value: Any) -> ModelSignature:
     """By a tensor without data."""
     if not isinstance(value, _torch().Tensor):
         raise invalid(f"inputs and outputs of the exported program must be tensors, '{name}' is {value!r:.80}")
     dims = tuple(d if isinstance(d, int) else -1 for d in value.shape)
-    return Told(name, _kind(value.dtype), dims, str(value.dtype))
+    return ModelSignature(name, _kind(value.dtype), dims, str(value.dtype))
 
 
 def _by_place(found: Any) -> dict[int | str, Any]:

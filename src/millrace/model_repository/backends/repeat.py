@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import Instance, InstanceContext, ModelBackend
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import invalid
 
@@ -19,7 +19,7 @@ _MOST, _MOST_MS = 10_000, 60_000
 class _Repeat(Instance):
     answers_later = True
 
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         config = given.config
         policy = config.model_transaction_policy
         if not (policy and policy.decoupled):
@@ -49,5 +49,5 @@ def _answer(request: InferRequest, values: "np.ndarray[tuple[int], np.dtype[np.i
 
 
 class RepeatBackend(ModelBackend):
-    def instance(self, given: InstanceGiven) -> Instance:
+    def instance(self, given: InstanceContext) -> Instance:
         return _Repeat(given)

@@ -15,14 +15,15 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
-    Network,
-    NetworkBackend,
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
     Sides,
-    Told,
     check_size,
     column,
+    column_signature,
     encoded,
     failing,
     n_threads,
@@ -30,7 +31,6 @@ from millrace.model_repository.backends.framework_backend import (
     package,
     set_parameters,
     texts,
-    told_column,
 )
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.lifecycle.override_checks import TRUSTED
@@ -45,8 +45,8 @@ _KINDS = {np.dtype(dtype): kind for kind, dtype in DTYPES.items() if kind != BYT
 log = logging.getLogger(__name__)
 
 
-class SklearnBackend(NetworkBackend):
-    def instance(self, given: InstanceGiven) -> "_Estimator":
+class SklearnBackend(FrameworkBackend):
+    def instance(self, given: InstanceContext) -> "_Estimator":
         return _Estimator(given)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
@@ -58,11 +58,11 @@ class SklearnBackend(NetworkBackend):
         has = [m for m in _METHODS if hasattr(estimator, m)]
         methods = [m for m in has if m in _USUAL] or has[:1]
         rows = _zeros(config) if config.input else np.zeros((1, estimator.n_features_in_))
-        return [Told("input", "FP64", (-1, *rows.shape[1:]))], _told(estimator, rows, methods)
+        return [ModelSignature("input", "FP64", (-1, *rows.shape[1:]))], _told(estimator, rows, methods)
 
 
-class _Estimator(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Estimator(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         config = self.inner
         self._estimator = _loaded(config, given.file)
@@ -102,13 +102,13 @@ class _Estimator(Network):
         (said,) = config.input
         kind = wire_name(said.data_type)
         dims = (-1,) * (rows.ndim - 1) + (n,) if n is not None and rows.ndim == 2 else None
-        told = [Told(said.name, None, dims)]
+        told = [ModelSignature(said.name, None, dims)]
         try:
             outputs = _told(self._estimator, rows, self._outputs)
         except StatusError as error:  # an estimator may take no zeros; then it is compared when it answers
             log.info("model '%s': no answer to %s of zeros: %s", config.name, kind, error)
-            outputs = [Told(name, None, None) for name in self._outputs]
-        self.check(told, [told_column(config, self._outputs[t.name], t) for t in outputs])
+            outputs = [ModelSignature(name, None, None) for name in self._outputs]
+        self.check(told, [column_signature(config, self._outputs[t.name], t) for t in outputs])
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         ((name, rows),) = inputs.items()
@@ -157,13 +157,13 @@ def _zeros(config: ModelConfig) -> Array:
     return np.full(shape, "", np.object_) if kind == BYTES else np.zeros(shape, DTYPES[kind])
 
 
-def _told(estimator: Any, rows: Array, methods: Sequence[str] | Mapping[str, object]) -> list[Told]:
+def _told(estimator: Any, rows: Array, methods: Sequence[str] | Mapping[str, object]) -> list[ModelSignature]:
     """raises StatusError where it takes no such rows"""
     found = []
     for method in methods:
         with failing(_WHO):
             array = _array(getattr(estimator, method)(rows))
-        found.append(Told(method, _kind(array), (-1, *array.shape[1:]), str(array.dtype)))
+        found.append(ModelSignature(method, _kind(array), (-1, *array.shape[1:]), str(array.dtype)))
     return found
 
 

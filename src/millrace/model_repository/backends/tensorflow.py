@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
-    Network,
-    NetworkBackend,
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
     Sides,
-    Told,
     check_size,
     failing,
     flag,
@@ -42,10 +42,10 @@ _TYPES = {
 _REFUSED = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "WriteFile", "ReadFile", "MatchingFiles"})
 
 
-class TensorflowBackend(NetworkBackend):
+class TensorflowBackend(FrameworkBackend):
     takes_ragged = takes_batch_io = True
 
-    def instance(self, given: InstanceGiven) -> "_Network":
+    def instance(self, given: InstanceContext) -> "_Network":
         return _Network(given)
 
     def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
@@ -53,10 +53,10 @@ class TensorflowBackend(NetworkBackend):
         return super().completed(config, folder)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
-        return _sides(_signature(config, file, _Asked(config)))
+        return _sides(_signature(config, file, _SessionOptions(config)))
 
 
-class _Asked:
+class _SessionOptions:
     """What Triton's parameters say. raises StatusError"""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -80,12 +80,12 @@ class _Asked:
         })  # fmt: skip
 
 
-class _Network(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Network(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         config = self.inner
         _refuse_graphdef(config)
-        asked, tf = _Asked(config), package("tensorflow").compat.v1
+        asked, tf = _SessionOptions(config), package("tensorflow").compat.v1
         signature = _signature(config, given.file, asked)
         self.check(*_sides(signature))
         options = tf.ConfigProto(
@@ -129,7 +129,7 @@ class _Signature:
         self.outputs: Mapping[str, Any] = dict(graph.signature_def[name].outputs)
 
 
-def _signature(config: ModelConfig, file: Path, asked: _Asked) -> _Signature:
+def _signature(config: ModelConfig, file: Path, asked: _SessionOptions) -> _Signature:
     """raises StatusError, also for operators that are about more than tensors"""
     package("tensorflow")
     from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
@@ -166,11 +166,11 @@ def _sides(signature: _Signature) -> Sides:
     return _told(signature.inputs), _told(signature.outputs)
 
 
-def _told(tensors: Mapping[str, Any]) -> Sequence[Told]:
+def _told(tensors: Mapping[str, Any]) -> Sequence[ModelSignature]:
     dtypes = package("tensorflow").dtypes
     found = []
     for name, info in sorted(tensors.items()):
         kind, shape = dtypes.as_dtype(info.dtype).name, info.tensor_shape
         dims = None if shape.unknown_rank else tuple(d.size if d.size >= 0 else -1 for d in shape.dim)
-        found.append(Told(name, _TYPES.get(kind, ""), dims, kind))
+        found.append(ModelSignature(name, _TYPES.get(kind, ""), dims, kind))
     return found

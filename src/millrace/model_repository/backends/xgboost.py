@@ -13,23 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.backends.framework_backend import (
-    Network,
-    NetworkBackend,
+    FrameworkBackend,
+    FrameworkModel,
+    ModelSignature,
     Setting,
     Sides,
-    Told,
     check_size,
     choice,
     column,
+    column_signature,
     failing,
     flag,
     n_threads,
     number,
     package,
     set_parameters,
-    told_column,
 )
 from millrace.model_repository.backends.xgboost_file_check import check_model
 from millrace.model_repository.config.model_config import ModelConfig
@@ -43,15 +43,15 @@ _BINARY = ("binary:logistic",)
 _MANY = ("multi:softmax", "multi:softprob")
 
 
-class XgboostBackend(NetworkBackend):
-    def instance(self, given: InstanceGiven) -> "_Trees":
+class XgboostBackend(FrameworkBackend):
+    def instance(self, given: InstanceContext) -> "_Trees":
         return _Trees(given)
 
     def sides(self, config: ModelConfig, file: Path) -> Sides:
-        return _sides(_loaded(file, 1), _Asked(config))
+        return _sides(_loaded(file, 1), _PredictOptions(config))
 
 
-class _Asked:
+class _PredictOptions:
     """What FIL's parameters say. raises StatusError"""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -88,16 +88,16 @@ def _type(config: ModelConfig, text: str) -> str:
     return text
 
 
-class _Trees(Network):
-    def __init__(self, given: InstanceGiven) -> None:
+class _Trees(FrameworkModel):
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given)
         config = self.inner
-        self._asked = _Asked(config)
+        self._asked = _PredictOptions(config)
         self._booster = _loaded(given.file, self._asked.threads)
         self._objective = _objective(self._booster)
         inputs, outputs = _sides(self._booster, self._asked)
         said = {output.name: output for output in config.output}
-        self.check(inputs, [told_column(config, said[o.name], o) if o.name in said else o for o in outputs])
+        self.check(inputs, [column_signature(config, said[o.name], o) if o.name in said else o for o in outputs])
         self._said = said[_OUTPUT]
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -139,7 +139,7 @@ def _objective(booster: Any) -> str:
         return str(json.loads(booster.save_config())["learner"]["objective"]["name"])
 
 
-def _sides(booster: Any, asked: _Asked) -> Sides:
+def _sides(booster: Any, asked: _PredictOptions) -> Sides:
     """What it takes and gives. raises StatusError for classes of what has none"""
     objective = _objective(booster)
     if asked.is_classifier or asked.has_probabilities:
@@ -155,4 +155,4 @@ def _sides(booster: Any, asked: _Asked) -> Sides:
     n_classes = 2 if objective in _BINARY else groups
     width = n_classes if asked.has_probabilities else 1 if asked.is_classifier else groups
     dims = (-1,) if width == 1 else (-1, width)
-    return [Told(_INPUT, "FP32", (-1, n))], [Told(_OUTPUT, "FP32", dims)]
+    return [ModelSignature(_INPUT, "FP32", (-1, n))], [ModelSignature(_OUTPUT, "FP32", dims)]

@@ -6,7 +6,7 @@ Shapes and types of a model without inputs and outputs are its backend's to tell
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from millrace.model_repository.config.config_rules import ENSEMBLE, Broken
+from millrace.model_repository.config.config_rules import ENSEMBLE, RuleViolation
 from millrace.model_repository.config.enums import InstanceKind
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import InstanceGroup, Latest, ModelConfig, VersionPolicy
@@ -117,7 +117,7 @@ def _instances(config: ModelConfig, group: InstanceGroup, number: int) -> Instan
     return replace(group, name=group.name or f"{config.name}_{number}", kind=kind, count=group.count or count)
 
 
-def broken_backend(config: ModelConfig) -> Broken | None:
+def broken_backend(config: ModelConfig) -> RuleViolation | None:
     """Why nothing runs the model. config: completed"""
     at: Path_ = ("backend",) if config.backend else ("platform",)
     if config.platform == ENSEMBLE:
@@ -125,25 +125,27 @@ def broken_backend(config: ModelConfig) -> Broken | None:
     if not config.backend and config.platform:
         what = f"unexpected platform type '{config.platform}' for {config.name}"
         known = ", ".join([*(k.platform for k in KINDS if k.platform), ENSEMBLE])
-        return Broken(at, what, f"one of: {known}", 'correct it, or name a backend: "..."')
+        return RuleViolation(at, what, f"one of: {known}", 'correct it, or name a backend: "..."')
     if not config.backend:
         what = f"must specify 'platform' or 'backend' for '{config.name}'"
         files = dict.fromkeys(k.file for k in KINDS)
-        return Broken((), what, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
+        return RuleViolation((), what, f"a backend, or one of {', '.join(files)}", 'add backend: "..."')
     platforms = {k.platform for k in KINDS if k.backend == config.backend}
     if platforms and config.platform not in platforms:
         what = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
         expected = " or ".join(sorted(platforms - {""})) or "no platform"
-        return Broken(("platform",), what, expected, "remove platform: backend says enough")
+        return RuleViolation(("platform",), what, expected, "remove platform: backend says enough")
     if config.platform == GRAPHDEF:
         what = f"platform '{GRAPHDEF}' of model '{config.name}' is not supported: a graph says nothing of its inputs"
-        return Broken(("platform",), what, "tensorflow_savedmodel", "export it as a SavedModel")
+        return RuleViolation(("platform",), what, "tensorflow_savedmodel", "export it as a SavedModel")
     if config.backend in GPU_ONLY:
-        return Broken(at, f"backend {config.backend} needs a GPU", "a backend for the CPU", "export the model to ONNX")
+        return RuleViolation(
+            at, f"backend {config.backend} needs a GPU", "a backend for the CPU", "export the model to ONNX"
+        )
     if config.backend == VLLM:
         what = "backend vllm is not run here: vLLM wants a GPU, and a process and packages of its own"
         mend = (
             'say backend: "millrace", which serves a checkpoint under the same names (text_input, text_output, stream)'
         )
-        return Broken(at, what, "a backend for the CPU", mend)
+        return RuleViolation(at, what, "a backend for the CPU", mend)
     return None

@@ -44,7 +44,7 @@ _MAY_STAY = "it may stay or go"
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class RuleViolation:
     """A rule that does not hold. what: Triton's own words"""
 
     path: Path_
@@ -53,11 +53,11 @@ class Broken:
     mend: str
 
 
-def broken_rules(config: ModelConfig) -> Iterator[Broken]:
+def broken_rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """config: with its name, platform and backend, as `autocomplete.py` leaves it"""
     if config.max_batch_size < 0:
         what = f"'max_batch_size' must be non-negative value for {config.name}"
-        yield Broken(("max_batch_size",), what, "0 for a model without a batch dimension", "give 0 or more")
+        yield RuleViolation(("max_batch_size",), what, "0 for a model without a batch dimension", "give 0 or more")
     yield from _tensors(config)
     yield from _batch_io(config)
     yield from _dynamic_batching(config)
@@ -70,10 +70,10 @@ def broken_rules(config: ModelConfig) -> Iterator[Broken]:
         if with_:
             what = f"Response Cache does not currently support model {config.name} {with_}"
             what += ". Please disable the response cache."
-            yield Broken(("response_cache",), what, "one of them", "response_cache { enable: false }")
+            yield RuleViolation(("response_cache",), what, "one of them", "response_cache { enable: false }")
 
 
-def not_yet(config: ModelConfig) -> Iterator[Broken]:
+def not_yet(config: ModelConfig) -> Iterator[RuleViolation]:
     """What would change the answers, and is not there."""
     said: dict[Path_, object] = {}
     if config.sequence_batching is not None and config.sequence_batching.iterative_sequence:
@@ -83,25 +83,25 @@ def not_yet(config: ModelConfig) -> Iterator[Broken]:
     for path, value in said.items():
         if value:
             by = f" by backend '{config.backend}'" if path[-1] in ("batch_input", "batch_output") else ""
-            yield Broken(path, f"{path[-1]} is not supported yet{by}", "a model without", "remove it")
+            yield RuleViolation(path, f"{path[-1]} is not supported yet{by}", "a model without", "remove it")
 
 
-def unused(config: ModelConfig) -> Iterator[Broken]:
+def unused(config: ModelConfig) -> Iterator[RuleViolation]:
     """What its backend, one of ours, has no use for. expected: why"""
     said, backend = config.optimization, "ensemble" if config.platform == ENSEMBLE else config.backend
     if said is None:
         return
     if said.graph is not None and backend in _NO_GRAPH:
         why = f"only onnxruntime has levels of optimization, and this is {backend}"
-        yield Broken(("optimization", "graph"), "graph changes nothing", why, _MAY_STAY)
+        yield RuleViolation(("optimization", "graph"), "graph changes nothing", why, _MAY_STAY)
     asked = said.execution_accelerators
     if asked and asked.cpu_execution_accelerator and backend in _NO_NETWORK:
         why = f"accelerators are of networks, and this is {backend}"
         path = ("optimization", "execution_accelerators", "cpu_execution_accelerator")
-        yield Broken(path, "cpu_execution_accelerator changes nothing", why, _MAY_STAY)
+        yield RuleViolation(path, "cpu_execution_accelerator changes nothing", why, _MAY_STAY)
 
 
-def _iterative(config: ModelConfig, said: SequenceBatching) -> Iterator[Broken]:
+def _iterative(config: ModelConfig, said: SequenceBatching) -> Iterator[RuleViolation]:
     """Each is one request, computed again and again by the one instance that knows it."""
     parts = {
         ("control_input",): said.control_input, ("state",): said.state,
@@ -111,28 +111,28 @@ def _iterative(config: ModelConfig, said: SequenceBatching) -> Iterator[Broken]:
     for path, value in parts.items():
         if value:
             what = f"{path[-1]} is not supported yet with iterative_sequence"
-            yield Broken(("sequence_batching", *path), what, "a model without", "remove it")
+            yield RuleViolation(("sequence_batching", *path), what, "a model without", "remove it")
     n = sum(group.count for group in config.instance_group)
     if n > 1:
         what = f"iterative_sequence with {n} instances is not supported yet"
         mend = "say instance_group { count: 1 kind: KIND_CPU }"
-        yield Broken(("sequence_batching", "iterative_sequence"), what, "one instance", mend)
+        yield RuleViolation(("sequence_batching", "iterative_sequence"), what, "one instance", mend)
 
 
 def _is_decoupled(config: ModelConfig) -> bool:
     return bool(config.model_transaction_policy and config.model_transaction_policy.decoupled)
 
 
-def _tensors(config: ModelConfig) -> Iterator[Broken]:
+def _tensors(config: ModelConfig) -> Iterator[RuleViolation]:
     sides: dict[str, tuple[ModelInput | ModelOutput, ...]] = {"input": config.input, "output": config.output}
     for side, tensors in sides.items():
         seen: set[str] = set()
         for i, tensor in enumerate(tensors):
             for path, what, expected, mend in _tensor(config, f"model {side} ", tensor):
-                yield Broken((side, i, *path), f"{what} for {config.name}", expected, mend)
+                yield RuleViolation((side, i, *path), f"{what} for {config.name}", expected, mend)
             if tensor.name and tensor.name in seen:
                 what = f"model {side} '{tensor.name}' is given more than once for {config.name}"
-                yield Broken((side, i, "name"), what, "each name once", "rename or remove one")
+                yield RuleViolation((side, i, "name"), what, "each name once", "rename or remove one")
             seen.add(tensor.name)
 
 
@@ -199,7 +199,7 @@ def _runs(dims: tuple[int, ...]) -> list[int]:
     return runs
 
 
-def _batch_io(config: ModelConfig) -> Iterator[Broken]:
+def _batch_io(config: ModelConfig) -> Iterator[RuleViolation]:
     inputs, outputs = {t.name for t in config.input}, {t.name for t in config.output}
     both: dict[str, tuple[BatchInput | BatchOutput, ...]]
     both = {"batch_input": config.batch_input, "batch_output": config.batch_output}
@@ -208,15 +208,15 @@ def _batch_io(config: ModelConfig) -> Iterator[Broken]:
             words = side.replace("_", " ")
             if len(io.source_input) != 1:
                 what = f"{words} kind '{io.kind.name}' expects 1 source input, got {len(io.source_input)}"
-                yield Broken((side, i), f"{what} for {config.name}", "one", "name one input")
+                yield RuleViolation((side, i), f"{what} for {config.name}", "one", "name one input")
             for j, name in enumerate(io.source_input):
                 if name not in inputs:
                     what = f"unknown source input name '{name}' for {config.name}"
-                    yield Broken((side, i, "source_input", j), what, _one_of(inputs), "name one input")
+                    yield RuleViolation((side, i, "source_input", j), what, _one_of(inputs), "name one input")
     for i, given in enumerate(config.batch_input):
         if given.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             what = f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {config.name}"
-            yield Broken(("batch_input", i, "data_type"), what, "one of them", "correct it")
+            yield RuleViolation(("batch_input", i, "data_type"), what, "one of them", "correct it")
     for i, made in enumerate(config.batch_output):
         seen: set[str] = set()
         for j, name in enumerate(made.target_name):
@@ -226,24 +226,26 @@ def _batch_io(config: ModelConfig) -> Iterator[Broken]:
             seen.add(name)
             if what:
                 path = ("batch_output", i, "target_name", j)
-                yield Broken(path, f"{what} for {config.name}", _one_of(outputs), "name each output once")
+                yield RuleViolation(path, f"{what} for {config.name}", _one_of(outputs), "name each output once")
 
 
 def _one_of(names: set[str]) -> str:
     return "one of: " + (", ".join(sorted(names)[:12]) or "(none is declared)")
 
 
-def _preferred(config: ModelConfig, path: Path_, sizes: tuple[int, ...], words: str) -> Iterator[Broken]:
+def _preferred(config: ModelConfig, path: Path_, sizes: tuple[int, ...], words: str) -> Iterator[RuleViolation]:
     for i, size in enumerate(sizes):
         if size <= 0:
-            yield Broken((*path, i), f"{words} must be positive for {config.name}", "1 or more", f"correct {size}")
+            yield RuleViolation(
+                (*path, i), f"{words} must be positive for {config.name}", "1 or more", f"correct {size}"
+            )
         elif size > config.max_batch_size:
             what = f"{words} must be <= max batch size for {config.name}"
             mend = "a smaller size, or a larger max_batch_size"
-            yield Broken((*path, i), what, f"at most max_batch_size, {config.max_batch_size}, not {size}", mend)
+            yield RuleViolation((*path, i), what, f"at most max_batch_size, {config.max_batch_size}, not {size}", mend)
 
 
-def _dynamic_batching(config: ModelConfig) -> Iterator[Broken]:
+def _dynamic_batching(config: ModelConfig) -> Iterator[RuleViolation]:
     batching, top = config.dynamic_batching, "dynamic_batching"
     if batching is None:
         return
@@ -255,26 +257,28 @@ def _dynamic_batching(config: ModelConfig) -> Iterator[Broken]:
     }
     if levels and not 1 <= default <= levels:
         what = f"default priority level must be in range [1, {levels}] for {config.name}"
-        yield Broken((top, "default_priority_level"), what, f"1 to {levels}, not {default}", "add or correct it")
+        yield RuleViolation((top, "default_priority_level"), what, f"1 to {levels}, not {default}", "add or correct it")
     for level in batching.priority_queue_policy if levels else ():
         if not 1 <= level <= levels:
             what = f"priority queue policy must have priority level in range [1, {levels}] for {config.name}"
             mend = "correct the key, or raise priority_levels"
-            yield Broken((top, "priority_queue_policy", str(level)), what, f"1 to {levels}, not {level}", mend)
+            yield RuleViolation((top, "priority_queue_policy", str(level)), what, f"1 to {levels}, not {level}", mend)
     if not batching.preserve_ordering:
         return
     if levels > 1:
         what = f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}"
-        yield Broken((top, "preserve_ordering"), what, "one of them", "remove priority_levels or preserve_ordering")
+        yield RuleViolation(
+            (top, "preserve_ordering"), what, "one of them", "remove priority_levels or preserve_ordering"
+        )
     if batching.default_queue_policy:
         policies[(top, "default_queue_policy")] = batching.default_queue_policy
     for path, policy in policies.items():
         if policy.default_timeout_microseconds and policy.timeout_action is TimeoutAction.DELAY:
             what = "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for "
-            yield Broken(path, what + config.name, "REJECT", "timeout_action: REJECT, or no preserve_ordering")
+            yield RuleViolation(path, what + config.name, "REJECT", "timeout_action: REJECT, or no preserve_ordering")
 
 
-def _sequence_batching(config: ModelConfig) -> Iterator[Broken]:
+def _sequence_batching(config: ModelConfig) -> Iterator[RuleViolation]:
     batching, top = config.sequence_batching, "sequence_batching"
     if batching is None:
         return
@@ -285,29 +289,29 @@ def _sequence_batching(config: ModelConfig) -> Iterator[Broken]:
         )
     if batching.direct and not 0 <= batching.direct.minimum_slot_utilization <= 1:
         what = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {config.name}"
-        yield Broken((top, "direct", "minimum_slot_utilization"), what, "up to 1", "correct it")
+        yield RuleViolation((top, "direct", "minimum_slot_utilization"), what, "up to 1", "correct it")
     names, kinds = set[str](), set[ControlKind]()
     for i, tensor in enumerate(batching.control_input):
         path: Path_ = (top, "control_input", i)
         if not tensor.name:
             what = f"sequence batching control tensor must have a name for {config.name}"
-            yield Broken(path, what, "the tensor's name in the model", 'add name: "..."')
+            yield RuleViolation(path, what, "the tensor's name in the model", 'add name: "..."')
         elif tensor.name in names:
             what = f"sequence batching control tensor '{tensor.name}' is specified for multiple control kinds for "
-            yield Broken((*path, "name"), what + config.name, "each tensor once", "rename or remove one")
+            yield RuleViolation((*path, "name"), what + config.name, "each tensor once", "rename or remove one")
         names.add(tensor.name)
         for j, control in enumerate(tensor.control):
             where = (*path, "control", j)
             if control.kind in kinds:
                 what = f"sequence batching specifies multiple {control.kind.name} tensors for {config.name}"
-                yield Broken(where, what, "each kind once", "remove one")
+                yield RuleViolation(where, what, "each kind once", "remove one")
             kinds.add(control.kind)
             given = {
                 "int32_false_true": control.int32_false_true, "fp32_false_true": control.fp32_false_true,
                 "bool_false_true": control.bool_false_true,
             }  # fmt: skip
             for what, mend in _control(control.kind, control.data_type, given):
-                yield Broken(where, f"{what} for {config.name}{_allowed(what)}", "as the kind has it", mend)
+                yield RuleViolation(where, f"{what} for {config.name}{_allowed(what)}", "as the kind has it", mend)
 
 
 _TWO = "'int32_false_true', 'fp32_false_true' or 'bool_false_true'"
@@ -336,27 +340,29 @@ def _control(kind: ControlKind, data_type: DataType, given: dict[str, tuple[floa
         yield what, f"{said[0]}: [ the value of false, the value of true ]"
 
 
-def _instances(config: ModelConfig) -> Iterator[Broken]:
+def _instances(config: ModelConfig) -> Iterator[RuleViolation]:
     for i, group in enumerate(config.instance_group):
         who = f"instance group {group.name or f'{config.name}_{i}'} of model {config.name}"
         if group.kind is InstanceKind.KIND_GPU:
             mend = "KIND_CPU, or KIND_AUTO, which takes a GPU where there is one"
             what = f"{who} has kind KIND_GPU but server does not support GPUs"
-            yield Broken(("instance_group", i, "kind"), what, "KIND_CPU, KIND_AUTO or KIND_MODEL", mend)
+            yield RuleViolation(("instance_group", i, "kind"), what, "KIND_CPU, KIND_AUTO or KIND_MODEL", mend)
         elif group.gpus:
             what = f"{who} has kind {group.kind.name} but specifies one or more GPUs"
-            yield Broken(("instance_group", i, "gpus"), what, "no gpus", "remove gpus")
+            yield RuleViolation(("instance_group", i, "gpus"), what, "no gpus", "remove gpus")
         if group.count > _MOST_INSTANCES:
             what = f"{who} has count {group.count}"
-            yield Broken(("instance_group", i, "count"), what, f"at most {_MOST_INSTANCES}", "correct it")
+            yield RuleViolation(("instance_group", i, "count"), what, f"at most {_MOST_INSTANCES}", "correct it")
         if group.count < 0:
-            yield Broken(("instance_group", i, "count"), f"{who} has count {group.count}", "1 or more", "correct it")
+            yield RuleViolation(
+                ("instance_group", i, "count"), f"{who} has count {group.count}", "1 or more", "correct it"
+            )
         if group.profile and config.platform != TENSORRT:
             what = f"{who} and platform {config.platform}specifies profile field which is only supported for TensorRT"
-            yield Broken(("instance_group", i, "profile"), what + " models", "no profile", "remove it")
+            yield RuleViolation(("instance_group", i, "profile"), what + " models", "no profile", "remove it")
 
 
-def _metrics(config: ModelConfig) -> Iterator[Broken]:
+def _metrics(config: ModelConfig) -> Iterator[RuleViolation]:
     for i, control in enumerate(config.model_metrics.metric_control if config.model_metrics else ()):
         what = ""
         buckets = control.histogram_options.buckets if control.histogram_options else ()
@@ -371,16 +377,20 @@ def _metrics(config: ModelConfig) -> Iterator[Broken]:
         path: Path_ = ("model_metrics", "metric_control", i)
         if what:
             expected = "metric_identifier { family: ... } histogram_options { buckets: [ ... ] }"
-            yield Broken(path, what, expected, "add it")
+            yield RuleViolation(path, what, expected, "add it")
             continue
         family = control.metric_identifier.family if control.metric_identifier else ""
         if family not in _FAMILIES:
             what = f"metric family '{family}' is no histogram of the server's"
-            yield Broken((*path, "metric_identifier", "family"), what, nearest(family, _FAMILIES), "correct it")
+            yield RuleViolation((*path, "metric_identifier", "family"), what, nearest(family, _FAMILIES), "correct it")
         if list(buckets) != sorted(set(buckets)) or not all(map(math.isfinite, buckets)):
             where = (*path, "histogram_options", "buckets")
-            yield Broken(where, "histogram options must have 'buckets' in ascending order", "each once", "order them")
+            yield RuleViolation(
+                where, "histogram options must have 'buckets' in ascending order", "each once", "order them"
+            )
     for name in config.metric_tags:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             mend = "letters, digits and _"
-            yield Broken(("metric_tags", name), f"metric tag '{name}' can be no label of a metric", mend, "rename it")
+            yield RuleViolation(
+                ("metric_tags", name), f"metric tag '{name}' can be no label of a metric", mend, "rename it"
+            )

@@ -6,7 +6,7 @@ a place before anything runs.
 
 from collections.abc import Iterator
 
-from millrace.model_repository.config.config_rules import VARIABLE, Broken
+from millrace.model_repository.config.config_rules import VARIABLE, RuleViolation
 from millrace.model_repository.config.enums import DataType, item_bytes
 from millrace.model_repository.config.model_config import InitialState, ModelConfig, State, WarmupInput
 from millrace.model_repository.config.pbtxt_binder import Path_
@@ -14,13 +14,13 @@ from millrace.model_repository.config.pbtxt_binder import Path_
 MOST_BYTES = 1 << 30  # of one tensor
 
 
-def broken_data(config: ModelConfig) -> Iterator[Broken]:
+def broken_data(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from _states(config)
     for i, warmup in enumerate(config.model_warmup):
         if warmup.batch_size > max(1, config.max_batch_size):
             what = f"warmup sample '{warmup.name}' has a batch size of {warmup.batch_size}"
             expected = f"at most {max(1, config.max_batch_size)}, by max_batch_size"
-            yield Broken(("model_warmup", i, "batch_size"), what, expected, "correct it")
+            yield RuleViolation(("model_warmup", i, "batch_size"), what, expected, "correct it")
         for key, given in warmup.inputs.items() if warmup.batch_size else ():
             yield from _warmup(("model_warmup", i, "inputs", key), key, given)
 
@@ -36,75 +36,77 @@ def short_file(given: InitialState | WarmupInput, name: str, n_there: int) -> st
     return f"warmup setting expects {expected} bytes, but the data provided from {name} {only}"
 
 
-def _states(config: ModelConfig) -> Iterator[Broken]:
+def _states(config: ModelConfig) -> Iterator[RuleViolation]:
     said = config.sequence_batching
     seen: set[str] = set()
     for i, state in enumerate(said.state if said else ()):
         path: Path_ = ("sequence_batching", "state", i)
         if not state.input_name or not state.output_name or state.data_type is DataType.TYPE_INVALID:
             what = f"sequence batching state must specify 'input_name', 'output_name' and 'data_type' for {config.name}"
-            yield Broken(path, what, "the names of two tensors of the model, and their type", "add them")
+            yield RuleViolation(path, what, "the names of two tensors of the model, and their type", "add them")
         elif state.input_name in seen:
             what = f"State input name '{state.input_name}' specified more than once."
-            yield Broken((*path, "input_name"), what, "each name once", "rename or remove one")
+            yield RuleViolation((*path, "input_name"), what, "each name once", "rename or remove one")
         seen.add(state.input_name)
         yield from _dims(path, f"state '{state.input_name}'", state.dims, state.data_type)
         if len(state.initial_state) > 1:
             n = len(state.initial_state)
             what = f"initial_state field for state input '{state.input_name}' must contain exactly one or zero element."
-            yield Broken((*path, "initial_state"), f"{what} Found '{n}' elements.", "one, or none", "remove the others")
+            yield RuleViolation(
+                (*path, "initial_state"), f"{what} Found '{n}' elements.", "one, or none", "remove the others"
+            )
         for j, initial in enumerate(state.initial_state[:1]):
             yield from _initial((*path, "initial_state", j), state, initial)
     if said and said.state and config.model_transaction_policy and config.model_transaction_policy.decoupled:
         what = f"states of a decoupled model, {config.name}, are not supported yet"
         mend = "a model that answers each request once, or that holds its state itself"
-        yield Broken(("sequence_batching", "state"), what, "no state", mend)
+        yield RuleViolation(("sequence_batching", "state"), what, "no state", mend)
 
 
-def _initial(path: Path_, state: State, initial: InitialState) -> Iterator[Broken]:
+def _initial(path: Path_, state: State, initial: InitialState) -> Iterator[RuleViolation]:
     name = state.input_name
     yield from _dims(path, f"the initial state of '{name}'", initial.dims, initial.data_type)
     if initial.data_type is not state.data_type:
         what = f"The data type used for 'initial_state' field of state '{name}' does not match the state data type."
-        yield Broken(path, what, state.data_type.name, f"data_type: {state.data_type.name}")
+        yield RuleViolation(path, what, state.data_type.name, f"data_type: {state.data_type.name}")
     if not initial.name:
         what = f"Field 'name' must be set when using initial_state for state input '{name}'."
-        yield Broken(path, what, "any name", 'add name: "..."')
+        yield RuleViolation(path, what, "any name", 'add name: "..."')
     if not initial.zero_data and not initial.data_file:
         what = f"initial_state setting expects state'{name}' to have state_data set"
-        yield Broken(path, what, "zero_data: true or data_file", "add one of them")
+        yield RuleViolation(path, what, "zero_data: true or data_file", "add one of them")
     if len(initial.dims) != len(state.dims):
         what = "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input"
         n_both = f"{len(initial.dims)} != {len(state.dims)}"
-        yield Broken(path, f"{what} '{name}'. {n_both}", "as many as state has", "correct dims")
+        yield RuleViolation(path, f"{what} '{name}'. {n_both}", "as many as state has", "correct dims")
         return
     for k, (ours, theirs) in enumerate(zip(initial.dims, state.dims, strict=True)):
         if ours == VARIABLE:
             what = f"'initial_state' field for state input name '{name}' contains variable dimensions."
-            yield Broken((*path, "dims", k), what, "1 or more", "say how many elements the first state has")
+            yield RuleViolation((*path, "dims", k), what, "1 or more", "say how many elements the first state has")
         elif theirs not in (VARIABLE, ours):
             what = (
                 f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description. {ours} != {theirs}"
             )
-            yield Broken((*path, "dims", k), what, f"{theirs}", "correct one of them")
+            yield RuleViolation((*path, "dims", k), what, f"{theirs}", "correct one of them")
 
 
-def _warmup(path: Path_, name: str, given: WarmupInput) -> Iterator[Broken]:
+def _warmup(path: Path_, name: str, given: WarmupInput) -> Iterator[RuleViolation]:
     if VARIABLE in given.dims:
         what = f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
-        yield Broken(path, what, "dims of 1 or more", "say how large they are")
+        yield RuleViolation(path, what, "dims of 1 or more", "say how large they are")
     if not (given.zero_data or given.random_data or given.input_data_file):
         what = f"warmup setting expects input '{name}' to have input_data_type set"
-        yield Broken(path, what, "zero_data: true, random_data: true or input_data_file", "add one of them")
+        yield RuleViolation(path, what, "zero_data: true, random_data: true or input_data_file", "add one of them")
     yield from _dims(path, f"the warm-up of input '{name}'", given.dims, given.data_type)
 
 
-def _dims(path: Path_, what: str, dims: tuple[int, ...], data_type: DataType) -> Iterator[Broken]:
+def _dims(path: Path_, what: str, dims: tuple[int, ...], data_type: DataType) -> Iterator[RuleViolation]:
     for k, dim in enumerate(dims):
         if dim < 1 and dim != VARIABLE:
-            yield Broken((*path, "dims", k), f"{what} has a dim of {dim}", "1 or more", "correct it")
+            yield RuleViolation((*path, "dims", k), f"{what} has a dim of {dim}", "1 or more", "correct it")
     if (n_bytes := _bytes(data_type, dims)) > MOST_BYTES:
-        yield Broken(path, f"{what} has {n_bytes} bytes, or more", f"at most {MOST_BYTES}", "correct dims")
+        yield RuleViolation(path, f"{what} has {n_bytes} bytes, or more", f"at most {MOST_BYTES}", "correct dims")
 
 
 def _bytes(data_type: DataType, dims: tuple[int, ...]) -> int:

@@ -2,26 +2,28 @@
 
 from collections.abc import Iterator
 
-from millrace.model_repository.config.config_rules import ENSEMBLE, Broken
+from millrace.model_repository.config.config_rules import ENSEMBLE, RuleViolation
 from millrace.model_repository.config.model_config import EnsembleScheduling, ModelConfig
 
 _TOP = "ensemble_scheduling"
 
 
-def broken_ensemble(config: ModelConfig) -> Iterator[Broken]:
+def broken_ensemble(config: ModelConfig) -> Iterator[RuleViolation]:
     """Nothing where `config` is no ensemble."""
     scheduling, name = config.ensemble_scheduling, config.name
     if scheduling is None:
         if config.platform == ENSEMBLE:
             what = f"ensemble scheduling must be set for ensemble {name} whose platform is {ENSEMBLE}"
-            yield Broken(("platform",), what, "ensemble_scheduling { step [ ... ] }", "add it, or name a backend")
+            yield RuleViolation(
+                ("platform",), what, "ensemble_scheduling { step [ ... ] }", "add it, or name a backend"
+            )
         return
     if config.platform != ENSEMBLE:
         what = f"ensemble scheduling cannot be set for model '{name}' whose platform is not {ENSEMBLE}"
-        yield Broken((_TOP,), what, f'platform: "{ENSEMBLE}"', "correct platform")
+        yield RuleViolation((_TOP,), what, f'platform: "{ENSEMBLE}"', "correct platform")
     elif config.backend:
         what = f"Ensemble model '{name}' must have platform type '{ENSEMBLE}' and empty backend type"
-        yield Broken(("backend",), what, "no backend", "remove it")
+        yield RuleViolation(("backend",), what, "no backend", "remove it")
     said = (
         ("instance_group", config.instance_group, f"instance group should not be specified for ensemble '{name}'"),
         ("optimization", config.optimization, f"optimization should not be specified for ensemble '{name}'"),
@@ -29,9 +31,9 @@ def broken_ensemble(config: ModelConfig) -> Iterator[Broken]:
     )
     for field, given, what in said:
         if given:
-            yield Broken((field,), what, "it in the models of its steps", "move it there")
+            yield RuleViolation((field,), what, "it in the models of its steps", "move it there")
     if not scheduling.step:
-        yield Broken((_TOP,), f"must specify 'step' for ensemble '{name}'", "a step or more", "add step [ ... ]")
+        yield RuleViolation((_TOP,), f"must specify 'step' for ensemble '{name}'", "a step or more", "add step [ ... ]")
         return
     steps = list(_steps(scheduling, name))
     yield from steps
@@ -41,27 +43,27 @@ def broken_ensemble(config: ModelConfig) -> Iterator[Broken]:
     yield from flow or _unused(config, scheduling)
 
 
-def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[Broken]:
+def _steps(scheduling: EnsembleScheduling, name: str) -> Iterator[RuleViolation]:
     made: set[str] = set()
     for i, step in enumerate(scheduling.step):
         path = (_TOP, "step", i)
         if step.model_namespace:
             what = f"'model_namespace' in step {i} of ensemble '{name}' is reserved"
-            yield Broken((*path, "model_namespace"), what, "the model beside it, or the only one", "remove it")
+            yield RuleViolation((*path, "model_namespace"), what, "the model beside it, or the only one", "remove it")
         for field in ("model_name", "input_map", "output_map"):
             if not getattr(step, field):
                 what = f"must specify '{field}' in step {i} of ensemble '{name}'"
-                yield Broken(path, what, "model_name, input_map and output_map", f"add {field}")
+                yield RuleViolation(path, what, "model_name, input_map and output_map", f"add {field}")
         for key, tensor in step.output_map.items():
             if tensor in made:
                 what = (
                     f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble '{name}' step {i}"
                 )
-                yield Broken((*path, "output_map", key), what, "a name of its own", "rename one of them")
+                yield RuleViolation((*path, "output_map", key), what, "a name of its own", "rename one of them")
             made.add(tensor)
 
 
-def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broken]:
+def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[RuleViolation]:
     """Which tensors come to be, from the inputs on."""
     steps, name = scheduling.step, config.name
     wanted = {tensor for step in steps for tensor in step.input_map.values()}
@@ -69,19 +71,19 @@ def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broke
     for i, given in enumerate(config.input):
         if given.name not in wanted:
             what = f"ensemble input '{given.name}' for ensemble {name} is not used"
-            yield Broken(("input", i), what, "a step with it in its input_map", "use or remove it")
+            yield RuleViolation(("input", i), what, "a step with it in its input_map", "use or remove it")
     ready = _ready(config, scheduling)
     for i, asked in enumerate(config.output):
         if asked.name not in wanted | made.keys():
             what = f"ensemble output '{asked.name}' for ensemble {name} is not used"
-            yield Broken(("output", i), what, "a step with it in its output_map", "make or remove it")
+            yield RuleViolation(("output", i), what, "a step with it in its output_map", "make or remove it")
         elif asked.name not in ready:
             what, why = (
                 f"output '{asked.name}' for ensemble '{name}' is not written",
                 _missing(asked.name, made, config),
             )
             missing = f": at least one of its depending tensors, '{why}', is not connected" if why else ""
-            yield Broken(("output", i), what + missing, "a step that makes it", "connect it")
+            yield RuleViolation(("output", i), what + missing, "a step that makes it", "connect it")
 
 
 def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
@@ -105,7 +107,7 @@ def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
     return ready
 
 
-def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broken]:
+def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[RuleViolation]:
     """config: of an ensemble whose outputs are all made"""
     steps = scheduling.step
     wanted = {tensor for step in steps for tensor in step.input_map.values()}
@@ -115,7 +117,7 @@ def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Bro
         if tensor not in there or tensor not in wanted:
             what = f"ensemble tensor '{tensor}' is unused in ensemble '{config.name}'"
             expected = "a step that wants it" if tensor in there else "a step, or an input, that makes it"
-            yield Broken((_TOP, "step", made.get(tensor, 0)), what, expected, "connect or remove it")
+            yield RuleViolation((_TOP, "step", made.get(tensor, 0)), what, expected, "connect or remove it")
 
 
 def _missing(tensor: str, made: dict[str, int], config: ModelConfig) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from millrace.errors import nearest
 from millrace.model_repository.config.message_fields import RANGES, FieldSpec, empty, specs
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.config.pbtxt_parser import Block, Field, List, Misread, Scalar, read_text
+from millrace.model_repository.config.pbtxt_parser import Block, Field, List, PbtxtSyntaxError, Scalar, read_text
 from millrace.model_repository.config.problems import Level, Place, Problem
 
 Path_ = tuple[str | int, ...]  # ("input", 0, "dims", 1), a map's key after its name
@@ -27,12 +27,12 @@ _TRUE, _FALSE = ("true", "True", "t", "1"), ("false", "False", "f", "0")
 _WANTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
 
 
-class Enough(Exception):  # noqa: N818 - it never leaves this room
+class TooManyProblems(Exception):  # noqa: N818 - it never leaves this room
     """A file has more errors than are listed."""
 
 
 @dataclass(slots=True)
-class Read:
+class ParsedConfig:
     """A file that was read. config: what of it could be; places: of what stands in it, by its path."""
 
     file: Path
@@ -53,7 +53,7 @@ class Read:
         if before <= MOST_PROBLEMS:
             self.problems.append(Problem(level, self.file, place, what, expected, mend))
         if before >= MOST_PROBLEMS and level is Level.ERROR:
-            raise Enough
+            raise TooManyProblems
 
 
 def place_of(places: Mapping[Path_, Place], path: Path_) -> Place | None:
@@ -63,20 +63,20 @@ def place_of(places: Mapping[Path_, Place], path: Path_) -> Place | None:
     return places.get(path)
 
 
-def read_config(data: bytes, file: Path) -> Read:
+def read_config(data: bytes, file: Path) -> ParsedConfig:
     """What config.pbtxt says. file: only its name, for problems"""
-    read = Read(file)
+    read = ParsedConfig(file)
     try:
         block = read_text(data)
-    except Misread as error:
+    except PbtxtSyntaxError as error:
         read.add(Level.ERROR, error.place, error.what, error.expected, error.mend)
         return read
-    with suppress(Enough):
+    with suppress(TooManyProblems):
         read.config = _message(read, ModelConfig, block, ())
     return read
 
 
-def _message(read: Read, cls: type, block: Block, path: Path_) -> Any:
+def _message(read: ParsedConfig, cls: type, block: Block, path: Path_) -> Any:
     known, seen, groups = specs(cls), dict[str, Field](), dict[str, Field]()
     found: dict[str, Any] = {}
     for field in block.fields:
@@ -111,7 +111,7 @@ def _message(read: Read, cls: type, block: Block, path: Path_) -> Any:
     return cls(**{known[name].attribute: value for name, value in found.items()})
 
 
-def _say_unused(read: Read, spec: FieldSpec, field: Field) -> None:
+def _say_unused(read: ParsedConfig, spec: FieldSpec, field: Field) -> None:
     if spec.ignored:
         read.add(Level.IGNORED, field.place, f"{spec.name} changes nothing", spec.ignored, "it may stay or go")
     if spec.refused:
@@ -120,7 +120,7 @@ def _say_unused(read: Read, spec: FieldSpec, field: Field) -> None:
         )
 
 
-def _field(read: Read, spec: FieldSpec, field: Field, path: Path_, found: dict[str, Any]) -> None:
+def _field(read: ParsedConfig, spec: FieldSpec, field: Field, path: Path_, found: dict[str, Any]) -> None:
     path, value = (*path, spec.name), field.value
     if isinstance(value, List) and not (spec.repeated or spec.kind == "map"):
         read.add(Level.ERROR, value.place, f"a list for {spec.name}", "one value", "leave out the [ ]")
@@ -142,7 +142,7 @@ def _field(read: Read, spec: FieldSpec, field: Field, path: Path_, found: dict[s
         _keep(read, spec, items[0], path, lambda one: found.__setitem__(spec.name, one))
 
 
-def _keep(read: Read, spec: FieldSpec, item: Scalar | Block, path: Path_, keep: Callable[[Any], None]) -> None:
+def _keep(read: ParsedConfig, spec: FieldSpec, item: Scalar | Block, path: Path_, keep: Callable[[Any], None]) -> None:
     """What was wrong with it is said, and it is left out."""
     if spec.kind == "message":
         if isinstance(item, Block):
@@ -160,7 +160,7 @@ def _keep(read: Read, spec: FieldSpec, item: Scalar | Block, path: Path_, keep: 
     keep(value)
 
 
-def _entry(read: Read, spec: FieldSpec, item: Scalar | Block, path: Path_, into: dict[Any, Any]) -> None:
+def _entry(read: ParsedConfig, spec: FieldSpec, item: Scalar | Block, path: Path_, into: dict[Any, Any]) -> None:
     """One `{ key: ... value: ... }` of a map; either may be left out, as protobuf has it."""
     if not isinstance(item, Block):
         mend = f'{spec.name} {{ key: "..." value: ... }}'

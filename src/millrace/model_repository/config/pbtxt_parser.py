@@ -59,7 +59,7 @@ class Field:
     place: Place
 
 
-class Misread(Exception):  # noqa: N818 - it never leaves this room: `pbtxt_binder.py` makes a Problem of it
+class PbtxtSyntaxError(Exception):
     """Text that is not of the format."""
 
     def __init__(self, place: Place | None, what: str, expected: str, mend: str) -> None:
@@ -70,13 +70,15 @@ class Misread(Exception):  # noqa: N818 - it never leaves this room: `pbtxt_bind
 def read_text(data: bytes) -> Block:
     """The fields of a whole file. raises Misread"""
     if len(data) > MOST_BYTES:
-        raise Misread(None, f"more than {MOST_BYTES:,} bytes", "a configuration", "is it the model itself?")
+        raise PbtxtSyntaxError(None, f"more than {MOST_BYTES:,} bytes", "a configuration", "is it the model itself?")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         text = data[: error.start].decode("utf-8")
         what = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise Misread(_Tokens(text).place(len(text)), what, "UTF-8 text", "convert the file with iconv") from None
+        raise PbtxtSyntaxError(
+            _Tokens(text).place(len(text)), what, "UTF-8 text", "convert the file with iconv"
+        ) from None
     tokens = _Tokens(text.removeprefix("\ufeff"))
     tokens.split()
     return Block(_fields(tokens, "", 0), Place(1, 1))
@@ -128,24 +130,24 @@ class _Tokens:
     def stop(self, expected: str, mend: str = "correct it here") -> NoReturn:
         token = self.peek()
         at = token.at if token else len(self.text)
-        raise Misread(self.place(at), f"found {token.text:.60}" if token else "the file ends", expected, mend)
+        raise PbtxtSyntaxError(self.place(at), f"found {token.text:.60}" if token else "the file ends", expected, mend)
 
     def _check_number(self, at: int, end: int) -> None:
         if end - at > _LONGEST_NUMBER:
             what = f"a number of {end - at:,} characters"
-            raise Misread(self.place(at), what, f"at most {_LONGEST_NUMBER}", "write it shorter")
+            raise PbtxtSyntaxError(self.place(at), what, f"at most {_LONGEST_NUMBER}", "write it shorter")
         after = self.text[end : end + 1]
         if after.isalnum() or after in ("_", "."):
             what = f"{self.text[at : end + 8].split()[0]} is no number"
-            raise Misread(
+            raise PbtxtSyntaxError(
                 self.place(at), what, "a number, and a space behind it", "correct it, or quote it as a string"
             )
 
     def _no_token(self, at: int) -> NoReturn:
         found = self.text[at]
         if found in "\"'":
-            raise Misread(self.place(at), "a string without an end", f"{found} on the same line", "close it")
-        raise Misread(self.place(at), f"the character {found!r}", "a field, a value or a comment", "remove it")
+            raise PbtxtSyntaxError(self.place(at), "a string without an end", f"{found} on the same line", "close it")
+        raise PbtxtSyntaxError(self.place(at), f"the character {found!r}", "a field, a value or a comment", "remove it")
 
 
 def _fields(tokens: _Tokens, close: str, depth: int) -> tuple[Field, ...]:
@@ -186,7 +188,9 @@ def _item(tokens: _Tokens, depth: int, colon: bool) -> Scalar | Block:
         return _scalar(tokens)
     place = tokens.place(opened.at)
     if depth == _DEEPEST:
-        raise Misread(place, f"more than {_DEEPEST} blocks in one another", "a configuration", "close those before it")
+        raise PbtxtSyntaxError(
+            place, f"more than {_DEEPEST} blocks in one another", "a configuration", "close those before it"
+        )
     return Block(_fields(tokens, _CLOSE[opened.text], depth + 1), place)
 
 
@@ -223,7 +227,9 @@ def _content(tokens: _Tokens, token: _Token) -> bytes:
             or (is_text and not _is_character(code))
         ):
             place = tokens.place(token.at + 1 + match.start())
-            raise Misread(place, f"the escape {match.group()}", r"one of \n \t \" \\ \x41 \101 \u00e9", "double its \\")
+            raise PbtxtSyntaxError(
+                place, f"the escape {match.group()}", r"one of \n \t \" \\ \x41 \101 \u00e9", "double its \\"
+            )
         done = bytes([_PLAIN_ESCAPES[letter] if letter else code]) if not is_text else chr(code).encode()
         pieces.append(done)
         at = match.end()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from millrace.errors import plain
+from millrace.errors import sanitize
 
 
 class Level(Enum):
@@ -34,10 +34,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("what", "expected", "mend"):  # they quote files
-            object.__setattr__(self, name, plain(getattr(self, name)))
+            object.__setattr__(self, name, sanitize(getattr(self, name)))
 
     @property
     def where(self) -> str:
         """`folder/config.pbtxt:3:5`, as editors and CI open it."""
         at = f":{self.place.line}:{self.place.column}" if self.place else ""
-        return plain(str(self.file)) + at
+        return sanitize(str(self.file)) + at

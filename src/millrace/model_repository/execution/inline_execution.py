@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from millrace.model_repository.backends.backend import asked_of
-from millrace.model_repository.execution.instance_worker import Worker, as_status
+from millrace.model_repository.backends.backend import select_requested_outputs
+from millrace.model_repository.execution.instance_worker import Worker, to_status_error
 from millrace.model_repository.metrics.statistics import Statistics
 from millrace.model_repository.models.model_version import NO_RESPONSE, Answered
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Parameter
@@ -20,8 +20,8 @@ _NOTHING_MORE: Mapping[str, Parameter] = {}
 log = logging.getLogger(__name__)
 
 
-class AtOnce:
-    """Of one model, whose `answers_at_once` says when it may be asked."""
+class InlineExecutor:
+    """Of one model, whose `can_run_inline` says when it may be asked."""
 
     def __init__(
         self, name: str, idle: deque[Worker], queue: BatchQueue, statistics: Statistics,
@@ -33,7 +33,7 @@ class AtOnce:
         statistics.closed_alone = queue.closed_alone
 
     def infer(self, like: InferRequest, inputs: dict[str, Array], came_ns: int) -> Answered:
-        """As `Model.infer_at_once`: where the instance needs no request, none is made. raises StatusError"""
+        """As `Model.infer_inline`: where the instance needs no request, none is made. raises StatusError"""
         compute, alone = self._idle[0].alone, self._alone
         if compute is None:
             response = self._inferred(like.copied(inputs))
@@ -42,7 +42,7 @@ class AtOnce:
         try:
             outputs = compute(inputs)
             if like.outputs:
-                outputs = asked_of(like, outputs)
+                outputs = select_requested_outputs(like, outputs)
         except BaseException as error:
             raise self._failed(error, like, came_ns, began_ns) from error
         done_ns = time.monotonic_ns()
@@ -53,7 +53,7 @@ class AtOnce:
         return outputs, _NOTHING_MORE
 
     def _failed(self, error: BaseException, like: InferRequest, came_ns: int, began_ns: int) -> StatusError:
-        failed, done_ns, request = as_status(error), time.monotonic_ns(), like.copied({})
+        failed, done_ns, request = to_status_error(error), time.monotonic_ns(), like.copied({})
         log.debug("%s: %s", self._idle[0].name, failed, exc_info=error)
         request.received_ns = request.started_ns = came_ns
         request.computing_ns, request.computed_ns = began_ns, done_ns

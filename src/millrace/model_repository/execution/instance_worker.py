@@ -14,8 +14,8 @@ from functools import partial
 from operator import index
 from typing import Any, Protocol, TypeVar
 
-from millrace.model_repository.backends.backend import Computing, Instance, InstanceGiven, InstanceGoneError
-from millrace.model_repository.execution.readiness_probe import Watch
+from millrace.model_repository.backends.backend import Computing, Instance, InstanceContext, InstanceLostError
+from millrace.model_repository.execution.readiness_probe import ReadinessProbe
 from millrace.model_repository.execution.tracebacks import portable, without_frames
 from millrace.model_repository.python_backend.stub.model_runner import said
 from millrace.model_repository.request.infer_request import InferRequest
@@ -42,7 +42,7 @@ class _Job(Enum):
     CLOSE = "close"
 
 
-class Outbox:
+class EventLoopMailbox:
     """What threads have to say to the event loop, in order; what comes together wakes it once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -69,7 +69,7 @@ class Outbox:
                 self._loop.call_soon(self._deliver)
 
 
-async def in_own_thread(name: str, work: Callable[[], T]) -> T:
+async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
     """A model's code, which may never return: a daemon, for asyncio's threads are few, and are waited for at the end.
 
     raises whatever `work` raises
@@ -92,25 +92,25 @@ def _settle(done: Future[T], work: Callable[[], T]) -> None:
         done.set_exception(portable(error))
 
 
-class Owner(Protocol):
+class WorkerListener(Protocol):
     """Who has workers; called in the event loop, after whatever they answered before."""
 
-    def freed(self, worker: "Worker", batch: Batch) -> None:
+    def on_worker_idle(self, worker: "Worker", batch: Batch) -> None:
         """It is done with a batch."""
 
-    def untouched(self, worker: "Worker", batch: Batch) -> None:
-        """In place of `freed`: its instance was gone before it was given this."""
+    def on_batch_returned(self, worker: "Worker", batch: Batch) -> None:
+        """In place of `on_worker_idle`: its instance was gone before it was given this."""
 
-    def lost(self, worker: "Worker", why: str) -> None:
+    def on_worker_lost(self, worker: "Worker", why: str) -> None:
         """Its instance is gone, and whatever it computes ends with an error."""
 
-    def said(self, worker: "Worker", why: str) -> None:
+    def on_readiness(self, worker: "Worker", why: str) -> None:
         """Its instance says that it is not ready, and why; "": that it is."""
 
-    def revived(self, worker: "Worker") -> None:
+    def on_worker_restarted(self, worker: "Worker") -> None:
         """It has an instance again."""
 
-    def gave_up(self, worker: "Worker", why: str) -> None:
+    def on_worker_abandoned(self, worker: "Worker", why: str) -> None:
         """It will never have one again."""
 
 
@@ -120,7 +120,9 @@ class Worker:
     An instance that is lost is made anew, each time in a row after a longer pause; after the last of RESTARTS_S never.
     """
 
-    def __init__(self, given: InstanceGiven, make: Callable[[], Instance], outbox: Outbox, owner: Owner) -> None:
+    def __init__(
+        self, given: InstanceContext, make: Callable[[], Instance], outbox: EventLoopMailbox, owner: WorkerListener
+    ) -> None:
         self.given, self.name, self._make, self._outbox, self._owner = given, given.name, make, outbox, owner
         self.batch: Batch | None = None  # that it computes
         self._ahead: deque[Batch] = deque()  # given to it behind that, in order
@@ -131,7 +133,7 @@ class Worker:
         self.alone: Computing | None = None  # its instance's
         self.busy_since_s: float | None = None  # of its event loop's clock, once it was given a batch
         self._instance: Instance | None = None
-        self._watch: Watch | None = None
+        self._watch: ReadinessProbe | None = None
         self._lost_because = ""  # of the instance that it has
         self._n_lost = 0  # in a row, without a batch between them
         self.ready: Future[None] = Future()  # loaded; or what loading raised
@@ -174,7 +176,7 @@ class Worker:
             return False
         return self._instance.is_independent
 
-    def run_here(self, batch: Batch) -> bool:
+    def run_inline(self, batch: Batch) -> bool:
         """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
         held = (array.nbytes for r in batch.requests for array in r.inputs.values())
         if self._instance is None or not self.is_quick(sum(held) if self.quick_bytes else 0):
@@ -228,7 +230,7 @@ class Worker:
         try:
             instance: Instance | None = self._made()
         except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
-            self.ready.set_exception(without_frames(as_status(error)))
+            self.ready.set_exception(without_frames(to_status_error(error)))
             self.closed.set_result(None)
             return
         self.ready.set_result(None)
@@ -254,7 +256,7 @@ class Worker:
         instance.when_lost(self._is_lost)
         asks = instance.says_ready()
         if asks is not None:
-            self._watch = Watch(self.name, asks, partial(self._outbox.post, self._owner.said, self))
+            self._watch = ReadinessProbe(self.name, asks, partial(self._outbox.post, self._owner.on_readiness, self))
             self._watch.wait()
         return instance
 
@@ -275,10 +277,10 @@ class Worker:
                 return
             instance.begin(batch.given, partial(self._is_done, batch))
             self._n_soon = self._n_soon + 1 if time.monotonic_ns() - began_ns < _SOON_NS else 0
-        except InstanceGoneError:
-            self._outbox.post(self._owner.untouched, self, batch)
+        except InstanceLostError:
+            self._outbox.post(self._owner.on_batch_returned, self, batch)
         except BaseException as error:
-            failed = as_status(error)
+            failed = to_status_error(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
             self._is_done(batch, failed)
 
@@ -288,12 +290,12 @@ class Worker:
             _fail(batch, failed)
         if not self._lost_because:
             self._n_lost = 0
-        self._outbox.post(self._owner.freed, self, batch)
+        self._outbox.post(self._owner.on_worker_idle, self, batch)
 
     def _is_lost(self, why: str) -> None:
         """From any thread."""
         self._lost_because = why
-        self._outbox.post(self._owner.lost, self, why)
+        self._outbox.post(self._owner.on_worker_lost, self, why)
 
     def _made_again(self) -> Instance | None:
         """None: it was closed meanwhile, perhaps long after it was given up."""
@@ -310,12 +312,12 @@ class Worker:
             try:
                 instance = self._made()
             except BaseException as error:  # noqa: BLE001  as where it was first made
-                why = str(as_status(error))
+                why = str(to_status_error(error))
                 log.warning("%s: could not be started again: %s", self.name, why)
             else:
-                self._outbox.post(self._owner.revived, self)
+                self._outbox.post(self._owner.on_worker_restarted, self)
                 return instance
-        self._outbox.post(self._owner.gave_up, self, why)
+        self._outbox.post(self._owner.on_worker_abandoned, self, why)
         self._jobs.get()
         return None
 
@@ -323,7 +325,7 @@ class Worker:
         try:
             instance.execute(batch.given)
         except BaseException as error:
-            failed = as_status(error)
+            failed = to_status_error(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
             _fail(batch, failed)
 
@@ -335,6 +337,6 @@ def _fail(batch: Batch, failed: StatusError) -> None:
         request.fail(StatusError(failed.code, failed.message))
 
 
-def as_status(error: BaseException) -> StatusError:
+def to_status_error(error: BaseException) -> StatusError:
     """What a model raised, as an answer."""
     return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, said(error))

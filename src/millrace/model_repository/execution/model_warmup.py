@@ -7,12 +7,12 @@ from math import prod
 
 import numpy as np
 
-from millrace.model_repository.backends.backend import Instance, InstanceGiven
+from millrace.model_repository.backends.backend import Instance, InstanceContext
 from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.model_config import Warmup, WarmupInput
 from millrace.model_repository.repository.tensor_files import read_tensor
 from millrace.model_repository.request.infer_request import END, START, InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Checker, Given, wire_name
+from millrace.model_repository.request.request_validation import RawInput, RequestValidator, wire_name
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES, Array, objects
 from millrace.model_repository.scheduling.sequence_batcher import Sequence as RequestSequence
@@ -22,7 +22,7 @@ from millrace.model_repository.scheduling.sequence_states import States
 log = logging.getLogger(__name__)
 
 
-def warmed(instance: Instance, given: InstanceGiven) -> Instance:
+def warm_up_instance(instance: Instance, given: InstanceContext) -> Instance:
     """In the instance's thread. raises StatusError, and it is closed, where a sample fails"""
     try:
         for sample in given.config.model_warmup:
@@ -65,17 +65,17 @@ def _failed(sample: Warmup, error: StatusError) -> StatusError:
     return invalid(f"failed to run warmup sample '{sample.name}': {error}")
 
 
-def _request(sample: Warmup, given: InstanceGiven) -> InferRequest:
+def _request(sample: Warmup, given: InstanceContext) -> InferRequest:
     """A request of a batch size of 1. raises StatusError"""
     config, request = given.config, InferRequest({})
     declared = {tensor.name for tensor in config.input}
     batch = (1,) if config.max_batch_size else ()
     try:
         batched = {name: _array(said, given).reshape(batch + said.dims) for name, said in sample.inputs.items()}
-        Checker(config).take(
+        RequestValidator(config).take(
             request,
             [
-                Given(name, wire_name(sample.inputs[name].data_type), array.shape, array)
+                RawInput(name, wire_name(sample.inputs[name].data_type), array.shape, array)
                 for name, array in batched.items()
                 if name in declared or config.sequence_batching is None
             ],
@@ -93,7 +93,7 @@ def _request(sample: Warmup, given: InstanceGiven) -> InferRequest:
     return request
 
 
-def _array(said: WarmupInput, given: InstanceGiven) -> Array:
+def _array(said: WarmupInput, given: InstanceContext) -> Array:
     """Flat. raises StatusError"""
     datatype, n = wire_name(said.data_type), prod(said.dims)
     if said.input_data_file:

@@ -10,7 +10,7 @@ EVERY_S = 0.5  # between two answers
 PATIENCE_S = 5.0  # Triton's: whoever has not answered by then is not ready
 
 
-class Watch:
+class ReadinessProbe:
     """Of one instance. `ask` is called in threads of its own, never twice at a time, beside whatever it computes."""
 
     def __init__(self, name: str, ask: Callable[[], bool], tell: Callable[[str], None]) -> None:

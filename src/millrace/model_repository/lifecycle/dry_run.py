@@ -7,7 +7,7 @@ from typing import Any
 from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.config.problems import Level, Problem
 from millrace.model_repository.lifecycle.model_index import Entries, Entry
-from millrace.model_repository.repository.ensemble_tensor_check import misfits
+from millrace.model_repository.repository.ensemble_tensor_check import tensor_mismatches
 from millrace.model_repository.repository.file_mtimes import changed_files
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.repository.multi_repository import whole
@@ -18,7 +18,7 @@ _MOST = 200  # differences that are told
 _MISSING = None  # what a configuration does not have
 
 
-def what_would_change(name: str, entry: Entry | None, of_files: object, read: Model | None) -> dict[str, Any]:
+def diff_load(name: str, entry: Entry | None, of_files: object, read: Model | None) -> dict[str, Any]:
     """As JSON. read: the model as a load would find it now"""
     served = sorted(entry.models) if entry is not None else []
     if read is None:
@@ -50,7 +50,7 @@ def what_would_change(name: str, entry: Entry | None, of_files: object, read: Mo
     return told
 
 
-def left_behind(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem]:
+def orphaned_ensembles(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem]:
     """Ensembles that would be unloaded with a load of that model, as its tensors would fit them no more."""
     new = whole(one, {one: read})  # once: it may look into files
     for other in entries.made_of(one):
@@ -62,7 +62,7 @@ def left_behind(entries: Entries, one: ModelId, read: Model) -> Iterator[Problem
             ids = [ModelId(model.namespace, model.name) for model in found]
             known = [(of, model.config) for of, model in zip(ids, found, strict=True)]
             steps = [new if step[0] == one else step for step in known]
-            broken = next(misfits(other, ensemble.config, steps), None)
+            broken = next(tensor_mismatches(other, ensemble.config, steps), None)
             if broken is not None:
                 what = f"ensemble '{other}' would be unloaded: {broken.what}"
                 yield Problem(Level.WARNING, read.file or read.folder, None, what, broken.expected, broken.mend)

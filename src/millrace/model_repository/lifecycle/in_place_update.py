@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.lifecycle.load_override import Brought
+from millrace.model_repository.lifecycle.load_override import LoadOverride
 from millrace.model_repository.lifecycle.loader import LoadFailedError
 from millrace.model_repository.lifecycle.model_index import Entry
 from millrace.model_repository.models.resizable_model import ResizableModel
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 async def changed_in_place(
-    one: ModelId, entry: Entry | None, of_files: object, read: repository_reader.Model | None, given: Brought
+    one: ModelId, entry: Entry | None, of_files: object, read: repository_reader.Model | None, given: LoadOverride
 ) -> bool:
     """Whether what is served now is what a load would make; False: the load has to make it.
 

@@ -14,17 +14,17 @@ from typing import Any
 
 from millrace.model_repository.config.model_config import EnsembleScheduling
 from millrace.model_repository.config.problems import Level
-from millrace.model_repository.lifecycle.dry_run import left_behind, what_would_change
+from millrace.model_repository.lifecycle.dry_run import diff_load, orphaned_ensembles
 from millrace.model_repository.lifecycle.in_place_update import changed_in_place
-from millrace.model_repository.lifecycle.load_override import Brought, BroughtFolder, Files
-from millrace.model_repository.lifecycle.load_source import check_name, config_text, read_now, read_to_tell
+from millrace.model_repository.lifecycle.load_override import Files, LoadOverride, OverrideFolder
+from millrace.model_repository.lifecycle.load_source import check_name, config_text, read_for_dry_run, read_for_load
 from millrace.model_repository.lifecycle.loader import Loader, LoadFailedError
 from millrace.model_repository.lifecycle.model_index import UNLOADED, Entries, Entry, State, version_of
-from millrace.model_repository.lifecycle.model_locks import Turns
+from millrace.model_repository.lifecycle.model_locks import ModelLocks
 from millrace.model_repository.metrics.custom_metrics import CustomMetrics
 from millrace.model_repository.models.ensemble import Ensemble
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository import repository_reader
 from millrace.model_repository.repository.file_mtimes import stamps
 from millrace.model_repository.repository.model_names import ModelId, chosen
@@ -32,16 +32,16 @@ from millrace.model_repository.repository.repository_flags import RepositoryFlag
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 
 log = logging.getLogger(__name__)
-_NOTHING = Brought()
+_NOTHING = LoadOverride()
 
 
 class ModelRepository:
     """Of the event loop in which it is made."""
 
-    def __init__(self, flags: RepositoryFlags, common: Common | None = None) -> None:
+    def __init__(self, flags: RepositoryFlags, common: RepositoryContext | None = None) -> None:
         """common: None is what is there without a flag"""
-        self.flags, self.common, self._folders = flags, common or Common(), flags.repositories
-        self._entries, self._turns = Entries(), Turns()
+        self.flags, self.common, self._folders = flags, common or RepositoryContext(), flags.repositories
+        self._entries, self._turns = Entries(), ModelLocks()
         self._asked: set[ModelId] = set()  # that somebody wants for themselves, and not as members of an ensemble
         self._missing: dict[ModelId, str] = {}  # that failed at the start, and why, until they are loaded or unloaded
         self._tasks: set[asyncio.Task[Any]] = set()  # of models that are on their way out, and of the poll
@@ -92,8 +92,8 @@ class ModelRepository:
             entry = self._entries.get(one)
             for version, (state, reason) in sorted(entry.states.items()) if entry else ():
                 model = entry.models.get(version) if entry is not None else None
-                if state is State.READY and model is not None and model.troubles:
-                    state, reason = state if model.is_ready else State.UNAVAILABLE, model.troubles
+                if state is State.READY and model is not None and model.unready_reason:
+                    state, reason = state if model.is_ready else State.UNAVAILABLE, model.unready_reason
                 if state is State.READY or not only_ready:
                     why = {"reason": reason} if reason else {}
                     found.append({"name": one.name, "version": str(version), "state": state.value, **why})
@@ -121,7 +121,7 @@ class ModelRepository:
     async def load(
         self, name: str, config: Mapping[str, Any] | None = None, files: Files | None = None, *, owner: str = ""
     ) -> None:
-        """By a client. config: in place of its file's. files: of all its folder, as `BroughtFolder` has them.
+        """By a client. config: in place of its file's. files: of all its folder, as `OverrideFolder` has them.
 
         owner: the API key whose models may be changed; "" for all of them. raises StatusError
         """
@@ -134,14 +134,14 @@ class ModelRepository:
     async def would_load(self, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `load` would change, in any mode; of a name of several, under "models" of each. raises StatusError"""
         check_name(name)
-        given = Brought(config_text(name, config, None))
+        given = LoadOverride(config_text(name, config, None))
         served = {one: entry.highest.config for one, entry in self._entries.items() if entry.models}
         told: list[dict[str, Any]] = []
         for one in await asyncio.to_thread(self._folders.named, name):
-            of_files, read = await asyncio.to_thread(read_to_tell, self._folders, one, given, served)
+            of_files, read = await asyncio.to_thread(read_for_dry_run, self._folders, one, given, served)
             if read is not None and read.is_servable:
-                read.problems.extend(left_behind(self._entries, one, read))
-            would = what_would_change(name, self._entries.get(one), of_files, read)
+                read.problems.extend(orphaned_ensembles(self._entries, one, read))
+            would = diff_load(name, self._entries.get(one), of_files, read)
             where = {"namespace": one.namespace} if one.namespace else {}
             told.append(would | {"ensembles": sorted({str(other) for other in self._entries.made_of(one)})} | where)
         return told[0] if len(told) == 1 else {"name": name, "models": told}
@@ -181,10 +181,10 @@ class ModelRepository:
         """raises StatusError, of each model of that name that cannot be loaded"""
         check_name(name)
         owners = {one: self._entries[one].owner for one in self._entries.named(name) if self._entries[one].models}
-        folder = await asyncio.to_thread(BroughtFolder, name, files) if files else None
+        folder = await asyncio.to_thread(OverrideFolder, name, files) if files else None
         try:
             ids = [ModelId("", name)] if folder else await asyncio.to_thread(self._folders.named, name)
-            tried = await asyncio.gather(*(self._attempted(one, Brought(config, folder)) for one in ids))
+            tried = await asyncio.gather(*(self._attempted(one, LoadOverride(config, folder)) for one in ids))
         finally:
             if folder is not None:
                 folder.release()  # its models hold it
@@ -214,7 +214,7 @@ class ModelRepository:
                 await self._unload(member, with_members=True)
         return True
 
-    async def _attempted(self, one: ModelId, given: Brought = _NOTHING) -> StatusError | None:
+    async def _attempted(self, one: ModelId, given: LoadOverride = _NOTHING) -> StatusError | None:
         try:
             await self._load(one, given)
         except StatusError as error:
@@ -223,16 +223,16 @@ class ModelRepository:
             return error
         return None
 
-    async def _tried(self, one: ModelId, given: Brought = _NOTHING) -> StatusError | None:
+    async def _tried(self, one: ModelId, given: LoadOverride = _NOTHING) -> StatusError | None:
         error = await self._attempted(one, given)
         if error is not None:
             log.error("%s", error)
         return error
 
-    async def _load(self, one: ModelId, given: Brought = _NOTHING) -> None:
+    async def _load(self, one: ModelId, given: LoadOverride = _NOTHING) -> None:
         check_name(one.name)
         async with self._turns.of(one):
-            of_files, read = await asyncio.to_thread(read_now, self._folders, one, given)
+            of_files, read = await asyncio.to_thread(read_for_load, self._folders, one, given)
             if await changed_in_place(one, self._entries.get(one), of_files, read, given):
                 return
             new = await self._new_models(one, read, given)
@@ -249,7 +249,9 @@ class ModelRepository:
             log.info("loaded %s, version %s", one, ", ".join(map(str, sorted(new))))
             self._fit_ensembles(one)
 
-    async def _new_models(self, one: ModelId, read: repository_reader.Model | None, given: Brought) -> dict[int, Model]:
+    async def _new_models(
+        self, one: ModelId, read: repository_reader.Model | None, given: LoadOverride
+    ) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
         if read is None or not read.is_servable:
             why = next((p for p in read.problems if p.level is Level.ERROR), None) if read else None
@@ -282,7 +284,7 @@ class ModelRepository:
         """Of an ensemble of that namespace. raises StatusError as `get` does"""
         return version_of(self._entries.step(ModelId(namespace, name)), name, version)
 
-    async def _try_members(self, one: ModelId, scheduling: EnsembleScheduling, given: Brought) -> None:
+    async def _try_members(self, one: ModelId, scheduling: EnsembleScheduling, given: LoadOverride) -> None:
         """Load those that are not there, wait for those on their way.
 
         raises StatusError where one cannot be loaded, and in a ring, before it waits

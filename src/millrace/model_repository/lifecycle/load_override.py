@@ -18,14 +18,14 @@ MOST_FILES, _LONGEST = 1000, 255  # and characters of a name
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class LoadOverride:
     """config: as the text of config.pbtxt. folder: None where the model's own is meant"""
 
     config: bytes | None = None
-    folder: "BroughtFolder | None" = None
+    folder: "OverrideFolder | None" = None
 
 
-class BroughtFolder:
+class OverrideFolder:
     """A folder in which a model's is, as long as anybody holds it; its maker does until it lets go."""
 
     def __init__(self, model: str, files: Files) -> None:

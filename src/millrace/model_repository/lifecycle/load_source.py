@@ -8,8 +8,8 @@ from millrace.model_repository.backends import without_backend
 from millrace.model_repository.config.json_to_pbtxt import text_of
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.config.problems import Level, Problem
-from millrace.model_repository.lifecycle.load_override import Brought, Files
-from millrace.model_repository.lifecycle.override_checks import check_given
+from millrace.model_repository.lifecycle.load_override import Files, LoadOverride
+from millrace.model_repository.lifecycle.override_checks import check_config_override
 from millrace.model_repository.repository import repository_reader
 from millrace.model_repository.repository.file_mtimes import stamp
 from millrace.model_repository.repository.model_names import ModelId, check_model_name
@@ -17,21 +17,21 @@ from millrace.model_repository.repository.multi_repository import Repositories
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 
 
-def read_now(of: Repositories, one: ModelId, given: Brought) -> tuple[object, repository_reader.Model | None]:
+def read_for_load(of: Repositories, one: ModelId, given: LoadOverride) -> tuple[object, repository_reader.Model | None]:
     """What its files are, as a stamp, and what they say. raises StatusError for what a client may not bring"""
     roots = [given.folder.root] if given.folder else of.of(one)
     of_files, read = stamp(roots, one.name), repository_reader.read_model(roots, one.name, of.config_name, given.config)
     if given.config is not None and read is not None:
         own = of.read(one)
-        check_given(read.config, own.config if own is not None else None, with_files=given.folder is not None)
+        check_config_override(read.config, own.config if own is not None else None, with_files=given.folder is not None)
     return of_files, read
 
 
-def read_to_tell(
-    of: Repositories, one: ModelId, given: Brought, served: Mapping[ModelId, ModelConfig]
+def read_for_dry_run(
+    of: Repositories, one: ModelId, given: LoadOverride, served: Mapping[ModelId, ModelConfig]
 ) -> tuple[object, repository_reader.Model | None]:
-    """As `read_now`; what a load would meet only later is among the problems. served: models that it would not load"""
-    of_files, read = read_now(of, one, given)
+    """Like `read_for_load`, with the problems that a load would find later. served: models that it would not load"""
+    of_files, read = read_for_load(of, one, given)
     if read is None:
         return of_files, read
     read.problems += without_backend(read)

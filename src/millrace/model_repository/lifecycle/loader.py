@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from millrace.model_repository.backends import backend_named
-from millrace.model_repository.execution.instance_worker import in_own_thread
-from millrace.model_repository.lifecycle.load_override import Brought
+from millrace.model_repository.execution.instance_worker import run_in_daemon_thread
+from millrace.model_repository.lifecycle.load_override import LoadOverride
 from millrace.model_repository.metrics.custom_metrics import CustomMetrics
-from millrace.model_repository.models.bls import Others, Repository
+from millrace.model_repository.models.bls import BlsExecutor, Repository
 from millrace.model_repository.models.ensemble import Ensemble
-from millrace.model_repository.models.model_version import Loadable, Model
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.model_version import Model, ModelVersionSource
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.models.resizable_model import ResizableModel
 from millrace.model_repository.models.sequence_model import SequenceModel
 from millrace.model_repository.repository import repository_reader
@@ -43,14 +43,14 @@ class Loader:
     def __init__(self, repository: Repository, most_requests: int, custom: CustomMetrics) -> None:
         """most_requests: that one model holds"""
         self._repository, self._most_requests, self._custom = repository, most_requests, custom
-        self._others: Others | None = None  # by which models ask models, once one is there
+        self._others: BlsExecutor | None = None  # by which models ask models, once one is there
 
     @property
-    def common(self) -> Common:
+    def common(self) -> RepositoryContext:
         return self._repository.common
 
     async def loaded(
-        self, one: ModelId, read: repository_reader.Model, given: Brought, find: Callable[[str, int | None], Model]
+        self, one: ModelId, read: repository_reader.Model, given: LoadOverride, find: Callable[[str, int | None], Model]
     ) -> dict[int, Model]:
         """All of its versions, or none. find: the models of an ensemble's steps. raises LoadFailedError"""
         loading: dict[int, Model] = {}
@@ -61,7 +61,7 @@ class Loader:
                 began_s = time.monotonic()
                 loading[version] = made(version)
                 if given.folder is not None:
-                    loading[version].keep(given.folder)
+                    loading[version].attach_override_folder(given.folder)
                 await loading[version].loaded()
                 loading[version].load_s = time.monotonic() - began_s
         except StatusError as failed:
@@ -75,9 +75,11 @@ class Loader:
         """What makes a version of it, which begins to load. raises StatusError"""
         loop, config = asyncio.get_running_loop(), read.config
 
-        def found(version: int) -> Loadable:
+        def found(version: int) -> ModelVersionSource:
             most = self._most_requests
-            return Loadable(one.name, version, config, read.folder, read.labels, most, self.common, one.namespace)
+            return ModelVersionSource(
+                one.name, version, config, read.folder, read.labels, most, self.common, one.namespace
+            )
 
         if config.ensemble_scheduling is not None:
             return lambda version: Ensemble(found(version), find, loop)
@@ -85,8 +87,8 @@ class Loader:
         if (config.batch_input or config.batch_output) and not backend.takes_batch_io:
             what = f"batch_input and batch_output are not taken by backend '{config.backend}'"
             raise StatusError(Code.UNSUPPORTED, what)
-        config = await in_own_thread(one.name, partial(backend.completed, config, read.folder))
-        self._others = others = self._others or Others(self._repository, self._custom, loop)
+        config = await run_in_daemon_thread(one.name, partial(backend.completed, config, read.folder))
+        self._others = others = self._others or BlsExecutor(self._repository, self._custom, loop)
         if config.sequence_batching is None or config.sequence_batching.iterative_sequence:
             return lambda version: ResizableModel(found(version), backend, others, loop)
         states = await asyncio.to_thread(States, config, read.folder)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from millrace.model_repository.lifecycle.load_override import Brought
+from millrace.model_repository.lifecycle.load_override import LoadOverride
 from millrace.model_repository.models.ensemble import Ensemble
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.repository.model_names import ModelId, chosen
@@ -33,7 +33,7 @@ class Entry:
     read: FoundModel | None = None  # as it was found then, of those that are served
     # Of an ensemble that is not loaded yet, or could not be: its members, and what a client brought.
     wanted: frozenset[str] = frozenset()
-    given: Brought = field(default_factory=Brought)
+    given: LoadOverride = field(default_factory=LoadOverride)
     owner: str = ""  # whose API key it was loaded with, where there are several
     is_by_wish: bool = False  # it went because somebody unloaded it, or a model that it is made of
     # Of one that is on its way: what its members' names mean, by the folders, too, of which some are not tried yet.
@@ -47,8 +47,8 @@ class Entry:
             model = self.models.get(version)
             if state is not State.READY and not self.is_by_wish and (state, reason) not in _BY_WISH:
                 found.append(f"version {version} is at {state.value} state" + (f": {reason}" if reason else ""))
-            elif model is not None and model.troubles:
-                found.append(f"version {version}: {model.troubles}")
+            elif model is not None and model.unready_reason:
+                found.append(f"version {version}: {model.unready_reason}")
         return found
 
     @property
@@ -135,7 +135,7 @@ class Entries:
         loading = entry.loading.get(name) if entry is not None else None
         return loading or self.meant(beside) or beside
 
-    def need(self, one: ModelId, members: Mapping[str, ModelId], given: Brought) -> None:
+    def need(self, one: ModelId, members: Mapping[str, ModelId], given: LoadOverride) -> None:
         """An ensemble is about to be loaded. members: by the names that its steps have"""
         entry = self[one]
         entry.wanted, entry.given, entry.loading = frozenset(members), given, dict(members)

@@ -12,7 +12,7 @@ _MOST_CHANGES = 16  # of one model that wait for their turn
 
 
 @dataclass(slots=True)
-class _Turn:
+class _ModelLock:
     """n: changes of one model that are made or wait"""
 
     n: int = 0
@@ -20,11 +20,11 @@ class _Turn:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Turns:
+class ModelLocks:
     """Of one event loop."""
 
     def __init__(self) -> None:
-        self._of: dict[ModelId, _Turn] = {}  # of the models that are being changed
+        self._of: dict[ModelId, _ModelLock] = {}  # of the models that are being changed
 
     def __len__(self) -> int:
         return len(self._of)
@@ -44,7 +44,7 @@ class Turns:
     @asynccontextmanager
     async def of(self, one: ModelId) -> AsyncIterator[None]:
         """raises StatusError where too many wait"""
-        turn = self._of.setdefault(one, _Turn())
+        turn = self._of.setdefault(one, _ModelLock())
         if turn.n >= _MOST_CHANGES:
             raise StatusError(Code.UNAVAILABLE, f"{turn.n} changes of model '{one}' wait for one that is under way")
         turn.n += 1

@@ -9,7 +9,7 @@ ENVIRONMENT, MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
 TRUSTED = "trusted_types"  # of the backend `sklearn`: what its files may be made of, beside what skops trusts
 
 
-def check_given(given: ModelConfig, own: ModelConfig | None, *, with_files: bool = False) -> None:
+def check_config_override(given: ModelConfig, own: ModelConfig | None, *, with_files: bool = False) -> None:
     """A configuration that a client gave, beside that of the model's folder: it runs no program of the client's choice.
 
     with_files: which the client brought, too. raises StatusError

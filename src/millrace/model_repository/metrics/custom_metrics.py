@@ -42,7 +42,7 @@ class _Family:
 
 
 @dataclass(slots=True)
-class _Held:
+class _MetricRef:
     family: _Family
     labels: tuple[tuple[str, str], ...] | None = None  # None: the family itself
 
@@ -51,7 +51,7 @@ class CustomMetrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._families: dict[str, _Family] = {}
-        self._held: dict[int, _Held] = {}  # by the numbers that models know them by
+        self._held: dict[int, _MetricRef] = {}  # by the numbers that models know them by
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()
 
@@ -74,7 +74,7 @@ class CustomMetrics:
             elif family.kind != KINDS[kind]:
                 raise invalid(f"Metric name '{name}' already exists with different type: {family.kind}")
             family.n_holders += 1
-            return self._new(_Held(family))
+            return self._new(_MetricRef(family))
 
     def metric(self, number: int, labels: Mapping[str, str], buckets: Sequence[float] | None) -> int:
         """number: of the family. Its own. buckets: of a histogram, upper bounds"""
@@ -88,7 +88,7 @@ class CustomMetrics:
                 self._check_room()
                 metric = family.metrics[key] = _Metric(bounds, [0] * (len(bounds) + 1))
             metric.n_holders += 1
-            return self._new(_Held(family, key))
+            return self._new(_MetricRef(family, key))
 
     def change(self, what: str, number: int, value: float) -> float:
         """what: increment, set, observe or value. What it is then"""
@@ -131,13 +131,13 @@ class CustomMetrics:
                     lines += _samples(family, labels, metric)
             return "".join(f"{line}\n" for line in lines)
 
-    def _known(self, number: int, what: str) -> _Held:
+    def _known(self, number: int, what: str) -> _MetricRef:
         found = self._held.get(number)
         if found is None:
             raise StatusError(Code.INTERNAL, f"Could not {what} metric value. Metric has been invalidated.")
         return found
 
-    def _new(self, held: _Held) -> int:
+    def _new(self, held: _MetricRef) -> int:
         number = next(self._numbers)
         self._held[number] = held
         return number

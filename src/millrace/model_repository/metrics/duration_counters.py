@@ -100,7 +100,7 @@ class WholeUnits(BoundedHistogram):
         super().add(ns - ns % self._unit_ns)
 
 
-class Recent:
+class RecentWindow:
     """Beside a histogram: the last durations themselves, for quantiles that no bucket rounds."""
 
     __slots__ = ("_beside", "_last")

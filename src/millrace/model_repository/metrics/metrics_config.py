@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from millrace.errors import ConfigError, nearest
 from millrace.model_repository.config.config_rules import FIRST_RESPONSE
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.metrics.duration_counters import BoundedHistogram, Histogram, Recent, WholeUnits
+from millrace.model_repository.metrics.duration_counters import BoundedHistogram, Histogram, RecentWindow, WholeUnits
 
 FLAG = "--metrics-config"
 _SWITCHES = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 _FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)  # Triton's
-Measured = Histogram | Recent
+Measured = Histogram | RecentWindow
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
+class MetricsConfig:
     """Triton's words; histograms are on here, as nothing is saved without them, unless counters are off."""
 
     counter_latencies: bool = True
@@ -24,7 +24,7 @@ class Measures:
     summary_quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
 
     @classmethod
-    def of(cls, said: Sequence[str]) -> "Measures":
+    def of(cls, said: Sequence[str]) -> "MetricsConfig":
         """raises ConfigError"""
         found: dict[str, bool | tuple[float, ...]] = {}
         for one in said:
@@ -43,7 +43,7 @@ class Measures:
         """For the durations that `family` tells as a histogram."""
         bounds = _bounds(config, family)
         histogram = BoundedHistogram(bounds, 1000) if bounds else Histogram()
-        return Recent(histogram) if self.summary_latencies else histogram
+        return RecentWindow(histogram) if self.summary_latencies else histogram
 
     def first_response(self, config: ModelConfig) -> Histogram:
         return WholeUnits(_bounds(config, FIRST_RESPONSE) or _FIRST_RESPONSE_MS, 1_000_000)

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.model_repository.config.config_rules import HISTOGRAMS
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.metrics.duration_counters import Duration, Histogram
-from millrace.model_repository.metrics.metrics_config import Measured, Measures
+from millrace.model_repository.metrics.metrics_config import Measured, MetricsConfig
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.scheduling.dynamic_batcher import Batch, Closed
 
@@ -45,7 +45,7 @@ class Statistics:
     closed_alone: Callable[[int], Closed] = lambda size: Closed.SINGLE
 
     @classmethod
-    def of(cls, config: ModelConfig, measures: Measures, *, is_decoupled: bool) -> "Statistics":
+    def of(cls, config: ModelConfig, measures: MetricsConfig, *, is_decoupled: bool) -> "Statistics":
         measured = {stage: measures.stage(family, config) for stage, family in HISTOGRAMS.items()}
         if measures.summary_latencies:
             measured |= {stage: measures.stage("", config) for stage in ("cache_hit", "cache_miss")}

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from millrace.model_repository.config.config_rules import FIRST_RESPONSE, HISTOGRAMS
-from millrace.model_repository.metrics.duration_counters import Histogram, Recent
-from millrace.model_repository.metrics.metrics_config import Measures
+from millrace.model_repository.metrics.duration_counters import Histogram, RecentWindow
+from millrace.model_repository.metrics.metrics_config import MetricsConfig
 from millrace.model_repository.metrics.statistics import REASONS
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.repository.model_names import ModelId
@@ -39,7 +39,7 @@ def _failures(model: Model) -> Iterator[_Sample]:
 
 def _ready(model: Model) -> Iterator[_Sample]:
     try:
-        is_ready = model.is_ready and not model.troubles
+        is_ready = model.is_ready and not model.unready_reason
     except StatusError:  # a member of an ensemble is gone
         is_ready = False
     yield _Sample(int(is_ready))
@@ -67,7 +67,7 @@ def _first_responses(model: Model) -> Iterable[_Sample]:
 
 def _distribution(histogram: object, unit_ns: int) -> Iterator[_Sample]:
     """unit_ns: nanoseconds of what its bounds and sum are in"""
-    assert isinstance(histogram, Histogram | Recent), "a stage that is told as a histogram is one"
+    assert isinstance(histogram, Histogram | RecentWindow), "a stage that is told as a histogram is one"
     n = histogram.count
     for bound, n_up_to in histogram.up_to():
         yield _Sample(n_up_to, f',le="{bound}"', "_bucket")
@@ -77,12 +77,12 @@ def _distribution(histogram: object, unit_ns: int) -> Iterator[_Sample]:
     yield _Sample(n, suffix="_count")
 
 
-def _summary(name: str, measures: Measures) -> _Samples:
+def _summary(name: str, measures: MetricsConfig) -> _Samples:
     def samples(model: Model) -> Iterator[_Sample]:
         if name in _CACHED and model.cache is None:
             return
         found = model.statistics.stages[name]
-        assert isinstance(found, Recent), "summaries were asked for"
+        assert isinstance(found, RecentWindow), "summaries were asked for"
         for quantile, us in found.quantiles(measures.summary_quantiles):
             yield _Sample(us, f',quantile="{quantile:g}"')
         yield _Sample(found.ns / 1000, suffix="_sum")
@@ -141,7 +141,7 @@ _HISTOGRAMS: tuple[_Family, ...] = (
 )  # fmt: skip
 
 
-def metrics_text(models: Iterable[Model], measures: Measures) -> str:
+def metrics_text(models: Iterable[Model], measures: MetricsConfig) -> str:
     """models: every version that is served; families without a sample are left out"""
     everybody = [(model, _labels(model)) for model in models]
     for model, _ in everybody:
@@ -172,7 +172,7 @@ def cache_text(cache: ResponseCache) -> str:
     return "".join(f"# HELP {name} {what}\n# TYPE {name} gauge\n{name} {value}\n" for name, what, value in told)
 
 
-def _families(measures: Measures) -> Iterator[_Family]:
+def _families(measures: MetricsConfig) -> Iterator[_Family]:
     yield from _COUNTS
     if measures.counter_latencies:
         yield from _LATENCIES

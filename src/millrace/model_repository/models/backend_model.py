@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.model_repository.backends.backend import InstanceGiven, ModelBackend
-from millrace.model_repository.execution.inline_execution import AtOnce
-from millrace.model_repository.execution.instance_worker import Outbox, Worker
+from millrace.model_repository.backends.backend import InstanceContext, ModelBackend
+from millrace.model_repository.execution.inline_execution import InlineExecutor
+from millrace.model_repository.execution.instance_worker import EventLoopMailbox, Worker
 from millrace.model_repository.execution.memory_usage import MemoryUsage
-from millrace.model_repository.execution.model_warmup import warmed
-from millrace.model_repository.models.bls import Others
-from millrace.model_repository.models.model_version import Loadable, Model, Waiting
+from millrace.model_repository.execution.model_warmup import warm_up_instance
+from millrace.model_repository.models.bls import BlsExecutor
+from millrace.model_repository.models.model_version import Model, ModelVersionSource, Waiting
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch, BatchQueue, BatchRules
@@ -30,11 +30,13 @@ _Answer = tuple[InferResponse | None, StatusError | None, bool]
 class BackendModel(Model):
     _computes_here = True  # what is quick, in the event loop's thread
 
-    def __init__(self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, of: ModelVersionSource, backend: ModelBackend, others: BlsExecutor, loop: asyncio.AbstractEventLoop
+    ) -> None:
         """Its instances begin to load; `loaded` waits for them."""
         super().__init__(of, loop, ragged=backend.takes_ragged)
         self.rules = BatchRules.of(of.config)
-        self._outbox = Outbox(loop)
+        self._outbox = EventLoopMailbox(loop)
         self._queue = BatchQueue(self.rules)
         self._slots = Slots.of(of.config)
         self._timer: asyncio.TimerHandle | None = None
@@ -48,13 +50,13 @@ class BackendModel(Model):
         self._limiter = of.common.limiter
         if self._limiter is not None:
             self._limiter.check(of.config.instance_group)
-        self._workers = [self._worker(backend, given) for given in InstanceGiven.all_of(of, others)]
+        self._workers = [self._worker(backend, given) for given in InstanceContext.all_of(of, others)]
         if self._limiter is not None:
             for worker in self._workers:
                 self._limiter.add(worker, worker.given.group, self)
         self._idle = deque(self._workers)
         self._memory = MemoryUsage(self.name, self.version, self._workers)
-        self.infer_at_once = AtOnce(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
+        self.infer_inline = InlineExecutor(self.name, self._idle, self._queue, self.statistics, loop).infer  # type: ignore[method-assign]
         self._is_never_quick = bool(
             self.is_decoupled or self._reshaped or self.rules.delay_ns or self._slots is not None
             or self.cache is not None or self._limiter is not None
@@ -62,8 +64,8 @@ class BackendModel(Model):
         # Only if that decides nothing: which request is next, with which others, by which instance.
         self._gives_ahead = self._computes_here and not (batching or self._is_never_quick or self._workers[1:])
 
-    def _worker(self, backend: ModelBackend, given: InstanceGiven) -> Worker:
-        return Worker(given, lambda: warmed(backend.instance(given), given), self._outbox, self)
+    def _worker(self, backend: ModelBackend, given: InstanceContext) -> Worker:
+        return Worker(given, lambda: warm_up_instance(backend.instance(given), given), self._outbox, self)
 
     async def loaded(self) -> None:
         """raises StatusError, and all of its instances are closed, where one cannot be loaded"""
@@ -79,7 +81,7 @@ class BackendModel(Model):
         n_given = sum(1 for worker in self._workers for _ in worker.not_begun())
         return len(self._queue) + n_given + (len(self._slots) if self._slots is not None else 0)
 
-    def _take(self, request: InferRequest, now_ns: int) -> None:
+    def _enqueue(self, request: InferRequest, now_ns: int) -> None:
         request.send_by = self._send
         if self._broken:
             raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
@@ -89,7 +91,7 @@ class BackendModel(Model):
                 return
         self._queue.put(request, now_ns)
 
-    def _begin(self, request: InferRequest, now_ns: int) -> None:
+    def _start(self, request: InferRequest, now_ns: int) -> None:
         self._dispatch(now_ns)
 
     def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
@@ -123,7 +125,7 @@ class BackendModel(Model):
         for worker in self._workers:
             worker.cancelled(request)
 
-    def answers_at_once(self, n_bytes: int) -> bool:
+    def can_run_inline(self, n_bytes: int) -> bool:
         """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
         if self._n_open or self._is_never_quick or self._tracer.is_on or not self._idle:
             return False
@@ -153,7 +155,7 @@ class BackendModel(Model):
         """Of requests that no instance computes."""
         for request in requests:
             request.batch = None  # which is not counted
-            self._answered(request, None, error, True)
+            self._on_response(request, None, error, True)
 
     def _close(self) -> None:
         if self._watch is not None:
@@ -172,12 +174,12 @@ class BackendModel(Model):
                 request.started_ns, request.batch = now_ns, batch
                 if request.trace is not None:
                     request.trace.batch = batch
-                request.send_by = self._answered  # in this thread, if it is computed here
+                request.send_by = self._on_response  # in this thread, if it is computed here
                 if self._begun is not None:
                     self._begun.append(request)
             if self._limiter is not None:
                 self._limiter.begin(worker)
-            if self._computes_here and worker.batch is None and worker.run_here(batch):
+            if self._computes_here and worker.batch is None and worker.run_inline(batch):
                 self._end(worker, batch)
                 if self._limiter is not None:
                     self._limiter.end(worker)
@@ -189,7 +191,7 @@ class BackendModel(Model):
                 self._idle.remove(worker)
             worker.take(batch, self._loop.time())
             if self._watch is None:
-                self._watch = self._loop.call_later(PATIENCE_S, self._look)
+                self._watch = self._loop.call_later(PATIENCE_S, self._log_stuck_instances)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -200,7 +202,7 @@ class BackendModel(Model):
     def _refuse_late(self, now_ns: int) -> None:
         """Those that waited too long."""
         for request in self._queue.expired(now_ns):
-            self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
+            self._on_response(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
 
     def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
         """An idle instance, or one that takes batches ahead, and what it is to compute."""
@@ -214,7 +216,7 @@ class BackendModel(Model):
             self._limiter.forget(workers)
         return None
 
-    def room(self) -> None:
+    def on_resources_available(self) -> None:
         """An instance that waited for resources may compute."""
         self._dispatch(time.monotonic_ns())
 
@@ -228,7 +230,7 @@ class BackendModel(Model):
         self._timer = None
         self._dispatch(time.monotonic_ns())
 
-    def _look(self) -> None:
+    def _log_stuck_instances(self) -> None:
         """Once in `PATIENCE_S`, for a timer for each batch would cost each: say which instances are stuck."""
         since_s = self._loop.time() - PATIENCE_S
         for worker in self._workers:
@@ -237,9 +239,9 @@ class BackendModel(Model):
                 log.warning(
                     "%s version %d: %s computes one batch for %.1f s", self.name, self.version, worker.name, took_s
                 )
-        self._watch = self._loop.call_later(PATIENCE_S, self._look) if self._n_busy else None
+        self._watch = self._loop.call_later(PATIENCE_S, self._log_stuck_instances) if self._n_busy else None
 
-    def freed(self, worker: Worker, batch: Batch) -> None:
+    def on_worker_idle(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
         self._end(worker, batch)
         self._free(worker)
@@ -261,7 +263,7 @@ class BackendModel(Model):
         self._dispatch(time.monotonic_ns())
         self._close_if_done()
 
-    def untouched(self, worker: Worker, batch: Batch) -> None:
+    def on_batch_returned(self, worker: Worker, batch: Batch) -> None:
         for request in batch.requests:
             if self._begun is not None:
                 self._begun.remove(request)
@@ -270,27 +272,27 @@ class BackendModel(Model):
         for request in batch.requests:
             if request.cancelled:
                 cancelled = StatusError(Code.CANCELLED, f"{request.named}request was cancelled")
-                self._answered(request, None, cancelled, True)
+                self._on_response(request, None, cancelled, True)
         self._free(worker)
 
-    def lost(self, worker: Worker, why: str) -> None:
+    def on_worker_lost(self, worker: Worker, why: str) -> None:
         log.error("%s version %d: %s is lost, and is made anew: %s", self.name, self.version, worker.name, why)
         worker.is_lost, worker.unready = True, ""
         if worker in self._idle:
             self._idle.remove(worker)
             worker.revive()
 
-    def said(self, worker: Worker, why: str) -> None:
+    def on_readiness(self, worker: Worker, why: str) -> None:
         log.info("%s version %d: %s: %s", self.name, self.version, worker.name, why or "it is ready again")
         worker.unready = why
 
-    def revived(self, worker: Worker) -> None:
+    def on_worker_restarted(self, worker: Worker) -> None:
         log.info("%s version %d: %s is there again", self.name, self.version, worker.name)
         worker.is_lost, worker.unready = False, ""
         self._idle.append(worker)
         self._dispatch(time.monotonic_ns())
 
-    def gave_up(self, worker: Worker, why: str) -> None:
+    def on_worker_abandoned(self, worker: Worker, why: str) -> None:
         """Where none is left what waits is answered, and what comes is refused."""
         worker.is_dead = True
         log.error("%s version %d: %s is given up: %s", self.name, self.version, worker.name, why)
@@ -298,15 +300,15 @@ class BackendModel(Model):
             self._broken = f"all instances of model '{self.name}' ended again and again: {why}"
             self._end_all(self._waiting(), StatusError(Code.UNAVAILABLE, self._broken))
 
-    def told(self) -> dict[str, Any]:
-        return super().told() | {"memory_usage": self._memory.report()}
+    def statistics_dict(self) -> dict[str, Any]:
+        return super().statistics_dict() | {"memory_usage": self._memory.report()}
 
     @property
     def is_ready(self) -> bool:
         return not all(worker.is_lost or worker.unready for worker in self._workers)
 
     @property
-    def troubles(self) -> str:
+    def unready_reason(self) -> str:
         lost = [worker.name for worker in self._workers if worker.is_lost]
         unready = [f"{worker.name}: {worker.unready}" for worker in self._workers if worker.unready]
         return self._broken or "; ".join([f"{', '.join(lost)} is being made anew"] * bool(lost) + unready)
@@ -318,7 +320,7 @@ class BackendModel(Model):
         for request in batch.requests:
             if not request.finished:
                 failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
-                self._answered(request, None, failed, True)
+                self._on_response(request, None, failed, True)
 
     def _post_again(self, request: InferRequest) -> None:
         """From any thread."""
@@ -332,7 +334,7 @@ class BackendModel(Model):
         if request.batch is not None:
             self._count(request.batch, now_ns)
         if request.cancelled:
-            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
+            self._on_response(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
             return
         request.flags = request.started_ns = request.computing_ns = request.computed_ns = 0
         self._queue.put(request, now_ns)
@@ -343,15 +345,15 @@ class BackendModel(Model):
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         """From any thread."""
-        self._outbox.post(self._answered, request, response, error, final)
+        self._outbox.post(self._on_response, request, response, error, final)
 
-    def _answered(
+    def _on_response(
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         if request.finished:
             return
         if response is not None:
-            response, error = self._responded(request, response, error)
+            response, error = self._prepare_response(request, response, error)
         request.has_failed = request.has_failed or error is not None
         if final:
             now_ns = time.monotonic_ns()

@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar
 from millrace.model_repository.lifecycle.load_override import Files
 from millrace.model_repository.metrics.custom_metrics import CustomMetrics
 from millrace.model_repository.models.model_version import NO_RESPONSE, Model, Waiting
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse, Receiver
-from millrace.model_repository.request.request_validation import Given
-from millrace.model_repository.request.response_stream import Unread
+from millrace.model_repository.request.request_validation import RawInput
+from millrace.model_repository.request.response_stream import UnreadBytes
 from millrace.model_repository.request.status_code import Code, StatusError
 
 LOOK_S = 0.25  # between two looks at those that wait; a ring is one when it is seen in both
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class InnerCall:
+class NestedRequest:
     """One request of a model to another.
 
     by: the model that asks. given: what `request` is to be given. behind: it ends when all of these are cancelled.
@@ -42,14 +42,14 @@ class InnerCall:
     version: int | None
     is_decoupled: bool
     request: InferRequest
-    given: Sequence[Given]
+    given: Sequence[RawInput]
     behind: Sequence[InferRequest]
     waits_by: "dict[Waiting, bool] | None"
     is_sure: bool
     receive: Receiver
     is_over: bool = False
     asked: Model | None = None
-    unread: Unread | None = None
+    unread: UnreadBytes | None = None
     sizes: deque[int] = field(default_factory=deque)  # of responses that were not read, in bytes
     n_looks: int = 0  # in a row, that saw it in a ring of those that surely wait
     n_long: int = 0  # the same of those that perhaps do
@@ -61,7 +61,7 @@ class InnerCall:
 class Repository(Protocol):
     """What models are asked of. `get`, `load` and `unload` raise StatusError"""
 
-    common: Common
+    common: RepositoryContext
 
     def get(self, name: str, version: int | None = None) -> Model: ...
 
@@ -76,13 +76,13 @@ class Repository(Protocol):
     async def unload(self, name: str, *, with_members: bool = False, owner: str = "") -> None: ...
 
 
-class Others:
+class BlsExecutor:
     """Of one event loop."""
 
     def __init__(self, repository: Repository, custom: CustomMetrics, loop: asyncio.AbstractEventLoop) -> None:
         self._repository, self.custom, self._loop = repository, custom, loop
         self._loads: dict[ModelId, list[str]] = {}  # of models that are being loaded themselves, which they wait for
-        self._open: dict[InnerCall, None] = {}  # in the order in which they came
+        self._open: dict[NestedRequest, None] = {}  # in the order in which they came
         self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ from any thread
@@ -149,7 +149,7 @@ class Others:
         except StatusError:
             return False
 
-    def begin(self, call: InnerCall) -> None:
+    def begin(self, call: NestedRequest) -> None:
         """Ask. Whatever goes wrong is an answer."""
         if call.is_over:  # cancelled before it came here
             return
@@ -158,15 +158,15 @@ class Others:
         except StatusError as error:
             self._answered(call, None, error, True)
 
-    def cancel(self, call: InnerCall) -> None:
+    def cancel(self, call: NestedRequest) -> None:
         self._cut(call, _cancelled(call))
 
-    def taken(self, call: InnerCall) -> None:
+    def taken(self, call: NestedRequest) -> None:
         """Its oldest response was read."""
         if call.unread is not None and call.sizes:
             call.unread.take_off(call.sizes.popleft())
 
-    def _begin(self, call: InnerCall) -> None:
+    def _begin(self, call: NestedRequest) -> None:
         """raises StatusError"""
         try:
             model = self._repository.get(call.model, call.version)
@@ -185,7 +185,7 @@ class Others:
         model.checker.take(call.request, call.given)
         if call.outer_cancelled():
             raise _cancelled(call)
-        call.asked, call.unread, watcher = model, Unread(model), partial(self._outer_cancelled, call)
+        call.asked, call.unread, watcher = model, UnreadBytes(model), partial(self._outer_cancelled, call)
         for outer in call.behind:
             outer.watch(call, watcher)
         if call.waits_by is not None:
@@ -197,11 +197,11 @@ class Others:
         if self._open and self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
-    def _outer_cancelled(self, call: InnerCall) -> None:
+    def _outer_cancelled(self, call: NestedRequest) -> None:
         if call.outer_cancelled():
             self.cancel(call)
 
-    def _cut(self, call: InnerCall, error: StatusError) -> None:
+    def _cut(self, call: NestedRequest, error: StatusError) -> None:
         """Whoever asks goes on at once; what computes may take longer."""
         if not call.is_over:
             self._answered(call, None, error, True)
@@ -209,7 +209,7 @@ class Others:
                 call.asked.cancel(call.request)
 
     def _answered(
-        self, call: InnerCall, response: InferResponse | None, error: StatusError | None, final: bool
+        self, call: NestedRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         if call.is_over:
             return
@@ -225,7 +225,7 @@ class Others:
                 return
         call.receive(response, error, final)
 
-    def _end(self, call: InnerCall) -> None:
+    def _end(self, call: NestedRequest) -> None:
         call.is_over = True
         self._open.pop(call, None)
         for outer in call.behind:
@@ -249,7 +249,7 @@ class Others:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
 
-def _ring(call: InnerCall, surely: bool) -> list[Waiting]:
+def _ring(call: NestedRequest, surely: bool) -> list[Waiting]:
     """How `call` waits for itself to be over, one waiting for the next; empty where it may yet be answered."""
     if call.waits_by is None or call.asked is None or (surely and not call.is_sure):
         return []
@@ -279,7 +279,7 @@ def _behind(waiting: Waiting, surely: bool) -> Sequence[Waiting] | None:
     return model.waits_for(request, surely)
 
 
-def _deadlock(call: InnerCall, ring: Sequence[Waiting]) -> StatusError:
+def _deadlock(call: NestedRequest, ring: Sequence[Waiting]) -> StatusError:
     names = [model.name for model, _ in ring]
     if names[-2:-1] == [call.by]:  # it came round to whoever asks
         names.pop()
@@ -291,5 +291,5 @@ def _deadlock(call: InnerCall, ring: Sequence[Waiting]) -> StatusError:
     )
 
 
-def _cancelled(call: InnerCall) -> StatusError:
+def _cancelled(call: NestedRequest) -> StatusError:
     return StatusError(Code.CANCELLED, f"{call.request.named}request was cancelled")

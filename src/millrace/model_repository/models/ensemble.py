@@ -11,13 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.model_repository.config.model_config import TransactionPolicy
-from millrace.model_repository.models.ensemble_steps import Flow, check_steps, find_members, rebatched, steps_of
-from millrace.model_repository.models.model_version import NO_RESPONSE, Loadable, Model, Waiting
+from millrace.model_repository.models.ensemble_steps import (
+    EnsembleGraph,
+    check_steps,
+    find_members,
+    rebatched,
+    steps_of,
+)
+from millrace.model_repository.models.model_version import NO_RESPONSE, Model, ModelVersionSource, Waiting
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Given
-from millrace.model_repository.request.reshape import made_dims
-from millrace.model_repository.request.response_stream import Unread
+from millrace.model_repository.request.request_validation import RawInput
+from millrace.model_repository.request.reshape import backend_dims
+from millrace.model_repository.request.response_stream import UnreadBytes
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import Array, named_type
 from millrace.model_repository.scheduling.dynamic_batcher import Batch, Closed
@@ -29,17 +35,17 @@ _Find = Callable[[str, int | None], Model]
 
 
 class Ensemble(Model):
-    def __init__(self, of: Loadable, find: _Find, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, of: ModelVersionSource, find: _Find, loop: asyncio.AbstractEventLoop) -> None:
         """find: the model of a name and a version, as it is served now. raises StatusError as `fit` does"""
         super().__init__(of, loop)
         scheduling = of.config.ensemble_scheduling
         assert scheduling is not None, of.name
         self._of, self.steps, self.find = of, steps_of(scheduling), find
         self.depth = self.n_steps = 0  # of ensembles in one another, and of all their steps; `fit` knows
-        self.flow = Flow(self.steps)
+        self.flow = EnsembleGraph(self.steps)
         self.members = frozenset(step.model for step in self.steps)
         self.max_inflight = scheduling.max_inflight_requests or MOST_INFLIGHT
-        self.output_dims = {output.name: made_dims(output) for output in of.config.output}
+        self.output_dims = {output.name: backend_dims(output) for output in of.config.output}
         self._runs: dict[InferRequest, _Run] = {}
         self._is_closed = asyncio.Event()
         self.fit()
@@ -108,10 +114,10 @@ class Ensemble(Model):
         """None ever: what waits, waits at a member, which counts it."""
         return 0
 
-    def _take(self, request: InferRequest, now_ns: int) -> None:
+    def _enqueue(self, request: InferRequest, now_ns: int) -> None:
         self._runs[request] = _Run(self, request)
 
-    def _begin(self, request: InferRequest, now_ns: int) -> None:
+    def _start(self, request: InferRequest, now_ns: int) -> None:
         request.queued_ns = request.started_ns = now_ns
         self._runs[request].begin()
 
@@ -134,7 +140,7 @@ class Ensemble(Model):
     ) -> None:
         """By its run."""
         if response is not None:
-            response, error = self._responded(request, response, error)
+            response, error = self._prepare_response(request, response, error)
         if final:
             del self._runs[request]
             now_ns = time.monotonic_ns()
@@ -153,7 +159,7 @@ class _Branch:
     tensors: dict[str, Array]
     missing: dict[int, int]
     n_left: int
-    n_bytes: int = 0  # of the response that it began with, as `Unread` counts it
+    n_bytes: int = 0  # of the response that it began with, as `UnreadBytes` counts it
 
 
 class _Run:
@@ -177,12 +183,12 @@ class _Run:
         self._branches: deque[_Branch] = deque()  # of the decoupled step's responses, in their order
         self._waiting: deque[tuple[InferResponse, int]] = deque()  # those for which there is no room yet, by bytes
         self._is_told = False  # the decoupled step has answered to the end
-        self._unread = Unread(of)
+        self._unread = UnreadBytes(of)
         self._open: dict[InferRequest, Model] = {}  # at the members
         self._work: deque[Callable[[], None]] = deque()
         self._is_working = self._is_over = False
         for member in self._members.values():
-            member.hold()
+            member.pin()
 
     def _waits(self, steps: frozenset[int]) -> dict[int, int]:
         """For how many of these steps each waits; what else it takes is there, or is optional and was not given."""
@@ -256,7 +262,7 @@ class _Run:
             del self._open[asking]
             raise
 
-    def _given(self, branch: _Branch, i: int) -> Iterator[Given]:
+    def _given(self, branch: _Branch, i: int) -> Iterator[RawInput]:
         """What step `i` takes of what is there."""
         checker, wants_batch = self._members[i].checker, self._members[i].config.max_batch_size > 0
         for name, tensor in self._steps[i].inputs:
@@ -266,7 +272,7 @@ class _Run:
             if (has_batch := self._has_batch(tensor)) != wants_batch and (said := checker.said(name)) is not None:
                 dims = said[1][1 if wants_batch else 0 :]
                 array = rebatched(array, dims, has_batch=has_batch, wants_batch=wants_batch)
-            yield Given(name, named_type(tensor, array), array.shape, _shared(array))
+            yield RawInput(name, named_type(tensor, array), array.shape, _common_outputs(array))
 
     def _has_batch(self, tensor: str) -> bool:
         """Whether its first dimension is a batch's: by the model that made it."""
@@ -373,7 +379,7 @@ class _Run:
         self._of.answered(self._request, InferResponse(found), None, final)
 
 
-def _shared(array: Array) -> Array:
+def _common_outputs(array: Array) -> Array:
     """Read-only: other steps, or the answer, may have the same; a model that writes into its inputs gets a copy."""
     view = array.view()
     view.flags.writeable = False

@@ -11,7 +11,7 @@ import numpy as np
 
 from millrace.model_repository.config.model_config import EnsembleScheduling, ModelConfig
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.repository.ensemble_tensor_check import fits, misfits
+from millrace.model_repository.repository.ensemble_tensor_check import is_compatible, tensor_mismatches
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import Array
@@ -41,7 +41,7 @@ def steps_of(scheduling: EnsembleScheduling) -> tuple[Step, ...]:
     )  # fmt: skip
 
 
-class Flow:
+class EnsembleGraph:
     """Which steps need which, by their places."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -84,7 +84,7 @@ def rebatched(array: Array, dims: Sequence[int], *, has_batch: bool, wants_batch
     """
     if has_batch == wants_batch:
         return array
-    is_whole = fits(dims, array.shape)
+    is_whole = is_compatible(dims, array.shape)
     if wants_batch:
         return array[np.newaxis] if is_whole else array
     return array if is_whole or array.shape[:1] != (1,) else array.reshape(array.shape[1:])
@@ -96,7 +96,7 @@ def rebatched(array: Array, dims: Sequence[int], *, has_batch: bool, wants_batch
 def check_steps(of: ModelId, config: ModelConfig, members: Sequence[Model]) -> None:
     """Whether the models of the steps take, and make, what the ensemble says. raises StatusError"""
     steps = [(ModelId(member.namespace, member.name), member.config) for member in members]
-    for broken in misfits(of, config, steps):
+    for broken in tensor_mismatches(of, config, steps):
         raise invalid(broken.what)
     _one_decoupled(of, members)
 

@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from millrace.model_repository.config.model_config import ModelConfig
-from millrace.model_repository.lifecycle.load_override import BroughtFolder
+from millrace.model_repository.lifecycle.load_override import OverrideFolder
 from millrace.model_repository.metrics.statistics import Statistics
-from millrace.model_repository.models.repository_context import Common
-from millrace.model_repository.request.infer_request import Hop, InferRequest, InferResponse, Parameter, Receiver
-from millrace.model_repository.request.request_validation import Checker
-from millrace.model_repository.request.reshape import Reshaped
+from millrace.model_repository.models.repository_context import RepositoryContext
+from millrace.model_repository.request.infer_request import (
+    InferRequest,
+    InferResponse,
+    Parameter,
+    Receiver,
+    RequestTiming,
+)
+from millrace.model_repository.request.request_validation import RequestValidator
+from millrace.model_repository.request.reshape import OutputReshaper
 from millrace.model_repository.request.response_cache import ResponseCache, key_of
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array
@@ -26,7 +32,7 @@ NO_RESPONSE = "received an unexpected null response"
 
 
 @dataclass(frozen=True, slots=True)
-class Loadable:
+class ModelVersionSource:
     """A version as it is found in a repository. config: completed by its backend, too"""
 
     name: str
@@ -35,24 +41,24 @@ class Loadable:
     folder: Path
     labels: Mapping[str, Sequence[str]]  # of an output
     max_requests: int  # that wait for answers; further ones are refused
-    common: Common = field(default_factory=Common)
+    common: RepositoryContext = field(default_factory=RepositoryContext)
     namespace: str = ""  # as `ModelId` has it
 
 
 class Model(ABC):
     """Of one event loop, in which everything here runs."""
 
-    def __init__(self, of: Loadable, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
-        """ragged: as `Checker` has it"""
+    def __init__(self, of: ModelVersionSource, loop: asyncio.AbstractEventLoop, *, ragged: bool = False) -> None:
+        """ragged: as `RequestValidator` has it"""
         self.name, self.version, self.config, self.labels = of.name, of.version, of.config, of.labels
         self.namespace = of.namespace
         cached = bool(of.config.response_cache and of.config.response_cache.enable)
         self.cache = of.common.cache if cached else None
         self._tracer = of.common.tracer
-        self._brought: BroughtFolder | None = None
+        self._brought: OverrideFolder | None = None
         self._loading = object()  # another one each time
-        self.checker = Checker(of.config, ragged, self.cache is not None)
-        self._reshaped = Reshaped(of.config)
+        self.checker = RequestValidator(of.config, ragged, self.cache is not None)
+        self._reshaped = OutputReshaper(of.config)
         self.is_decoupled = bool(of.config.model_transaction_policy and of.config.model_transaction_policy.decoupled)
         self.statistics = Statistics.of(of.config, of.common.measures, is_decoupled=self.is_decoupled)
         self.unread_bytes = 0  # of responses that wait for their readers: `response_stream.py` counts them
@@ -76,7 +82,7 @@ class Model(ABC):
     def abort(self) -> None:
         """End what waits; what is being computed is left behind."""
 
-    def hold(self) -> None:
+    def pin(self) -> None:
         """A request to an ensemble has begun, and will come here: until `release` it is not unloaded."""
         self._n_holds += 1
 
@@ -84,7 +90,7 @@ class Model(ABC):
         self._n_holds -= 1
         self._close_if_done()
 
-    def keep(self, folder: BroughtFolder) -> None:
+    def attach_override_folder(self, folder: OverrideFolder) -> None:
         """It was loaded from there, and may read it until it is unloaded."""
         folder.hold()
         self._brought = folder
@@ -109,7 +115,7 @@ class Model(ABC):
         return True
 
     @property
-    def troubles(self) -> str:
+    def unready_reason(self) -> str:
         """Of a part of it, or of all: what computes nothing now, though it should; empty: all is well."""
         return ""
 
@@ -134,22 +140,22 @@ class Model(ABC):
             if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
                 what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
                 raise StatusError(Code.UNAVAILABLE, request.named + what)
-            if self.cache is not None and not self.is_decoupled and self._answer_again(self.cache, request):
+            if self.cache is not None and not self.is_decoupled and self._answer_from_cache(self.cache, request):
                 return
-            self._take(request, now_ns)
+            self._enqueue(request, now_ns)
         except StatusError as error:
             self.statistics.failed(request, now_ns, "REJECTED")
             self._traced(request, now_ns, error)
             raise
         self._n_open += 1
-        self._begin(request, now_ns)
+        self._start(request, now_ns)
 
     @property
     def as_loaded(self) -> object:
         """Equal as long as the same inputs have the same answers: of an ensemble also those of its members."""
         return self._loading
 
-    def _answer_again(self, cache: ResponseCache, request: InferRequest) -> bool:
+    def _answer_from_cache(self, cache: ResponseCache, request: InferRequest) -> bool:
         """As it was answered before; False: it was not, and what is answered now is kept."""
         receive, began_ns = request.receive, time.monotonic_ns()
         assert receive is not None, "it was submitted"
@@ -175,11 +181,11 @@ class Model(ABC):
         return False
 
     @abstractmethod
-    def _take(self, request: InferRequest, now_ns: int) -> None:
+    def _enqueue(self, request: InferRequest, now_ns: int) -> None:
         """raises StatusError where there is no room for it"""
 
     @abstractmethod
-    def _begin(self, request: InferRequest, now_ns: int) -> None:
+    def _start(self, request: InferRequest, now_ns: int) -> None:
         """What was taken may be computed, and be answered at once."""
 
     @abstractmethod
@@ -193,12 +199,12 @@ class Model(ABC):
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that nothing computes ends at once."""
 
-    def answers_at_once(self, n_bytes: int) -> bool:
-        """Whether `infer_at_once` answers a request with inputs of so many bytes now."""
+    def can_run_inline(self, n_bytes: int) -> bool:
+        """Whether `infer_inline` answers a request with inputs of so many bytes now."""
         return False
 
-    def infer_at_once(self, like: InferRequest, inputs: dict[str, Array], came_ns: int) -> "Answered":
-        """As `infer`, of `like` with these inputs, where it `answers_at_once`. raises StatusError"""
+    def infer_inline(self, like: InferRequest, inputs: dict[str, Array], came_ns: int) -> "Answered":
+        """As `infer`, of `like` with these inputs, where it `can_run_inline`. raises StatusError"""
         raise AssertionError(f"{self.name} does not answer at once")
 
     async def infer(self, request: InferRequest) -> InferResponse:
@@ -220,7 +226,7 @@ class Model(ABC):
             self.cancel(request)
             raise
 
-    def _responded(
+    def _prepare_response(
         self, request: InferRequest, response: InferResponse, error: StatusError | None
     ) -> tuple[InferResponse | None, StatusError | None]:
         """With a response, which may be its first: as clients see it, or why they cannot."""
@@ -250,11 +256,11 @@ class Model(ABC):
         """It has ended."""
         if request.hops is not None:
             times = request.queued_ns, request.started_ns, request.computing_ns, request.computed_ns, done_ns
-            request.hops.append(Hop(self.name, *times))
+            request.hops.append(RequestTiming(self.name, *times))
         if request.trace is not None:
             self._tracer.end(request, self.name, self.version, done_ns, error)
 
-    def told(self) -> dict[str, Any]:
+    def statistics_dict(self) -> dict[str, Any]:
         return self.statistics.told(self.name, self.version)
 
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.lifecycle.log_settings import LogSwitches
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
-from millrace.model_repository.metrics.metrics_config import Measures
+from millrace.model_repository.metrics.metrics_config import MetricsConfig
 from millrace.model_repository.request.response_cache import ResponseCache
 from millrace.model_repository.scheduling.rate_limiter import RateLimiter
 from millrace.model_repository.tracing.tracer import Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
+class RepositoryContext:
     """cache, limiter: None where there is none"""
 
-    measures: Measures = field(default_factory=Measures)
+    measures: MetricsConfig = field(default_factory=MetricsConfig)
     cache: ResponseCache | None = None
     tracer: Tracer = field(default_factory=Tracer)
     limiter: RateLimiter | None = None
@@ -31,10 +31,10 @@ class Common:
         return found
 
     @classmethod
-    def of(cls, flags: OperationFlags, tracer: Tracer | None = None) -> "Common":
+    def of(cls, flags: OperationFlags, tracer: Tracer | None = None) -> "RepositoryContext":
         """raises ConfigError"""
         return cls(
-            Measures.of(flags.metrics_config),
+            MetricsConfig.of(flags.metrics_config),
             ResponseCache.of(flags.cache_config),
             tracer or Tracer(),
             RateLimiter.of(flags.rate_limit, flags.rate_limit_resource),

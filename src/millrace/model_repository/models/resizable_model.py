@@ -6,19 +6,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from millrace.model_repository.backends.backend import InstanceGiven, ModelBackend
+from millrace.model_repository.backends.backend import InstanceContext, ModelBackend
 from millrace.model_repository.config.model_config import InstanceGroup
 from millrace.model_repository.execution.instance_worker import Worker
 from millrace.model_repository.models.backend_model import PATIENCE_S, BackendModel
-from millrace.model_repository.models.bls import Others
-from millrace.model_repository.models.model_version import Loadable
+from millrace.model_repository.models.bls import BlsExecutor
+from millrace.model_repository.models.model_version import ModelVersionSource
 from millrace.model_repository.request.status_code import StatusError
 
 
 class ResizableModel(BackendModel):
     """A model whose instances are added and closed while it answers, in place of a reload."""
 
-    def __init__(self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, of: ModelVersionSource, backend: ModelBackend, others: BlsExecutor, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(of, backend, others, loop)
         self._of, self._backend, self._others = of, backend, others
         self._leaving: set[Worker] = set()  # that compute, and are closed when they are done
@@ -32,7 +34,7 @@ class ResizableModel(BackendModel):
         if self._limiter is not None:
             self._limiter.check(groups)
         of = replace(self._of, config=replace(self._of.config, instance_group=tuple(groups)))
-        surplus, missing = self._differences(InstanceGiven.all_of(of, self._others))
+        surplus, missing = self._differences(InstanceContext.all_of(of, self._others))
         await self._add([self._worker(self._backend, given) for given in missing])
         self._of, self.config = of, of.config
         for worker in surplus:
@@ -45,7 +47,7 @@ class ResizableModel(BackendModel):
         if surplus:
             await asyncio.wait([asyncio.wrap_future(worker.closed) for worker in surplus], timeout=PATIENCE_S)
 
-    def _differences(self, wanted: Sequence[InstanceGiven]) -> tuple[list[Worker], list[InstanceGiven]]:
+    def _differences(self, wanted: Sequence[InstanceContext]) -> tuple[list[Worker], list[InstanceContext]]:
         """Instances that are not wanted any more, the newest first, and those that are not there."""
         left = Counter(_kind(given) for given in wanted)
         there = [worker for worker in self._workers if worker not in self._leaving and not worker.is_dead]
@@ -54,7 +56,7 @@ class ResizableModel(BackendModel):
             left[_kind(worker.given)] -= 1
             if left[_kind(worker.given)] < 0:
                 surplus.insert(0, worker)
-        names, missing = self._free_names(), list[InstanceGiven]()
+        names, missing = self._free_names(), list[InstanceContext]()
         for given in reversed(wanted):
             if left[_kind(given)] > 0:
                 left[_kind(given)] -= 1
@@ -104,15 +106,15 @@ class ResizableModel(BackendModel):
             self._dispatch(time.monotonic_ns())
             self._close_if_done()
 
-    def revived(self, worker: Worker) -> None:
+    def on_worker_restarted(self, worker: Worker) -> None:
         if worker in self._workers:  # otherwise it is being closed
-            super().revived(worker)
+            super().on_worker_restarted(worker)
 
-    def lost(self, worker: Worker, why: str) -> None:
+    def on_worker_lost(self, worker: Worker, why: str) -> None:
         if worker in self._workers:
-            super().lost(worker, why)
+            super().on_worker_lost(worker, why)
 
 
-def _kind(given: InstanceGiven) -> InstanceGroup:
+def _kind(given: InstanceContext) -> InstanceGroup:
     """What makes instances alike."""
     return replace(given.group, name="", count=0)

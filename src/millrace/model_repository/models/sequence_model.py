@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from millrace.model_repository.backends.backend import ModelBackend
 from millrace.model_repository.execution.instance_worker import Worker
 from millrace.model_repository.models.backend_model import BackendModel
-from millrace.model_repository.models.bls import Others
-from millrace.model_repository.models.model_version import Loadable, Waiting
+from millrace.model_repository.models.bls import BlsExecutor
+from millrace.model_repository.models.model_version import ModelVersionSource, Waiting
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.scheduling.dynamic_batcher import Batch
-from millrace.model_repository.scheduling.sequence_batcher import SequenceQueue, SequenceRules
+from millrace.model_repository.scheduling.sequence_batcher import SequenceBatcher, SequenceRules
 from millrace.model_repository.scheduling.sequence_controls import Controls
 from millrace.model_repository.scheduling.sequence_states import States
 
@@ -23,14 +23,19 @@ class SequenceModel(BackendModel):
     _computes_here = False
 
     def __init__(
-        self, of: Loadable, backend: ModelBackend, others: Others, loop: asyncio.AbstractEventLoop, states: States
+        self,
+        of: ModelVersionSource,
+        backend: ModelBackend,
+        others: BlsExecutor,
+        loop: asyncio.AbstractEventLoop,
+        states: States,
     ) -> None:
         """As `BackendModel`; its configuration has sequence_batching"""
         super().__init__(of, backend, others, loop)
         said = of.config.sequence_batching
         assert said is not None, of.name
         self._controls, self._states = Controls(of.config), states
-        self._sequences = SequenceQueue(
+        self._sequences = SequenceBatcher(
             SequenceRules.of(of.config), len(self._workers), self._ready, self._controls.null
         )
         self._numbers = {worker: i for i, worker in enumerate(self._workers)}
@@ -42,10 +47,10 @@ class SequenceModel(BackendModel):
     def n_pending(self) -> int:
         return len(self._sequences)
 
-    def answers_at_once(self, n_bytes: int) -> bool:
+    def can_run_inline(self, n_bytes: int) -> bool:
         return False
 
-    def _take(self, request: InferRequest, now_ns: int) -> None:
+    def _enqueue(self, request: InferRequest, now_ns: int) -> None:
         if self._broken:
             raise StatusError(Code.UNAVAILABLE, request.named + self._broken)
         self._controls.check(request.correlation_id)
@@ -57,7 +62,7 @@ class SequenceModel(BackendModel):
         request.cancel()
         for one in self._sequences.leave(request, time.monotonic_ns()):
             one.cancel()
-            self._answered(one, None, StatusError(Code.CANCELLED, f"{one.named}request was cancelled"), True)
+            self._on_response(one, None, StatusError(Code.CANCELLED, f"{one.named}request was cancelled"), True)
         if not request.finished:
             for worker in self._workers:
                 worker.cancelled(request)
@@ -65,21 +70,21 @@ class SequenceModel(BackendModel):
     def _waiting(self) -> list[InferRequest]:
         return self._sequences.drained()
 
-    def untouched(self, worker: Worker, batch: Batch) -> None:
+    def on_batch_returned(self, worker: Worker, batch: Batch) -> None:
         """Its sequences were the instance's, and what that knew of them is gone with it."""
         self._lose(worker)
         for request in batch.requests:
             self._answer_lost(worker, request)
         self._free(worker)
 
-    def lost(self, worker: Worker, why: str) -> None:
+    def on_worker_lost(self, worker: Worker, why: str) -> None:
         """Sequences would go on without what the instance knew of them: they end."""
         self._lose(worker)
-        super().lost(worker, why)
+        super().on_worker_lost(worker, why)
 
-    def revived(self, worker: Worker) -> None:
+    def on_worker_restarted(self, worker: Worker) -> None:
         self._sequences.found(self._numbers[worker], time.monotonic_ns())
-        super().revived(worker)
+        super().on_worker_restarted(worker)
 
     def _lose(self, worker: Worker) -> None:
         for request in self._sequences.lost(self._numbers[worker], worker.name, time.monotonic_ns()):
@@ -87,7 +92,7 @@ class SequenceModel(BackendModel):
 
     def _answer_lost(self, worker: Worker, request: InferRequest) -> None:
         gone = self._sequences.was_lost(request.correlation_id, worker.name)
-        self._answered(request, None, StatusError(gone.code, request.named + gone.message), True)
+        self._on_response(request, None, StatusError(gone.code, request.named + gone.message), True)
 
     def waits_for(self, request: InferRequest, surely: bool) -> Sequence[Waiting] | None:
         """As of any model; and of a sequence for what computes the request before it, or for a slot."""
@@ -105,7 +110,7 @@ class SequenceModel(BackendModel):
 
     def _refuse_late(self, now_ns: int) -> None:
         for request in self._sequences.expired(now_ns):
-            self._answered(request, None, StatusError(Code.UNAVAILABLE, self._sequences.timed_out), True)
+            self._on_response(request, None, StatusError(Code.UNAVAILABLE, self._sequences.timed_out), True)
 
     def _next(self, now_ns: int) -> tuple[Worker, Batch] | None:
         workers = self._idle if self._limiter is None else self._limiter.among(self._idle, len(self._sequences) > 0)
@@ -127,7 +132,7 @@ class SequenceModel(BackendModel):
             for request in batch.requests:
                 self._sequences.done(request, now_ns)
 
-    def _answered(
+    def _on_response(
         self, request: InferRequest, response: InferResponse | None, error: StatusError | None, final: bool
     ) -> None:
         if request.finished:
@@ -140,7 +145,7 @@ class SequenceModel(BackendModel):
                 response, error = None, failed
         if final and not self.is_decoupled:
             self._sequences.done(request, now_ns)
-        super()._answered(request, response, error, final)
+        super()._on_response(request, response, error, final)
         if final:  # a slot, or the next of a sequence, may be free
             self._dispatch(now_ns)
 

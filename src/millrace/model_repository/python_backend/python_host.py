@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from millrace.model_repository.backends.backend import InstanceGiven
+from millrace.model_repository.backends.backend import InstanceContext
 from millrace.model_repository.lifecycle.load_override import PREFIX
-from millrace.model_repository.models.bls import InnerCall, Others
+from millrace.model_repository.models.bls import BlsExecutor, NestedRequest
 from millrace.model_repository.python_backend.stub.errors import CODES, TritonError, TritonModelException
 from millrace.model_repository.python_backend.stub.host_interface import (
     Answer,
-    Asked,
-    Asking,
+    BlockingCalls,
+    BlsClient,
+    BlsRequest,
     Host,
     Incoming,
     Receive,
-    Waits,
 )
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import Array, named_type
 
@@ -30,7 +30,7 @@ LOG = logging.getLogger("millrace.serve.models")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 
 
-class HereRequest(Incoming):
+class InProcessRequest(Incoming):
     """A request to a model that runs in this process."""
 
     def __init__(self, request: InferRequest) -> None:
@@ -64,19 +64,19 @@ def status_of(error: TritonError) -> StatusError:
 
 
 class ServerHost(Host):
-    def __init__(self, given: InstanceGiven) -> None:
+    def __init__(self, given: InstanceContext) -> None:
         super().__init__(given.name, given.config.name)
         self._given, self._others = given, given.others
         self._numbers: set[int] = set()  # of its metrics
         self.has_asked = False  # another model, ever
 
-    def ask(self, asked: Asked, receive: Receive) -> Asking:
+    def ask(self, asked: BlsRequest, receive: Receive) -> BlsClient:
         """Inputs are copied: whoever asks may write into its own while they are computed."""
-        behind = [incoming.request for incoming in asked.behind if isinstance(incoming, HereRequest)]
+        behind = [incoming.request for incoming in asked.behind if isinstance(incoming, InProcessRequest)]
         copied = [(name, array.copy()) for name, array in asked.inputs]
         return self.ask_for(replace(asked, inputs=copied), behind, receive)
 
-    def ask_for(self, asked: Asked, behind: Sequence[InferRequest], receive: Receive) -> "HereAsking":
+    def ask_for(self, asked: BlsRequest, behind: Sequence[InferRequest], receive: Receive) -> "InProcessBls":
         """The same, for these requests, with inputs that nobody writes into."""
         self.has_asked = True
         request = InferRequest({}, tuple(asked.outputs), asked.id)
@@ -95,14 +95,14 @@ class ServerHost(Host):
             given = [_given(name, array) for name, array in asked.inputs]
         except StatusError as error:
             raise TritonModelException(str(error)) from None
-        waits = self._given.waits if asked.waits is not Waits.NO else None
-        call = InnerCall(
+        waits = self._given.waits if asked.waits is not BlockingCalls.NO else None
+        call = NestedRequest(
             self.model, asked.model, asked.version, asked.is_decoupled, request, given, behind, waits,
-            asked.waits is Waits.YES, answered,
+            asked.waits is BlockingCalls.YES, answered,
         )  # fmt: skip
         if not self._others.post(self._others.begin, call):
             receive(Answer(error=TritonError("Server is stopping", TritonError.UNAVAILABLE)), True)
-        return HereAsking(self._others, call)
+        return InProcessBls(self._others, call)
 
     def control(self, what: str, **told: Any) -> Any:
         name = str(told["name"])
@@ -145,8 +145,8 @@ class ServerHost(Host):
         LOG.log(_LEVELS[level], "%s", message)
 
 
-class HereAsking(Asking):
-    def __init__(self, others: Others, call: InnerCall) -> None:
+class InProcessBls(BlsClient):
+    def __init__(self, others: BlsExecutor, call: NestedRequest) -> None:
         self._others, self._call = others, call
 
     def cancel(self) -> None:
@@ -157,9 +157,9 @@ class HereAsking(Asking):
             self._others.post(self._others.taken, self._call)
 
 
-def _given(name: str, array: Array) -> Given:
+def _given(name: str, array: Array) -> RawInput:
     """raises StatusError"""
-    return Given(name, named_type(name, array), array.shape, array)
+    return RawInput(name, named_type(name, array), array.shape, array)
 
 
 def _files(told: Mapping[str, str]) -> dict[str, bytes | str]:

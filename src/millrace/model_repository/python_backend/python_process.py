@@ -14,13 +14,13 @@ from typing import Any
 
 from millrace.machine.cpu import usable_cores
 from millrace.machine.process_info import resident_bytes
-from millrace.model_repository.backends.backend import Instance, InstanceGiven, InstanceGoneError
-from millrace.model_repository.python_backend.python_host import HereAsking, ServerHost, status_of
+from millrace.model_repository.backends.backend import Instance, InstanceContext, InstanceLostError
+from millrace.model_repository.python_backend.python_host import InProcessBls, ServerHost, status_of
 from millrace.model_repository.python_backend.python_interpreter import Child, Python
 from millrace.model_repository.python_backend.stub.errors import TritonModelException
-from millrace.model_repository.python_backend.stub.host_interface import Answer, Asked, Waits
+from millrace.model_repository.python_backend.stub.host_interface import Answer, BlockingCalls, BlsRequest
 from millrace.model_repository.python_backend.stub.ipc import FrameError, Named
-from millrace.model_repository.python_backend.stub.model_runner import ModelSaid
+from millrace.model_repository.python_backend.stub.model_runner import RaisedByModelError
 from millrace.model_repository.python_backend.stub.stub_process import answer_fields, answer_read, answer_tensors
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import Code, StatusError
@@ -51,13 +51,13 @@ def completed_in(python: Python, file: Path, config: Mapping[str, Any], name: st
 class ChildModel(Instance):
     answers_later = True
 
-    def __init__(self, python: Python, said: ModelSaid, given: InstanceGiven) -> None:
+    def __init__(self, python: Python, said: RaisedByModelError, given: InstanceContext) -> None:
         """raises StatusError"""
         self._name, self._host = given.name, ServerHost(given)
         self._requests: dict[int, InferRequest] = {}  # that are not answered, by their numbers
         self._numbers: dict[InferRequest, int] = {}
         self._next = itertools.count(1)
-        self._asking: dict[int, HereAsking] = {}  # of other models
+        self._asking: dict[int, InProcessBls] = {}  # of other models
         # The batch that it executes, and what is told when it is done.
         self._done: tuple[Callable[[StatusError | None], None], Sequence[InferRequest]] | None = None
         self._loaded: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -96,7 +96,7 @@ class ChildModel(Instance):
         told, tensors = [], list[Named]()
         with self._lock:
             if self._lost:
-                raise InstanceGoneError
+                raise InstanceLostError
             self._done = done, requests
             for request in requests:
                 number = self._numbers[request] = next(self._next)
@@ -275,10 +275,10 @@ class ChildModel(Instance):
     def _on_ask(self, header: dict[str, Any], tensors: list[Named]) -> None:
         number = header["c"]
         behind = [self._requests[r] for r in header["behind"] if r in self._requests]
-        asked = Asked(
+        asked = BlsRequest(
             header["model"], header["version"], header["id"], header["correlation_id"], header["flags"],
             header["timeout_us"], header["parameters"], tensors, header["outputs"], header["decoupled"], (),
-            Waits(header["waits"]),
+            BlockingCalls(header["waits"]),
         )  # fmt: skip
 
         def receive(answer: Answer | None, final: bool) -> None:

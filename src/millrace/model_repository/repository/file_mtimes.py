@@ -9,7 +9,7 @@ from pathlib import Path
 
 from millrace.model_repository.repository.model_names import ModelId
 from millrace.model_repository.repository.multi_repository import Repositories
-from millrace.model_repository.repository.repository_reader import leaves
+from millrace.model_repository.repository.repository_reader import walk_files
 
 _Files = frozenset[tuple[str, int, int]]
 _MOST_FILES = 10_000  # of one model
@@ -42,7 +42,7 @@ def stamp(roots: Sequence[Path], name: str) -> object:
             path = left.pop()
             with suppress(OSError):  # it went away meanwhile, which the next look sees
                 about = path.lstat()
-                if stat.S_ISLNK(about.st_mode) and not leaves(root, path):
+                if stat.S_ISLNK(about.st_mode) and not walk_files(root, path):
                     about = path.stat()
                 if not stat.S_ISDIR(about.st_mode):
                     found.append((str(path), about.st_size, about.st_mtime_ns))

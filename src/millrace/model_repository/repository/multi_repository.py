@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.model_repository.config.autocomplete import ADDING_NOTHING, NETWORKS
-from millrace.model_repository.config.config_rules import Broken
+from millrace.model_repository.config.config_rules import RuleViolation
 from millrace.model_repository.config.model_config import ModelConfig
 from millrace.model_repository.config.pbtxt_binder import MORE, MOST_PROBLEMS, Path_
 from millrace.model_repository.config.problems import Level, Problem
 from millrace.model_repository.repository.cycles import rings
-from millrace.model_repository.repository.ensemble_tensor_check import misfits
+from millrace.model_repository.repository.ensemble_tensor_check import tensor_mismatches
 from millrace.model_repository.repository.model_names import ModelId, chosen
 from millrace.model_repository.repository.repository_reader import (
     Model,
@@ -152,15 +152,15 @@ def _check_steps(of: ModelId, model: Model, names: Names) -> None:
         what = f"ensemble {of} contains models that are not available or ambiguous: {', '.join(missing)}"
         first = next(i for i, step in enumerate(scheduling.step) if step.model_name == missing[0])
         path: Path_ = ("ensemble_scheduling", "step", first, "model_name")
-        model.say(Broken(path, what, "models of this repository", "add them, or correct model_name"))
+        model.say(RuleViolation(path, what, "models of this repository", "add them, or correct model_name"))
     if (by := names.ring(of, model)) is not None:
         what = f"circular dependency between ensembles: {of} -> ... -> {by} -> {of}"
         expected = "steps that need one another in one direction"
-        model.say(Broken(("ensemble_scheduling",), what, expected, "cut the circle"))
+        model.say(RuleViolation(("ensemble_scheduling",), what, expected, "cut the circle"))
     elif not missing and model.is_servable:
         steps = [names.whole(names.meant(of, step.model_name)) for step in scheduling.step]
-        for i, broken in enumerate(misfits(of, model.config, steps)):
-            model.say(broken if i < MOST_PROBLEMS else Broken(broken.path, *MORE))
+        for i, broken in enumerate(tensor_mismatches(of, model.config, steps)):
+            model.say(broken if i < MOST_PROBLEMS else RuleViolation(broken.path, *MORE))
             if i == MOST_PROBLEMS:
                 break
 
@@ -176,7 +176,7 @@ def whole(one: ModelId | None, models: _Models) -> tuple[ModelId, ModelConfig] |
     return one, config
 
 
-def finds_batches(model: Model) -> bool:
+def autocompletes_batching(model: Model) -> bool:
     """Whether its backend may give it batches at a load, where its configuration says none."""
     config = model.config
     if config.max_batch_size or config.ensemble_scheduling is not None or not config.backend:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from millrace.errors import ConfigError
 from millrace.model_repository.config.autocomplete import broken_backend, completed
-from millrace.model_repository.config.config_rules import ENSEMBLE, Broken, broken_rules, not_yet, unused
+from millrace.model_repository.config.config_rules import ENSEMBLE, RuleViolation, broken_rules, not_yet, unused
 from millrace.model_repository.config.data_files_check import broken_data, short_file
 from millrace.model_repository.config.ensemble_rules import broken_ensemble
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import InitialState, ModelConfig, WarmupInput
-from millrace.model_repository.config.pbtxt_binder import Enough, Path_, Read, place_of, read_config
+from millrace.model_repository.config.pbtxt_binder import ParsedConfig, Path_, TooManyProblems, place_of, read_config
 from millrace.model_repository.config.pbtxt_parser import MOST_BYTES
 from millrace.model_repository.config.problems import Level, Place, Problem
 from millrace.model_repository.repository.model_names import may_be_folder
@@ -45,7 +45,7 @@ class Model:
     places: Mapping[Path_, Place] = field(default_factory=dict)  # there, of what it says
     problems: list[Problem] = field(default_factory=list)
 
-    def say(self, broken: Broken) -> None:
+    def say(self, broken: RuleViolation) -> None:
         """An error, where it stands."""
         file, place = self.file or self.folder, place_of(self.places, broken.path)
         self.problems.append(Problem(Level.ERROR, file, place, broken.what, broken.expected, broken.mend))
@@ -138,7 +138,7 @@ def _entries(folder: Path, problems: list[Problem]) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in sorted(names[:_MOST_ENTRIES])]
 
 
-def leaves(root: Path, path: Path) -> bool:
+def walk_files(root: Path, path: Path) -> bool:
     """Whether a link leads out of the repository, or nowhere, or in a circle."""
     try:
         return not path.resolve(strict=True).is_relative_to(root.resolve())
@@ -153,7 +153,7 @@ def _is_plain(name: str) -> bool:
 
 def _model(root: Path, folder: Path, config_name: str, given_config: bytes | None = None) -> Model:
     model = Model(folder.name, folder)
-    if leaves(root, folder):
+    if walk_files(root, folder):
         _outside(model, folder)
         return model
     given_file = folder / "(given).pbtxt"
@@ -167,7 +167,7 @@ def _model(root: Path, folder: Path, config_name: str, given_config: bytes | Non
     model.file, model.places = read.file, read.places
     model.added = added if read.places else ("config.pbtxt, from the folder", *added)
     is_read = not any(p.level is Level.ERROR for p in read.problems)
-    with suppress(Enough):
+    with suppress(TooManyProblems):
         _choose(model, read)
         if is_read:  # else most of the rules would fail for what is not read
             rules = broken_rules(config), broken_data(config), not_yet(config)
@@ -186,28 +186,28 @@ def _outside(model: Model, path: Path) -> None:
     model.problems.append(Problem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
 
 
-def _say(read: Read, broken: Broken, level: Level = Level.ERROR) -> None:
+def _say(read: ParsedConfig, broken: RuleViolation, level: Level = Level.ERROR) -> None:
     read.add(level, read.place(broken.path), broken.what, broken.expected, broken.mend)
 
 
-def _read(root: Path, model: Model, config_name: str) -> Read:
+def _read(root: Path, model: Model, config_name: str) -> ParsedConfig:
     """The configuration's file; where there is none, an empty one."""
     file = model.folder / CONFIG
     if config_name and (other := model.folder / "configs" / f"{config_name}.pbtxt").is_file():
         file = other
     if not os.path.lexists(file):
-        return Read(file)
-    if leaves(root, file):
+        return ParsedConfig(file)
+    if walk_files(root, file):
         _outside(model, file)
-        return Read(file)
+        return ParsedConfig(file)
     try:
         data = read_given(file, MOST_BYTES) if file.is_file() else None
     except OSError as error:
-        read = Read(file)
+        read = ParsedConfig(file)
         read.add(Level.ERROR, None, f"{error.strerror}", "a file that can be read", "check its rights")
         return read
     if data is None:
-        read = Read(file)
+        read = ParsedConfig(file)
         read.add(Level.ERROR, None, "not a file", "a text file", "remove or replace it")
         return read
     return read_config(data, file)
@@ -221,13 +221,13 @@ def _versions(root: Path, model: Model, entries: Sequence[tuple[str, Path]]) -> 
         if not digits or name.startswith("0") or len(name) > 19 or int(name) > _HIGHEST_VERSION:
             why = "a version is a whole number from 1, without a zero before it"
             model.problems.append(_ignored(path, why))
-        elif leaves(root, path):
+        elif walk_files(root, path):
             _outside(model, path)
         else:
             yield int(name)
 
 
-def _choose(model: Model, read: Read) -> None:
+def _choose(model: Model, read: ParsedConfig) -> None:
     """Which versions the policy serves."""
     policy, there = model.config.version_policy, model.versions
     assert policy is not None, "completed() gives one"
@@ -253,13 +253,13 @@ def _choose(model: Model, read: Read) -> None:
         read.add(Level.ERROR, read.place(("version_policy",)), what, expected, mend)
 
 
-def _whole(model: Model) -> Iterator[Broken]:
+def _whole(model: Model) -> Iterator[RuleViolation]:
     config = model.config
     if config.name != model.name:
         what = (
             f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
         )
-        yield Broken(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
+        yield RuleViolation(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
     backend = broken_backend(config)
     if backend is not None:  # what was completed has no place: what it was completed by has
         paths: list[Path_] = [backend.path, ("platform",), ("backend",), ("default_model_filename",)]
@@ -267,13 +267,16 @@ def _whole(model: Model) -> Iterator[Broken]:
         yield replace(backend, path=at if backend.path else ())
 
 
-def _files(root: Path, model: Model, read: Read) -> None:
+def _files(root: Path, model: Model, read: ParsedConfig) -> None:
     """What the configuration names: the model itself, labels, warm-up, initial states."""
     config, folder = model.config, model.folder
     name = config.default_model_filename
     if name and not _is_plain(name):
         _say(
-            read, Broken(("default_model_filename",), f"{name} leaves the model's folder", "a name in it", "correct it")
+            read,
+            RuleViolation(
+                ("default_model_filename",), f"{name} leaves the model's folder", "a name in it", "correct it"
+            ),
         )
     elif name:
         for version in model.versions:
@@ -295,49 +298,60 @@ def _files(root: Path, model: Model, read: Read) -> None:
                 _data(root, read, at, folder / "initial_state", initial.data_file, initial)
 
 
-def _data(root: Path, read: Read, path: Path_, folder: Path, name: str, given: InitialState | WarmupInput) -> None:
+def _data(
+    root: Path, read: ParsedConfig, path: Path_, folder: Path, name: str, given: InitialState | WarmupInput
+) -> None:
     file = _inner(root, read, path, folder, name)
     if file is None:
         return
     if not file.is_file():
-        _say(read, Broken(path, f"{file} is not a file", "the tensor's bytes", "replace it"))
+        _say(read, RuleViolation(path, f"{file} is not a file", "the tensor's bytes", "replace it"))
     elif (what := short_file(given, name, file.stat().st_size)) is not None:
         _say(
-            read, Broken(path, what, "the tensor's bytes, one element after the other", "replace the file, or its dims")
+            read,
+            RuleViolation(
+                path, what, "the tensor's bytes, one element after the other", "replace the file, or its dims"
+            ),
         )
 
 
-def _inner(root: Path, read: Read, path: Path_, folder: Path, name: str) -> Path | None:
+def _inner(root: Path, read: ParsedConfig, path: Path_, folder: Path, name: str) -> Path | None:
     if not _is_plain(name):
-        _say(read, Broken(path, f"{name} leaves the model's folder", f"a name in {folder.name}/", "correct it"))
+        _say(read, RuleViolation(path, f"{name} leaves the model's folder", f"a name in {folder.name}/", "correct it"))
         return None
     return _file(root, read, path, folder / name)
 
 
-def _file(root: Path, read: Read, path: Path_, file: Path) -> Path | None:
+def _file(root: Path, read: ParsedConfig, path: Path_, file: Path) -> Path | None:
     """The file where it is there and inside; an error, with its place, where it is not."""
     if not os.path.lexists(file):
-        _say(read, Broken(path, f"there is no {file}", "the file that the configuration names", "add it, or rename"))
-    elif leaves(root, file):
+        _say(
+            read,
+            RuleViolation(path, f"there is no {file}", "the file that the configuration names", "add it, or rename"),
+        )
+    elif walk_files(root, file):
         what = f"{file} is a link that leads out of the repository, or nowhere"
-        _say(read, Broken(path, what, "files of the repository itself", "copy or move what it leads to"))
+        _say(read, RuleViolation(path, what, "files of the repository itself", "copy or move what it leads to"))
     else:
         return file
     return None
 
 
-def _labels(read: Read, path: Path_, file: Path) -> tuple[str, ...]:
+def _labels(read: ParsedConfig, path: Path_, file: Path) -> tuple[str, ...]:
     """One a line, as classification gives them back."""
     if not file.is_file():
-        _say(read, Broken(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
+        _say(read, RuleViolation(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
         return ()
     try:
         data = read_given(file, _MOST_LABEL_BYTES)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        _say(read, Broken(path, f"{file} has no labels: {error}", "UTF-8 text, a label a line", "correct the file"))
+        _say(
+            read,
+            RuleViolation(path, f"{file} has no labels: {error}", "UTF-8 text, a label a line", "correct the file"),
+        )
         return ()
     if len(data) > _MOST_LABEL_BYTES:
         what = f"{file} has more than {_MOST_LABEL_BYTES:,} bytes"
-        _say(read, Broken(path, what, "labels", "is it the right file?"))
+        _say(read, RuleViolation(path, what, "labels", "is it the right file?"))
     return tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n"))

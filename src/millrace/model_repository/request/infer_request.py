@@ -21,7 +21,7 @@ class InferResponse:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
-class Bill:
+class TokenUsage:
     """Tokens that are computed for whoever asks, by language models and encoders; from any thread."""
 
     __slots__ = ("_lock", "generated", "prompt")
@@ -43,7 +43,7 @@ class Bill:
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class RequestTiming:
     """What one model did for a request. started_ns and what follows: 0 where it has not come so far"""
 
     model: str
@@ -96,10 +96,10 @@ class InferRequest:
         self.receive: Receiver | None = None
         self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.sequence: Any = None  # `sequences.Sequence` that it belongs to
-        self.came: Any = None  # `tracing.Exchange` that it came by, where anything is traced
+        self.came: Any = None  # `tracing.TracedExchange` that it came by, where anything is traced
         self.trace: Any = None  # `trace_records.Trace` where it is traced
-        self.bill: Bill | None = None  # of its client, and of whatever is asked for it
-        self.hops: list[Hop] | None = None  # of all that computed for it, where its client asks for that
+        self.bill: TokenUsage | None = None  # of its client, and of whatever is asked for it
+        self.hops: list[RequestTiming] | None = None  # of all that computed for it, where its client asks for that
         self.send_by: Sender = _nobody
         self.again_by: Callable[[InferRequest], None] | None = None  # where it may be computed again
         self._watchers: dict[object, Callable[[], None]] | None = None

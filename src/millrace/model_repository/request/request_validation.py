@@ -37,7 +37,7 @@ def wire_name(data_type: DataType) -> str:
 
 
 @dataclass(slots=True)
-class Given:
+class RawInput:
     """A tensor as it came. data: its bytes, or an array of `shape` already. datatype: one of DTYPES"""
 
     name: str
@@ -66,7 +66,7 @@ class _Input:
         self.reshape = said.reshape.shape if said.reshape else None
 
 
-class Checker:
+class RequestValidator:
     """Of one model; made once, for its configuration is looked at by every request."""
 
     def __init__(self, config: ModelConfig, ragged: bool = False, digests: bool = False) -> None:
@@ -84,7 +84,7 @@ class Checker:
         self.has_strings = any(i.datatype == BYTES for i in self._inputs.values())  # which are read one by one
         self._has_optional = len(self._required) < len(self._inputs)
 
-    def take(self, request: InferRequest, given: Sequence[Given]) -> None:
+    def take(self, request: InferRequest, given: Sequence[RawInput]) -> None:
         """Give the request its inputs, its batch size and what it may be batched with. raises StatusError"""
         if not self._outputs.issuperset(request.outputs):
             unknown = next(name for name in request.outputs if name not in self._outputs)
@@ -126,7 +126,7 @@ class Checker:
             return None
         return found.datatype, (-1, *found.dims) if self._max_batch else tuple(found.dims)
 
-    def raw(self, request: InferRequest, data: memoryview) -> Given:
+    def raw(self, request: InferRequest, data: memoryview) -> RawInput:
         """The only input, whose shape is deduced from how many bytes there are. raises StatusError"""
         if len(self._inputs) != 1:
             raise invalid(
@@ -147,12 +147,12 @@ class Checker:
                 raise invalid(request.named + what)
             shape: tuple[int, ...] = (1,) * len(said.dims)
             shape = (1, *shape) if self._max_batch else shape
-            return Given(said.name, BYTES, shape, objects([bytes(data)]).reshape(shape))
+            return RawInput(said.name, BYTES, shape, objects([bytes(data)]).reshape(shape))
         deduced = len(data) // n // np.dtype(DTYPES[said.datatype]).itemsize
         shape = tuple(deduced if d == -1 else d for d in said.dims)
-        return Given(said.name, said.datatype, (1, *shape) if self._max_batch else shape, data)
+        return RawInput(said.name, said.datatype, (1, *shape) if self._max_batch else shape, data)
 
-    def _count(self, request: InferRequest, given: Sequence[Given]) -> StatusError:
+    def _count(self, request: InferRequest, given: Sequence[RawInput]) -> StatusError:
         there = {g.name for g in given}
         missing = _quoted(name for name in self._required if name not in there)
         n, least = len(self._inputs), len(self._required)
@@ -164,7 +164,7 @@ class Checker:
             "input(s)."
         )
 
-    def _batch_size(self, request: InferRequest, given: Sequence[Given]) -> int:
+    def _batch_size(self, request: InferRequest, given: Sequence[RawInput]) -> int:
         size: int | None = None
         for tensor in given:
             if not tensor.shape:
@@ -180,7 +180,7 @@ class Checker:
                 )
         return size or 0
 
-    def _check(self, request: InferRequest, said: _Input, tensor: Given) -> None:
+    def _check(self, request: InferRequest, said: _Input, tensor: RawInput) -> None:
         if tensor.datatype != said.datatype:
             raise invalid(
                 f"{request.named}inference input '{said.name}' data-type is '{tensor.datatype}', but model "
@@ -198,7 +198,7 @@ class Checker:
                 f"{shown(full)}, got {shown(tensor.shape)}. {note}"
             )
 
-    def _array(self, request: InferRequest, said: _Input, tensor: Given) -> Array:
+    def _array(self, request: InferRequest, said: _Input, tensor: RawInput) -> Array:
         data, shape = tensor.data, tensor.shape
         if said.datatype == BYTES and prod(shape) > MOST_STRINGS:
             what = f"input '{said.name}' has {prod(shape)} strings, at most {MOST_STRINGS} are supported"
@@ -231,7 +231,7 @@ class Checker:
                 f"Expected {expected}, got {n_bytes}"
             )
 
-    def _strings(self, request: InferRequest, tensor: Given, data: memoryview) -> list[bytes]:
+    def _strings(self, request: InferRequest, tensor: RawInput, data: memoryview) -> list[bytes]:
         where = f"for inference input '{tensor.name}' for model '{self._model}'"
         n = prod(tensor.shape)
         try:

@@ -10,18 +10,18 @@ from math import prod
 
 from millrace.model_repository.config.config_rules import VARIABLE
 from millrace.model_repository.config.model_config import ModelConfig, ModelOutput
-from millrace.model_repository.repository.ensemble_tensor_check import fits
+from millrace.model_repository.repository.ensemble_tensor_check import is_compatible
 from millrace.model_repository.request.infer_request import InferResponse
 from millrace.model_repository.request.request_validation import shown
 from millrace.model_repository.request.status_code import Code, StatusError
 
 
-def made_dims(said: ModelOutput) -> tuple[int, ...]:
+def backend_dims(said: ModelOutput) -> tuple[int, ...]:
     """As the model makes it, without the batch dimension; -1: any."""
     return said.dims if said.reshape is None else said.reshape.shape
 
 
-class Reshaped:
+class OutputReshaper:
     """Of one model; made once, and false where it reshapes nothing, as most do."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -41,7 +41,7 @@ class Reshaped:
             batch, made = array.shape[: self._batch], array.shape[self._batch :]
             dims = _told_dims(said, made)
             if dims is None:
-                expected = f"{shown(made_dims(said))}, to be told as {shown(said.dims)}"
+                expected = f"{shown(backend_dims(said))}, to be told as {shown(said.dims)}"
                 what = f"output '{name}' of model '{self._model}' has shape {shown(made)}, expected {expected}"
                 raise StatusError(Code.INTERNAL, f"{named}{what}")
             outputs[name] = array.reshape((*batch, *dims))
@@ -50,9 +50,9 @@ class Reshaped:
 
 def _told_dims(said: ModelOutput, made: tuple[int, ...]) -> tuple[int, ...] | None:
     """None: nothing tells them. A model may make what clients are told, too, or whatever has as many elements."""
-    if fits(made_dims(said), made):
-        variable: Iterator[int] = (n for s, n in zip(made_dims(said), made, strict=True) if s == VARIABLE)
+    if is_compatible(backend_dims(said), made):
+        variable: Iterator[int] = (n for s, n in zip(backend_dims(said), made, strict=True) if s == VARIABLE)
         return tuple(next(variable) if s == VARIABLE else s for s in said.dims)
-    if fits(said.dims, made):
+    if is_compatible(said.dims, made):
         return made
     return said.dims if VARIABLE not in said.dims and prod(said.dims) == prod(made) else None

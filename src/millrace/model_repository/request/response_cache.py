@@ -23,7 +23,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(slots=True)
-class _Kept:
+class _CachedResponse:
     response: InferResponse
     n_bytes: int
 
@@ -31,7 +31,7 @@ class _Kept:
 class ResponseCache:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.n_bytes = most_bytes, 0
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Key, _CachedResponse] = OrderedDict()
 
     @classmethod
     def of(cls, said: Sequence[str]) -> "ResponseCache | None":
@@ -67,7 +67,7 @@ class ResponseCache:
         while self.n_bytes + n_bytes > self.most_bytes:
             self._drop(next(iter(self._kept)))
         outputs = {name: _copied(array) for name, array in response.outputs.items()}
-        self._kept[key] = _Kept(InferResponse(outputs, dict(response.parameters)), n_bytes)
+        self._kept[key] = _CachedResponse(InferResponse(outputs, dict(response.parameters)), n_bytes)
         self.n_bytes += n_bytes
 
     def forget(self, model: object) -> None:

@@ -14,7 +14,7 @@ FREE_BYTES = 1 << 20  # of each request, whatever others leave unread
 _EACH_BYTES = 1024  # about what a response without tensors takes
 
 
-class Beside(Protocol):
+class ResponseSidecar(Protocol):
     """Another count of the same responses, such as of all that a client leaves."""
 
     def add(self, n_bytes: int) -> None:
@@ -25,10 +25,10 @@ class Beside(Protocol):
     def close(self) -> None: ...
 
 
-class Unread:
+class UnreadBytes:
     """Responses to one request that wait for their reader, by their bytes; the model's together are bounded."""
 
-    def __init__(self, model: Model, beside: Beside | None = None) -> None:
+    def __init__(self, model: Model, beside: ResponseSidecar | None = None) -> None:
         self._model, self._beside, self._n_bytes = model, beside, 0
 
     def add(self, request: InferRequest, response: InferResponse | None) -> int:
@@ -65,7 +65,7 @@ class Responses:
         """Submits it. raises StatusError"""
         self._model, self._request = model, request
         self._unread: deque[tuple[InferResponse | StatusError, int]] = deque()
-        self._waiting = Unread(model)
+        self._waiting = UnreadBytes(model)
         self._is_over = False
         self._changed = asyncio.Event()
         model.submit(request, self._receive)

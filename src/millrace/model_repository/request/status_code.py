@@ -5,7 +5,7 @@ Clients and their tests search for these words, so that nothing is put around th
 
 from enum import Enum, auto
 
-from millrace.errors import plain
+from millrace.errors import sanitize
 
 
 class Code(Enum):
@@ -23,7 +23,7 @@ class StatusError(Exception):
     """message: may quote what came from outside; it becomes one bounded line"""
 
     def __init__(self, code: Code, message: str) -> None:
-        self.code, self.message = code, plain(message)
+        self.code, self.message = code, sanitize(message)
         super().__init__(code, self.message)
 
     def __str__(self) -> str:

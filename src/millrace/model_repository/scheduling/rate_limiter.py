@@ -22,7 +22,7 @@ FLAG, RESOURCE_FLAG = "--rate-limit", "--rate-limit-resource"
 _RESOURCE = re.compile(r"([^:\s]{1,200}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 
 
-class Slot(Protocol):
+class InstanceSlot(Protocol):
     """An instance, as far as others are concerned."""
 
     @property
@@ -30,25 +30,25 @@ class Slot(Protocol):
         """That it computes."""
 
 
-S = TypeVar("S", bound=Slot)
+S = TypeVar("S", bound=InstanceSlot)
 
 
-class Owner(Protocol):
+class ResourceWaiter(Protocol):
     """Who has workers."""
 
-    def room(self) -> None:
+    def on_resources_available(self) -> None:
         """One of them that was to wait may compute now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ResourceRequest:
     """Of an instance. counts: of resources by name"""
 
     counts: Mapping[str, int]
     priority: int = 1
 
     @classmethod
-    def of(cls, group: InstanceGroup) -> "Needs":
+    def of(cls, group: InstanceGroup) -> "ResourceRequest":
         said = group.rate_limiter
         if said is None:
             return cls({})
@@ -56,9 +56,9 @@ class Needs:
 
 
 @dataclass(slots=True)
-class _Known:
-    needs: Needs
-    owner: Owner
+class _ResourceState:
+    needs: ResourceRequest
+    owner: ResourceWaiter
     n_runs: int = 0
 
     @property
@@ -71,10 +71,10 @@ class RateLimiter:
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
-        self._known: dict[Slot, _Known] = {}
+        self._known: dict[InstanceSlot, _ResourceState] = {}
         self._used: Counter[str] = Counter()
-        self._computing: set[Slot] = set()
-        self._waiting: dict[Slot, None] = {}
+        self._computing: set[InstanceSlot] = set()
+        self._waiting: dict[InstanceSlot, None] = {}
         self._are_global: dict[str, bool] = {}
         self._is_woken = False
 
@@ -116,10 +116,10 @@ class RateLimiter:
                     )
         self._are_global = are_global
 
-    def add(self, worker: Slot, group: InstanceGroup, owner: Owner) -> None:
-        self._known[worker] = _Known(Needs.of(group), owner)
+    def add(self, worker: InstanceSlot, group: InstanceGroup, owner: ResourceWaiter) -> None:
+        self._known[worker] = _ResourceState(ResourceRequest.of(group), owner)
 
-    def remove(self, workers: Iterable[Slot]) -> None:
+    def remove(self, workers: Iterable[InstanceSlot]) -> None:
         """They compute nothing more."""
         for worker in workers:
             self.end(worker)
@@ -129,7 +129,7 @@ class RateLimiter:
         there = {name for known in self._known.values() for name in known.needs.counts}
         self._are_global = {name: is_global for name, is_global in self._are_global.items() if name in there}
 
-    def may_compute(self, worker: Slot) -> bool:
+    def may_compute(self, worker: InstanceSlot) -> bool:
         known = self._known[worker]
         counts = known.needs.counts
         if any(self._used[name] + n > self._limit(name) for name, n in counts.items()):
@@ -146,27 +146,27 @@ class RateLimiter:
         self._waiting.update(dict.fromkeys(worker for worker in idle if worker not in found))
         return found
 
-    def forget(self, workers: Iterable[Slot]) -> None:
+    def forget(self, workers: Iterable[InstanceSlot]) -> None:
         """There is nothing that these would compute now."""
         for worker in list(workers):
             if worker in self._waiting:
                 del self._waiting[worker]
                 self._wake()  # what stood behind it may go
 
-    def begin(self, worker: Slot) -> None:
+    def begin(self, worker: InstanceSlot) -> None:
         known = self._known[worker]
         self._waiting.pop(worker, None)
         self._computing.add(worker)
         self._used.update(known.needs.counts)
         known.n_runs += 1
 
-    def end(self, worker: Slot) -> None:
+    def end(self, worker: InstanceSlot) -> None:
         if worker in self._computing:
             self._computing.remove(worker)
             self._used.subtract(self._known[worker].needs.counts)
             self._wake()
 
-    def holding(self, worker: Slot) -> list[tuple[Any, InferRequest]]:
+    def holding(self, worker: InstanceSlot) -> list[tuple[Any, InferRequest]]:
         """Owners and requests that are computed with resources that it needs."""
         names = self._known[worker].needs.counts.keys()
         found = (other for other in self._computing if names & self._known[other].needs.counts)
@@ -187,4 +187,4 @@ class RateLimiter:
         self._is_woken = False
         for worker in sorted(self._waiting, key=lambda w: self._known[w].rank):
             if worker in self._waiting:
-                self._known[worker].owner.room()
+                self._known[worker].owner.on_resources_available()

@@ -92,7 +92,7 @@ class Sequence:
         self.asked: tuple[str, ...] = ()  # outputs, by the client of what is busy
 
 
-class SequenceQueue:
+class SequenceBatcher:
     """The sequences of one model. All times are nanoseconds of one clock."""
 
     timed_out = "timeout of the corresponding sequence has been expired"

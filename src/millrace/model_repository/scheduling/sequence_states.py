@@ -22,7 +22,7 @@ from millrace.model_repository.scheduling.sequence_controls import control_type
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _StateTensor:
     """dims: with that of the batch, where the model has one; -1: any"""
 
     input: str
@@ -65,7 +65,7 @@ class States:
         assert said is not None, config.name
         batch = (1,) if config.max_batch_size else ()
         self._all = [
-            _State(
+            _StateTensor(
                 state.input_name, state.output_name, wire_name(state.data_type), (*batch, *state.dims),
                 _initial(state, folder / "initial_state", batch), state.output_name in outputs,
             )
@@ -106,7 +106,7 @@ class States:
         return InferResponse(outputs, response.parameters)
 
 
-def _check(request: InferRequest, state: _State, array: Array) -> None:
+def _check(request: InferRequest, state: _StateTensor, array: Array) -> None:
     """raises StatusError where it is no state for the next request"""
     fits = len(array.shape) == len(state.dims) and all(
         s in (-1, d) for s, d in zip(state.dims, array.shape, strict=True)

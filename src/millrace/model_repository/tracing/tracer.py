@@ -22,7 +22,7 @@ from millrace.model_repository.tracing.trace_records import Trace, attributes, r
 from millrace.model_repository.tracing.trace_settings import Change, TraceSettings
 
 
-class Exchange:
+class TracedExchange:
     """Around what a protocol does for one request: when it came, and when its answer was written."""
 
     __slots__ = ("_request", "_tracer", "answers_later", "ended", "parent", "prefix", "times")
@@ -36,7 +36,7 @@ class Exchange:
         self.ended: tuple[str, int, int, StatusError | None] | None = None  # of its model; the trace waits for `exit`
         self.answers_later = False  # by a stream, whose end nobody waits for
 
-    def __enter__(self) -> "Exchange":
+    def __enter__(self) -> "TracedExchange":
         if self._tracer.is_on:
             self._request.came = self
         return self
@@ -100,11 +100,11 @@ class Tracer:
                 trace.spans = self.spans.begin_part(model, trace.above)
             return
         call, sampler = request.came, self.settings.of(model)
-        parent = call.parent if isinstance(call, Exchange) else None
+        parent = call.parent if isinstance(call, TracedExchange) else None
         if sampler.samples(parent):
             request.trace = Trace(next(self._ids), sampler)
             if self.spans is not None:
-                began_ns = call.times[0] if isinstance(call, Exchange) else request.received_ns
+                began_ns = call.times[0] if isinstance(call, TracedExchange) else request.received_ns
                 request.trace.spans = self.spans.begin(model, began_ns, parent)
 
     def inner(self, request: InferRequest, outer: InferRequest) -> None:
@@ -120,7 +120,7 @@ class Tracer:
 
     def end(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
         call = request.came
-        if isinstance(call, Exchange) and not call.answers_later:
+        if isinstance(call, TracedExchange) and not call.answers_later:
             call.ended = model, version, done_ns, error
         else:
             self.write(request, model, version, done_ns, error)
@@ -128,7 +128,7 @@ class Tracer:
     def write(self, request: InferRequest, model: str, version: int, done_ns: int, error: StatusError | None) -> None:
         trace, request.trace = request.trace, None
         assert isinstance(trace, Trace), "it is traced"
-        call = request.came if isinstance(request.came, Exchange) else None
+        call = request.came if isinstance(request.came, TracedExchange) else None
         prefix, around = (call.prefix.lower(), call.told()) if call is not None else ("", [])
         if self.spans is None:
             told = records(trace, request, model, version, done_ns, error, around)
@@ -142,7 +142,7 @@ class Tracer:
     def came(self, request: InferRequest, prefix: str, began_ns: int, parent: Parent | None = None) -> None:
         """By a stream, or by what is answered like one."""
         if self.is_on:
-            request.came = Exchange(self, request, prefix, began_ns, parent)
+            request.came = TracedExchange(self, request, prefix, began_ns, parent)
             request.came.answers_later = True
 
     def close(self) -> None:

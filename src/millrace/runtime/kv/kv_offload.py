@@ -74,7 +74,7 @@ class _Segment:
     generation: int = 0
 
 
-class Tier:
+class KvOffloadStore:
     """raises ConfigError where the files cannot be used, or another process uses them
 
     engine: its identity; pages: where they are; most_bytes: of both files together

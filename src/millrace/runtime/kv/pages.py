@@ -20,7 +20,7 @@ import numpy as np
 
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
-from millrace.runtime.kv.kv_offload import Tier
+from millrace.runtime.kv.kv_offload import KvOffloadStore
 
 Pages = tuple[int, ...]
 Key = bytes
@@ -35,7 +35,7 @@ LEAST_SHARED = 1 / 8
 MAX_LOOKED_AT = 16  # pages that begin alike, the newest first
 
 
-class Content(NamedTuple):
+class PageKey(NamedTuple):
     """What is in a page: the key before its own, its tokens, and how many it has room for."""
 
     after: Key
@@ -82,18 +82,18 @@ def extend_keys(keys: list[Key], root: Key, tokens: IntArray, n_pages: int, page
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _CachedPage:
     """A page in the index."""
 
     page: int
     key: Key
-    before: "_Known | None"  # the page that its chain goes on from; None: it is the first
+    before: "_CachedPage | None"  # the page that its chain goes on from; None: it is the first
     n_next: int = 0  # known pages that go on from it
     free: bool = False
     left: int = 0  # when its last owner left it: a count of such moments
     priority: int = DEFAULT_PRIORITY
     until_s: float | None = None  # when its priority ends
-    content: Content | None = None  # by which it is found in part
+    content: PageKey | None = None  # by which it is found in part
 
     @property
     def is_full(self) -> bool:
@@ -111,13 +111,13 @@ class PrefixIndex:
     n_free: int = field(init=False, default=0)  # known pages that nobody owns
     n_evicted: int = field(init=False, default=0)
     next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
-    _by_key: dict[Key, _Known] = field(init=False, repr=False, default_factory=dict)
-    _by_page: dict[int, _Known] = field(init=False, repr=False, default_factory=dict)
+    _by_key: dict[Key, _CachedPage] = field(init=False, repr=False, default_factory=dict)
+    _by_page: dict[int, _CachedPage] = field(init=False, repr=False, default_factory=dict)
     # (priority, left, page); an entry counts while its page is a free end with this priority, left then
     _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
     _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
     _n_left: int = field(init=False, repr=False, default=0)
-    _alike: dict[bytes, dict[int, _Known]] = field(
+    _alike: dict[bytes, dict[int, _CachedPage]] = field(
         init=False, repr=False, default_factory=dict
     )  # by page, oldest first
 
@@ -145,19 +145,19 @@ class PrefixIndex:
         parent = None if before is None else self._by_page[before]
         if parent is not None:
             parent.n_next += 1
-        self._by_key[key] = self._by_page[page] = _Known(page, key, parent)
+        self._by_key[key] = self._by_page[page] = _CachedPage(page, key, parent)
         if parent is not None and parent.priority < DEFAULT_PRIORITY:  # it must not hold what is to go first
             self.retain(page, parent.priority, parent.until_s)
         return page
 
-    def tell(self, page: int, content: Content) -> None:
+    def tell(self, page: int, content: PageKey) -> None:
         """What is in a page of the index: from now on it is found in part, too."""
         known = self._by_page[page]
         if known.content is None:
             known.content = content._replace(tokens=content.tokens.copy())
             self._alike.setdefault(content.beginning, {})[page] = known
 
-    def find_part(self, wanted: Content) -> tuple[int, int] | None:
+    def find_part(self, wanted: PageKey) -> tuple[int, int] | None:
         """The page behind `wanted.after` that has most of its tokens in common from the first on, and how many.
 
         None where they would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
@@ -166,12 +166,12 @@ class PrefixIndex:
         best = max(alike, default=None)
         return None if best is None else (best[1], best[0])
 
-    def is_worth_knowing(self, content: Content) -> bool:
+    def is_worth_knowing(self, content: PageKey) -> bool:
         """A page that is not full, has enough to be found by, and more than any that is known."""
         found, n = self.find_part(content), len(content.tokens)
         return content.n_least <= n < content.room and (found is None or found[1] < n)
 
-    def forget_beginnings(self, content: Content) -> list[int]:
+    def forget_beginnings(self, content: PageKey) -> list[int]:
         """Takes pages out of the index that nobody owns and that have the first of these tokens, and nothing else."""
         gone = [
             page
@@ -182,7 +182,7 @@ class PrefixIndex:
             self._forget(self._by_page[page])
         return gone
 
-    def _beginning_as(self, content: Content) -> list[tuple[int, IntArray]]:
+    def _beginning_as(self, content: PageKey) -> list[tuple[int, IntArray]]:
         """The newest pages that begin alike, and their tokens."""
         if len(content.tokens) < content.n_least:
             return []
@@ -243,15 +243,15 @@ class PrefixIndex:
         """Full pages, those that would be given up last first, each behind those that its chain begins with."""
         told: set[int] = set()
         for known in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
-            chain: list[_Known] = []
-            at: _Known | None = known
+            chain: list[_CachedPage] = []
+            at: _CachedPage | None = known
             while at is not None and at.page not in told:
                 chain.append(at)
                 told.add(at.page)
                 at = at.before
             yield from ((k.key, k.page) for k in reversed(chain) if k.is_full)
 
-    def _forget(self, known: _Known) -> None:
+    def _forget(self, known: _CachedPage) -> None:
         """A free end."""
         del self._by_page[known.page], self._by_key[known.key]
         if known.content is not None:
@@ -265,7 +265,7 @@ class PrefixIndex:
             known.before.n_next -= 1
             self._note_end(known.before)
 
-    def _note_end(self, known: _Known) -> None:
+    def _note_end(self, known: _CachedPage) -> None:
         if not known.free or known.n_next:
             return
         heappush(self._ends, (known.priority, known.left, known.page))
@@ -275,7 +275,7 @@ class PrefixIndex:
             heapify(self._ends)
 
 
-def _counts(known: _Known, priority: int, left: int) -> bool:
+def _counts(known: _CachedPage, priority: int, left: int) -> bool:
     return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
 
 
@@ -296,7 +296,7 @@ class PagePool:
     """
 
     n_pages: int
-    tier: Tier | None = None
+    tier: KvOffloadStore | None = None
     index: PrefixIndex = field(init=False, default_factory=PrefixIndex)
     _empty: list[int] = field(init=False, repr=False)
     _owners: list[int] = field(init=False, repr=False)
@@ -340,7 +340,7 @@ class PagePool:
             if not self._owners[p]:
                 self._free(p)
 
-    def publish(self, page: int, key: Key, before: int | None, content: Content) -> int:
+    def publish(self, page: int, key: Key, before: int | None, content: PageKey) -> int:
         """Put a page into the index, behind `before` of the same owner; gives the owner's page from now on.
 
         That is another one where the key was known already: then `page` is given back for a share of that. It is found
@@ -355,7 +355,7 @@ class PagePool:
         self._empty += self.index.forget_beginnings(content)
         return known
 
-    def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], Content]) -> Pages:
+    def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], PageKey]) -> Pages:
         """`owned`, which are the first pages of a chain, and behind them those of the second tier, for the same owner.
 
         content: of the chain's i-th page. There must be a free page for each of the chain.

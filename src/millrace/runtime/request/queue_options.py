@@ -11,7 +11,7 @@ MAX_WAIT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class QueueOptions:
     """What a request says of its turn. raises RequestError naming the field
 
     priority: lower goes first, as in vLLM; tenant: of whose share it takes
@@ -37,4 +37,4 @@ class Claim:
             )  # fmt: skip
 
 
-NO_CLAIM = Claim()
+NO_CLAIM = QueueOptions()

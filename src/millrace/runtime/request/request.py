@@ -1,7 +1,7 @@
 """A request, and its choices: which tokens each has, how many are computed, which pages hold them, what text they are.
 
 A choice is a `Sequence`: prompt, then output. The scheduler moves `n_computed` towards `n_tokens`; when they meet, the
-executor draws the next token and `take` puts `n_tokens` one ahead again.
+executor draws the next token and `append_token` puts `n_tokens` one ahead again.
 
 When it ends: end-of-text, stop tokens, stop strings, max_tokens. Stop strings are looked for in the detokenised text,
 character by character, so the answer does not depend on how the text is cut into tokens: the first stop string to be
@@ -22,34 +22,34 @@ from millrace.engine.executor import NOTHING_ALLOWED, IntArray
 from millrace.errors import RequestError
 from millrace.runtime.kv.cache_groups import NO_CACHES, SequenceCaches
 from millrace.runtime.kv.int_buffer import IntBuffer
-from millrace.runtime.kv.pages import Content, Key, extend_keys, root_key
+from millrace.runtime.kv.pages import Key, PageKey, extend_keys, root_key
 from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
 from millrace.runtime.request.prompt_embeds import EmbeddedPrompt, Rows
-from millrace.runtime.request.queue_options import NO_CLAIM, Claim
-from millrace.runtime.request.sampling_params import Delta, FinishReason, Resolved, SamplingParams, TokenLogprobs
+from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.sampling_params import Delta, FinishReason, ResolvedParams, SamplingParams, TokenLogprobs
 from millrace.runtime.structured_output.grammar import Matcher
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishDetail:
     reason: FinishReason
     stop: int | str | None = None  # the stop token or string; None for end-of-text and lengths
 
 
-def finish_by_token(token: int, n_output: int, resolved: Resolved) -> Finish | None:
+def finish_by_token(token: int, n_output: int, resolved: ResolvedParams) -> FinishDetail | None:
     """Whether `token`, the `n_output`-th of the answer, is one that ends it."""
     if n_output < resolved.min_tokens:
         return None
     if token in resolved.eos_token_ids:
-        return Finish(FinishReason.STOP)
+        return FinishDetail(FinishReason.STOP)
     if token in resolved.stop_token_ids:
-        return Finish(FinishReason.STOP, token)
+        return FinishDetail(FinishReason.STOP, token)
     return None
 
 
-def finish_by_length(n_output: int, resolved: Resolved) -> Finish | None:
+def finish_by_length(n_output: int, resolved: ResolvedParams) -> FinishDetail | None:
     """`max_tokens` is never beyond the context, so this is the end of the context, too."""
-    return Finish(FinishReason.LENGTH) if n_output >= resolved.max_tokens else None
+    return FinishDetail(FinishReason.LENGTH) if n_output >= resolved.max_tokens else None
 
 
 class StopTables:
@@ -163,7 +163,7 @@ def _borders(stop: str) -> list[int]:
 Deliver = Callable[[list[Delta]], None]  # called in the engine thread, at most once a step per request
 
 
-def _nobody(deltas: list[Delta]) -> None:
+def _no_receiver(deltas: list[Delta]) -> None:
     raise AssertionError("a request that has ended has nothing to say")
 
 
@@ -194,7 +194,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RequestOptions:
     """What a request asks beside its answer. cache: of the prefix cache; claim: of its turn
 
     delivered: output tokens of each choice that its client already has: the answers continue behind them
@@ -202,12 +202,12 @@ class Terms:
     """
 
     cache: CacheOptions = PLAIN
-    claim: Claim = NO_CLAIM
+    claim: QueueOptions = NO_CLAIM
     delivered: tuple[tuple[int, ...], ...] = ()
     adapter: int = 0
 
 
-FREELY = Terms()
+FREELY = RequestOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -221,12 +221,12 @@ class Request:
 
     id: str
     prompt: IntArray  # (N,) read-only
-    resolved: Resolved
+    resolved: ResolvedParams
     deliver: Deliver
     timings: Timings
     new_text: Callable[[], AnswerText]  # of each choice
     first: int = 0
-    terms: Terms = FREELY
+    terms: RequestOptions = FREELY
     matchers: Ordered[Matcher] = ()
     embedded: EmbeddedPrompt | None = None
     choices: list["Sequence"] = field(init=False)
@@ -256,19 +256,19 @@ class Request:
         return self.terms.cache
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> QueueOptions:
         return self.terms.claim
 
     @property
     def is_open(self) -> bool:
         return any(seq.stage is not Stage.GONE for seq in self.choices)
 
-    def let_go(self) -> None:
+    def break_cycles(self) -> None:
         """It has ended and all is delivered: of choices and reader, which know it, it knows no more.
 
         Else its tokens would stay until the interpreter looks for cycles: under load for some 2,500 requests.
         """
-        self.choices, self.deliver = [], _nobody
+        self.choices, self.deliver = [], _no_receiver
 
 
 class Sequence:
@@ -326,12 +326,12 @@ class Sequence:
             extend_keys(self.keys, self.request.root, self.tokens.array, n_pages, page_tokens)
         return self.keys[:n_pages]
 
-    def content(self, i: int, page_tokens: int, n_tokens: int | None = None) -> Content:
+    def content(self, i: int, page_tokens: int, n_tokens: int | None = None) -> PageKey:
         """Of its page `i`, all before which are full. n_tokens: as if it had so many"""
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
-        return Content(after, self.tokens.array[:n_tokens][i * page_tokens : (i + 1) * page_tokens], page_tokens)
+        return PageKey(after, self.tokens.array[:n_tokens][i * page_tokens : (i + 1) * page_tokens], page_tokens)
 
-    def is_sooner_behind(self, leader: "Sequence", n_keys: int, n_known: int, page_tokens: int) -> bool:
+    def is_faster_after_leader(self, leader: "Sequence", n_keys: int, n_known: int, page_tokens: int) -> bool:
         """Whether it has its next token sooner when the leader's prompt is computed first, then the rest of its own.
 
         n_keys: of the pages that it could share; n_known: of those that it can share now
@@ -342,7 +342,7 @@ class Sequence:
         # waiting: leader.n_left + n_own - n_saved; side by side, with half of each step: twice n_own
         return leader.n_left <= n_own + n_saved
 
-    def take(self, token: int, logprobs: TokenLogprobs | None) -> Delta:
+    def append_token(self, token: int, logprobs: TokenLogprobs | None) -> Delta:
         """Append a drawn token, and say what that adds, and whether it ends the answer.
 
         A token that ends the answer counts as its last token; its text is left out, save for a stop token with
@@ -355,7 +355,7 @@ class Sequence:
         if finish is None or (finish.stop is not None and resolved.include_stop):
             text, stop = self.text.push((token,), n_output >= resolved.min_tokens)
         if stop is not None:
-            finish = finish or Finish(FinishReason.STOP, stop)
+            finish = finish or FinishDetail(FinishReason.STOP, stop)
         else:
             finish = finish or finish_by_length(n_output, resolved)
             if finish is not None:
@@ -366,7 +366,7 @@ class Sequence:
         told = None if logprobs is None else (logprobs,)
         return Delta(self.request.first + self.index, text, (token,), told, finish_reason=reason, stop_reason=why)
 
-    def why_not(self, token: int) -> tuple[str, RequestError | None]:
+    def sampling_failure(self, token: int) -> tuple[str, RequestError | None]:
         """Why nothing was drawn, or scored: `token` is what came instead. And the request's own fault, where it is."""
         if token == NOTHING_ALLOWED and self.matcher is not None:
             why = f"the grammar cannot be enforced any more: {self.matcher.why or 'nothing is allowed'}"

@@ -10,14 +10,14 @@ import numpy as np
 
 from millrace.errors import RequestError
 from millrace.runtime.request.request import Request, Sequence
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 
 FIELD = "resume_token_ids"  # as requests and prompts name it
 _START_OVER = "ask for the whole answer, without resume_token_ids"
 _COMPLETE = "use the answer as it is: it is complete"
 
 
-def resume(request: Request, vocab_size: int, grammars: Grammars) -> None:
+def resume(request: Request, vocab_size: int, grammars: GrammarCompiler) -> None:
     """Give each choice the tokens that were delivered before. raises RequestError, MachineError"""
     delivered = request.terms.delivered
     if not delivered:
@@ -57,7 +57,7 @@ def parse_resume_token_ids(given: object) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, lists)) if any(lists) else ()
 
 
-def _restore(seq: Sequence, tokens: Ordered[int], grammars: Grammars) -> None:
+def _restore(seq: Sequence, tokens: Ordered[int], grammars: GrammarCompiler) -> None:
     """Replay the tokens as if they had just been drawn."""
     resolved = seq.request.resolved
     ends = {*resolved.eos_token_ids, *resolved.stop_token_ids}

@@ -1,7 +1,7 @@
-"""What a caller may ask of a generation, what will be done, and what comes back.
+"""Sampling parameters of a request, as given and as resolved, and the deltas that come back.
 
-`SamplingParams` is what was said, with the names that users of vLLM and TensorRT-LLM know; `Resolved` has an answer for
-every question (the request, then the model's generation_config, then the default), checked against this engine.
+`SamplingParams` holds what the caller set, under vLLM's and TensorRT-LLM's names. `ResolvedParams` has a value for
+every parameter (from the request, then the model's generation_config, then the default), checked against this engine.
 """
 
 import math
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepOutputs
-from millrace.errors import ContextError, RequestError, alike, nearest
+from millrace.errors import ContextError, RequestError, close_matches, nearest
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams, structured
 
 MAX_STOP_STRINGS = 16
@@ -100,7 +100,7 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in given:
             if name not in known:
-                meant = alike(name, known)
+                meant = close_matches(name, known)
                 mend = f"write {meant}=" if meant else "leave it out; help(SamplingParams) says what there is"
                 mend = f"use {_OTHER_LIBRARIES[name]}" if name in _OTHER_LIBRARIES else mend
                 raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, known), mend, param=name)
@@ -250,7 +250,7 @@ _T = TypeVar("_T", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class ResolvedParams:
     """Every parameter of one request with its final value."""
 
     n: int
@@ -342,7 +342,9 @@ def capped(params: SamplingParams, n_prompt: int, context: int) -> SamplingParam
     return replace(params, max_tokens=room)
 
 
-def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: ExecutorLimits, n_prompt: int) -> Resolved:
+def resolve(
+    params: SamplingParams, defaults: GenerationDefaults, limits: ExecutorLimits, n_prompt: int
+) -> ResolvedParams:
     """Answer every open question of `params` for a prompt of `n_prompt` tokens.
 
     raises RequestError where the lengths do not fit the context, or an id is outside the vocabulary.
@@ -368,7 +370,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
     row["seed"], row["n_top"], row["bias_count"] = seed & SEED_MASK, -1 if n_top is None else n_top, len(bias_ids)
     window = None if params.repeat_last_n == -1 else params.repeat_last_n
     penalties = (row["presence_penalty"][0], row["frequency_penalty"][0], row["repetition_penalty"][0] - 1)
-    return Resolved(
+    return ResolvedParams(
         n=params.n,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,

@@ -35,7 +35,7 @@ Known = Callable[[Sequence], int]  # tokens of it whose pages are there already
 Policy = Callable[[Sequence, Known], float]  # of sequences that are alike else, the one of the lowest goes first
 
 
-def first_come(seq: Sequence, known: Known) -> float:
+def fcfs(seq: Sequence, known: Known) -> float:
     return 0.0
 
 
@@ -49,7 +49,7 @@ def longest_prefix(seq: Sequence, known: Known) -> float:
     return -known(seq)
 
 
-POLICIES: Mapping[str, Policy] = {"fcfs": first_come, "shortest": shortest_first, "prefix": longest_prefix}
+POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "shortest": shortest_first, "prefix": longest_prefix}
 
 
 def policy_named(name: str) -> Policy:
@@ -59,11 +59,11 @@ def policy_named(name: str) -> Policy:
     return POLICIES[name]
 
 
-class Order:
+class AdmissionQueue:
     """Of one scheduler. is_plain: that of arrival, and nobody needs to ask."""
 
     def __init__(self, policy: Policy, clock: Callable[[], float], known: Known) -> None:
-        self.is_plain = policy is first_come
+        self.is_plain = policy is fcfs
         self._policy, self._clock, self._known = policy, clock, known
         self._had: dict[str, float] = {}  # tenant -> tokens
         self._reached = 0.0  # what the tenant had whose turn it was last: nobody begins with less

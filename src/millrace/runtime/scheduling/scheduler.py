@@ -24,11 +24,11 @@ from collections.abc import Callable
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.kv.cache_groups import NO_CACHES, CacheGroups
-from millrace.runtime.kv.pages import Content, Key, PagePool, Pages, root_key
+from millrace.runtime.kv.pages import Key, PageKey, PagePool, Pages, root_key
 from millrace.runtime.kv.prefix_retention import Retention
 from millrace.runtime.request.queue_options import NO_CLAIM
 from millrace.runtime.request.request import Request, Sequence, Stage
-from millrace.runtime.scheduling.admission_policy import Order, Policy, first_come
+from millrace.runtime.scheduling.admission_policy import AdmissionQueue, Policy, fcfs
 from millrace.runtime.scheduling.step import Chunk, Step
 from millrace.runtime.scheduling.token_budget import TokenBudget
 
@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(
         self,
         limits: ExecutorLimits, pool: PagePool, clock: Callable[[], float], budget: TokenBudget | None = None,
-        prefix_cache: bool = True, policy: Policy = first_come,
+        prefix_cache: bool = True, policy: Policy = fcfs,
     ) -> None:  # fmt: skip
         """prefix_cache: requests find what others have computed; else only the choices of one request do
 
@@ -63,7 +63,9 @@ class Scheduler:
         self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
         self._n_arrived = 0
         self.groups = CacheGroups(limits)
-        self._order = Order(policy, clock, lambda seq: len(self._find(self._findable(seq))) * limits.page_tokens)
+        self._order = AdmissionQueue(
+            policy, clock, lambda seq: len(self._find(self._findable(seq))) * limits.page_tokens
+        )
         self.retention = Retention(limits, pool, clock, prefix_cache)
         self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
 
@@ -148,7 +150,7 @@ class Scheduler:
         self.budget.observe(step.n_prefill, step_time_s, step.n_tokens - step.n_prefill)
 
     def run_ahead(self, step: Step) -> None:
-        """The step was launched: the next one may be scheduled before it is computed. Of those that `leads_on`."""
+        """The step was launched: the next one may be scheduled before it is computed. Of those that `can_run_ahead`."""
         self.advance(step)
         for chunk in step.chunks:
             chunk.sequence.n_ahead += chunk.draws
@@ -364,7 +366,7 @@ class Scheduler:
         if seq.request.to_keep:
             self.retention.keep(seq)
 
-    def _publish(self, seq: Sequence, key: Key, content: Content) -> None:
+    def _publish(self, seq: Sequence, key: Key, content: PageKey) -> None:
         """The first of its pages that is not in the index yet."""
         i, pages = seq.n_known, seq.pages.array
         self.groups.publish(seq.caches, i, key)
@@ -388,7 +390,7 @@ class Scheduler:
         if len(found) < len(keys):
             # With states, a prefix will be known only where one was saved: waiting may be vain.
             leader = self._leading.get(keys[len(found)]) if self.groups.slots is None else None
-            if leader is not None and seq.is_sooner_behind(leader, len(keys), len(found), page_tokens):
+            if leader is not None and seq.is_faster_after_leader(leader, len(keys), len(found), page_tokens):
                 seq.leader = leader
                 return None
         return found

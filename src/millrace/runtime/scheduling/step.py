@@ -16,14 +16,14 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, plain_rows
-from millrace.errors import MillraceError, has_stopped
+from millrace.errors import MillraceError, engine_stopped_error
 from millrace.runtime.adapters import step_adapters
 from millrace.runtime.kv.cache_groups import CacheGroups, step_states, step_windows
 from millrace.runtime.kv.pages import PagePool
 from millrace.runtime.request.prompt_embeds import Rows
 from millrace.runtime.request.request import Request, Sequence, Stage
 from millrace.runtime.step_history import PART, Parts
-from millrace.runtime.structured_output.grammar import Grammars
+from millrace.runtime.structured_output.grammar import GrammarCompiler
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 _NO_VALUES = np.empty(0, dtype=np.float32)
@@ -53,7 +53,7 @@ class Step:
     n_scored: int = 0
 
     @property
-    def leads_on(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """Whether the next one can be made before it is computed, and it can be undone: it copies no page, and those
         that sit the next one out, as their masks wait for what this one draws, are fewer than the others."""
         n_drawing = n_held = 0
@@ -88,7 +88,7 @@ class Step:
             first, row = row, row + chunk.n_scored + chunk.draws
             yield chunk, first, row
 
-    def seen(self) -> tuple[Parts, tuple[str, ...]]:
+    def to_history(self) -> tuple[Parts, tuple[str, ...]]:
         """As the history keeps it: its chunks, and the ids of their requests."""
         chunks, sequences = self.chunks, [chunk.sequence for chunk in self.chunks]
         parts = np.empty(len(chunks), PART)
@@ -101,7 +101,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """A launched step. ahead: the next one may be launched before this one is waited for"""
 
     step: Step
@@ -112,7 +112,7 @@ class Flight:
 class BatchBuilder:
     """Owns the buffers of one engine loop, sized for its largest step. grammars: that answers are held to"""
 
-    def __init__(self, limits: ExecutorLimits, grammars: Grammars) -> None:
+    def __init__(self, limits: ExecutorLimits, grammars: GrammarCompiler) -> None:
         self._grammars, self._all_cores = grammars, limits.on_all_cores
         S, T, R = limits.max_sequences, limits.max_step_tokens, limits.max_rows
         self._page_tokens, self._has_groups = limits.page_tokens, bool(limits.windows or limits.n_slots)
@@ -316,7 +316,7 @@ class EngineThread:
         return self._thread is threading.current_thread()
 
     @property
-    def silent_s(self) -> float:
+    def seconds_since_progress(self) -> float:
         """Since the loop last got on."""
         return self.clock() - self._progress_s
 
@@ -340,7 +340,7 @@ class EngineThread:
     def check_open(self) -> None:
         """Under `changed`, before the loop is given work. raises BusyError"""
         if self.stopping or self.dead_because:
-            raise has_stopped(self.dead_because)
+            raise engine_stopped_error(self.dead_because)
 
     def progressed(self) -> None:
         """Also when work comes to an idle loop: to wait for it was no lack of progress."""

@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from millrace.engine.artifact.tactics import write_whole
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.runtime.scheduling.step_features import StepWork
-from millrace.runtime.step_history import StepSeen
+from millrace.runtime.step_history import StepRecord
 from millrace.settings import read_given
 
 _SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 2, 1 << 20, 64, 1000, 1e4
@@ -94,7 +94,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class SchedulerSettings:
     """What bounds a server's steps: its engine's limits, and how long prompts may keep running answers waiting."""
 
     max_step_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -141,7 +141,7 @@ class StepProfile:
     front: float
     spread: tuple[float, ...]
     cost: StepCost
-    schedule: Schedule
+    schedule: SchedulerSettings
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.spread) <= _MOST_SPREAD or not all(0 < x < _MOST_S for x in self.spread):
@@ -175,7 +175,7 @@ def read_profile(file: Path) -> StepProfile:
         if not isinstance(told, dict) or "schema" not in told:
             raise ConfigError(f"{file} holds no profile", _WANTED, "name another file")
         if told["schema"] != _SCHEMA:
-            raise ConfigError(f"{file} is a profile of schema {plain(str(told['schema'])):.20}",
+            raise ConfigError(f"{file} is a profile of schema {sanitize(str(told['schema'])):.20}",
                               f"schema {_SCHEMA}, which has the server's schedule", "fit again")  # fmt: skip
         names = {f.name for f in fields(StepProfile)} | {"schema"}
         if told.keys() != names:
@@ -185,11 +185,11 @@ def read_profile(file: Path) -> StepProfile:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", _WANTED, "check the path") from None
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
-        raise ConfigError(f"{file}: {plain(str(error))}", _WANTED, "fit again") from None
+        raise ConfigError(f"{file}: {sanitize(str(error))}", _WANTED, "fit again") from None
     return found
 
 
-def beside(profile: StepProfile, steps: Sequence[StepSeen]) -> tuple[float, float] | None:
+def predicted_vs_measured(profile: StepProfile, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
     """Mean seconds of the last 256 steps: measured, and by the profile; None before the first."""
     last = steps[-_BESIDE:]
     if not last:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.runtime.step_history import Parts, StepSeen
+from millrace.runtime.step_history import Parts, StepRecord
 
 
 class StepWork(NamedTuple):
@@ -29,7 +29,7 @@ class StepWork(NamedTuple):
         )
 
 
-def turns_s(steps: Sequence[StepSeen]) -> list[float | None]:
+def turns_s(steps: Sequence[StepRecord]) -> list[float | None]:
     """Of each step, the time until the next one begins: computing, and what the host does between two steps.
 
     None where the next one has nobody of this one: then the loop may have waited for somebody to ask.

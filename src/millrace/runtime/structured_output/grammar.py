@@ -44,7 +44,7 @@ ALL = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class ReasoningSpan:
     """What a model says before an answer is held to anything: token ids of what stands around it.
 
     opened: the prompt ends within them
@@ -76,7 +76,7 @@ class _Compiled:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _MatcherHandle:
     """The answers of one request. compiled: what they begin with; another one, where that has given up meanwhile"""
 
     asked: StructuredOutputsParams
@@ -98,7 +98,7 @@ class Matcher:
         "guide",
     )
 
-    def __init__(self, held: _Held, thoughts: Thoughts | None = None) -> None:
+    def __init__(self, held: _MatcherHandle, thoughts: ReasoningSpan | None = None) -> None:
         self._held, self._thoughts = held, thoughts
         self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
         self._taken: list[int] = []  # by `guide`
@@ -167,7 +167,7 @@ class Matcher:
                 mask[token // 32] |= np.uint32(1 << token % 32)
 
 
-class Grammars:
+class GrammarCompiler:
     """What answers of one model are held to. Safe to use from several threads.
 
     vocab_size: of the model's logits; eos_token_ids: those that end an answer
@@ -187,7 +187,7 @@ class Grammars:
         self._filling.set_result(None)
 
     def matchers(
-        self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
+        self, asked: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
     ) -> list[Matcher]:
         """For n answers, at their beginning; none where nothing is asked. Compiles what is not known.
 
@@ -208,7 +208,7 @@ class Grammars:
             with self._lock:
                 self._kept[key] = known
                 self._forget()
-        held = _Held(asked, known)
+        held = _MatcherHandle(asked, known)
         return [Matcher(held, thoughts) for _ in range(n)]
 
     def _forget(self) -> None:

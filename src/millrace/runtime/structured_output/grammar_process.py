@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.checkpoint.grammar_limits import limits
-from millrace.checkpoint.worker_process import EndedError, FrameProcess, LateError, Worker, unavailable
+from millrace.checkpoint.worker_process import FrameProcess, Worker, WorkerDiedError, WorkerTimeoutError, unavailable
 from millrace.errors import MachineError, RequestError
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.runtime.structured_output.grammar_worker import MEMORY_BYTES, STACK_BYTES
@@ -51,7 +51,7 @@ class _Compiler:
         payload = json.dumps({**message, "cpu_s": self.cpu_s}).encode()
         try:
             answer: Mapping[str, Any] = json.loads(self.worker.exchange(payload, _TIMEOUT_S, retry=False))
-        except EndedError as error:
+        except WorkerDiedError as error:
             if error.returncode == -signal.SIGPROF:
                 raise _SlowError from None
             raise
@@ -82,7 +82,7 @@ class GrammarProcess:
 
         If it cannot start, the first request tries again, and says so.
         """
-        with suppress(MachineError, LateError, EndedError):
+        with suppress(MachineError, WorkerTimeoutError, WorkerDiedError):
             self._short.start()
 
     def lark(self, params: StructuredOutputsParams, text: str) -> str:
@@ -95,9 +95,9 @@ class GrammarProcess:
             answer = self._compiled(params.is_short, message)
         except _SlowError:
             raise _not_compiled(params, f"it takes more than {LONG_CPU_S:g} s of CPU time") from None
-        except LateError:
+        except WorkerTimeoutError:
             raise _not_compiled(params, f"it took more than {_TIMEOUT_S:g} s") from None
-        except EndedError as ended:
+        except WorkerDiedError as ended:
             if ended.is_from_outside:
                 raise unavailable("the process that compiles grammars was killed") from None
             raise _not_compiled(

@@ -14,7 +14,7 @@ from millrace.runtime.structured_output.grammar_bounds import (
     check_schema,
     with_schemas,
 )
-from millrace.runtime.structured_output.grammar_termination import check_ending
+from millrace.runtime.structured_output.grammar_termination import check_terminates
 from millrace.runtime.structured_output.json_schema import simplify
 from millrace.runtime.structured_output.json_schema_numbers import Schema
 
@@ -53,7 +53,7 @@ def compiled(
         raise params.refused(f"its {params.kind} cannot be enforced: {warnings[0]}", "a schema without that")
     if why := stopped_because(matcher):
         raise params.refused(f"its {params.kind} cannot be enforced: {why}", LIMITED)
-    check_ending(params, text, source)
+    check_terminates(params, text, source)
     return source, matcher
 
 

@@ -31,7 +31,7 @@ _LARK = re.compile(
 )
 
 
-def check_ending(asked: StructuredOutputsParams, text: str, lark: str) -> None:
+def check_terminates(asked: StructuredOutputsParams, text: str, lark: str) -> None:
     """Of what llguidance has compiled; lark: as it was given it. raises RequestError"""
     if asked.kind == "json":
         ends = _schema_ends(asked, json.loads(text))

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from millrace.errors import ConfigError
 from millrace.serve.http.api_key_file import Key, KeyFile, stamp_of
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.http_request import CALL, Call, header
+from millrace.serve.http.http_request import CALL, RequestContext, header
 
 LOOK_S = 1.0  # between two looks at the file
 LIMITED = "rate_limit_exceeded"  # OpenAI's code
@@ -143,7 +143,7 @@ class Keys:
             given = header(scope, b"authorization"), header(scope, b"x-api-key")
             computes = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
             grant = self.grant(*given, computes=computes)
-            call: Call = scope[CALL]
+            call: RequestContext = scope[CALL]
             call.tenant, call.is_admin, call.ended = grant.tenant, grant.is_admin, grant.end
 
     def grant(

@@ -17,7 +17,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from millrace.serve.http.errors import HttpError, problem_of
-from millrace.serve.http.fast_path import Answering, Shortcut
+from millrace.serve.http.fast_path import Answering, FastPath
 from millrace.serve.http.http_request import PIECE_BYTES, Parser, Together, fault_of_head, without_upgrade
 from millrace.serve.http.server_context import Connections
 
@@ -30,7 +30,7 @@ HOLD_S = 0.05  # so long the shortcut waits for the body behind a head that it k
 LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
 
 
-class _Reading(enum.Enum):
+class _ParserState(enum.Enum):
     """What the parser expects next."""
 
     START = enum.auto()  # of a request
@@ -42,12 +42,12 @@ class _Reading(enum.Enum):
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits."""
 
-    def __init__(self, all_of_them: Connections, shortcut: Callable[[], Shortcut] | None = None, **given: Any) -> None:
+    def __init__(self, all_of_them: Connections, shortcut: Callable[[], FastPath] | None = None, **given: Any) -> None:
         super().__init__(**given)
         self._shortcut = shortcut() if shortcut is not None else None
         self.parser = Parser(self)
         self._all, self._limits = all_of_them, all_of_them.limits
-        self._reading = _Reading.START
+        self._reading = _ParserState.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
         self._field_bytes = self._waiting_bytes = 0  # of this head's headers; of requests behind others
         self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
             self._taken_head()
         self._abandon()
         super().connection_lost(exc)
-        self._all.leave(self)
+        self._all.remove(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
         """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
@@ -82,7 +82,7 @@ class Connection(HttpToolsProtocol):
         http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
         self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
         if self._sends_no_more:
-            self._read_no_more()
+            self._stop_reading()
         return self._sends_no_more
 
     def data_received(self, data: bytes) -> None:
@@ -90,7 +90,10 @@ class Connection(HttpToolsProtocol):
             data = self._taken_head() + data
         if self._shortcut is None:
             self._read(data)
-        elif (self._reading, self.is_waiting) != (_Reading.START, True):  # it is no begin, or others are in front of it
+        elif (self._reading, self.is_waiting) != (
+            _ParserState.START,
+            True,
+        ):  # it is no begin, or others are in front of it
             head, self._head, n_heads = self._head, b"", self._n_heads
             self._read(data)
             if head:
@@ -105,9 +108,9 @@ class Connection(HttpToolsProtocol):
             else:
                 self._show(self._shortcut, data, n_heads)
 
-    def _show(self, shortcut: Shortcut, packet: bytes, n_heads: int) -> None:
+    def _show(self, shortcut: FastPath, packet: bytes, n_heads: int) -> None:
         """Let it remember what the usual path has just read, if that was one request and nothing else."""
-        is_one = self._reading is _Reading.START and self._n_heads == n_heads and not self.pipeline
+        is_one = self._reading is _ParserState.START and self._n_heads == n_heads and not self.pipeline
         if is_one and self.scope["http_version"] == "1.1":
             shortcut.remember(self.scope["method"], self.scope["raw_path"], self.headers, packet)
 
@@ -121,9 +124,9 @@ class Connection(HttpToolsProtocol):
         """Its body is long in coming: the usual path waits for it."""
         head = self._taken_head()
         self._read(head)
-        self._head = head if self._reading is _Reading.BODY else b""
+        self._head = head if self._reading is _ParserState.BODY else b""
 
-    def _answered_at_once(self, shortcut: Shortcut, data: bytes) -> bool:
+    def _answered_at_once(self, shortcut: FastPath, data: bytes) -> bool:
         if self.flow.write_paused or not self._admitted or self.transport.is_closing():
             return False
         response = shortcut.begin(data, self.server_state.default_headers, self)
@@ -134,7 +137,7 @@ class Connection(HttpToolsProtocol):
             self.server_state.total_requests += 1
         else:
             self.cycle = self._running = cast(RequestResponseCycle, response)
-        self._changed(_Reading.START)
+        self._changed(_ParserState.START)
         return True
 
     def send(self, answered: Answering, response: bytes) -> None:
@@ -164,68 +167,70 @@ class Connection(HttpToolsProtocol):
         if not self._admitted and not self.is_refused:
             self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
         for at in range(0, len(data), FEED_BYTES):
-            if self._reading is _Reading.NOTHING or self.transport.is_closing():
+            if self._reading is _ParserState.NOTHING or self.transport.is_closing():
                 return
             self._feed(data[at : at + FEED_BYTES])
 
     def _feed(self, data: bytes) -> None:
-        this_head = self._n_heads + (self._reading is _Reading.START)
-        in_body, self._understood = self._reading is _Reading.BODY, False
+        this_head = self._n_heads + (self._reading is _ParserState.START)
+        in_body, self._understood = self._reading is _ParserState.BODY, False
         super().data_received(data)
-        if in_body and self._reading is _Reading.BODY and not self._understood:  # a line without an end
+        if in_body and self._reading is _ParserState.BODY and not self._understood:  # a line without an end
             self._add_trailer(len(data))
-        if self._reading is _Reading.HEAD and self._n_heads == this_head:  # it holds nothing else
+        if self._reading is _ParserState.HEAD and self._n_heads == this_head:  # it holds nothing else
             self._head_bytes += len(data)
             self._check_head(self._head_bytes)
 
     # ------------------------------------------------------------------ the parser's
 
     def on_message_begin(self) -> None:
-        if self._reading is not _Reading.NOTHING:
+        if self._reading is not _ParserState.NOTHING:
             super().on_message_begin()
             self._head_bytes = self._field_bytes = 0
             self._n_heads += 1
-            self._changed(_Reading.HEAD)
+            self._changed(_ParserState.HEAD)
 
     def on_url(self, url: bytes) -> None:
-        if self._reading is _Reading.HEAD:
+        if self._reading is _ParserState.HEAD:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is _Reading.HEAD:
+        if self._reading is _ParserState.HEAD:
             super().on_header(name, value)
             self._field_bytes += len(name) + len(value) + HEADER_BYTES
             self._check_head(self._field_bytes)
-        elif self._reading is _Reading.BODY:  # behind the body, where nobody looks at it
+        elif self._reading is _ParserState.BODY:  # behind the body, where nobody looks at it
             self._add_trailer(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
-        if self._reading is _Reading.HEAD:
+        if self._reading is _ParserState.HEAD:
             self._check_head(len(self.url) + self._field_bytes)
-        if self._reading is _Reading.HEAD and self.parser.get_method() == b"CONNECT":
+        if self._reading is _ParserState.HEAD and self.parser.get_method() == b"CONNECT":
             self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
-        if self._reading is _Reading.HEAD and (fault := fault_of_head(self.parser.get_http_version(), self.headers)):
+        if self._reading is _ParserState.HEAD and (
+            fault := fault_of_head(self.parser.get_http_version(), self.headers)
+        ):
             self._refuse(*fault)
-        if self._reading is _Reading.HEAD and not self.parser.should_upgrade():  # still: it was not refused
-            if not self.is_waiting and not self._may_wait(len(self.url) + self._field_bytes):
+        if self._reading is _ParserState.HEAD and not self.parser.should_upgrade():  # still: it was not refused
+            if not self.is_waiting and not self._has_pipeline_room(len(self.url) + self._field_bytes):
                 return
             super().on_headers_complete()
             self._trailer_bytes = 0
-            self._changed(_Reading.BODY)
+            self._changed(_ParserState.BODY)
             if self.pipeline:
                 self.flow.resume_reading()  # uvicorn would not read on, and so not notice that the client leaves
 
     def on_body(self, body: bytes) -> None:
-        if self._reading is not _Reading.BODY:
+        if self._reading is not _ParserState.BODY:
             return
         self._understood, self._trailer_bytes = True, 0
-        if not self.pipeline or self._may_wait(len(body)):
+        if not self.pipeline or self._has_pipeline_room(len(body)):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._reading is _Reading.BODY:
+        if self._reading is _ParserState.BODY:
             super().on_message_complete()
-            self._changed(_Reading.START)
+            self._changed(_ParserState.START)
 
     # ------------------------------------------------------------------ uvicorn's
 
@@ -240,14 +245,14 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         self.transport.write_eof()
-        self._changed(_Reading.NOTHING)
+        self._changed(_ParserState.NOTHING)
 
     def shutdown(self) -> None:
         """Answers are finished, and everything else ends."""
         if self.is_waiting or self.is_incomplete:
             self.transport.close()
         else:
-            self._read_no_more()
+            self._stop_reading()
 
     def on_response_complete(self) -> None:
         if self.pipeline or self.transport.is_closing():
@@ -258,14 +263,14 @@ class Connection(HttpToolsProtocol):
         self._changed(self._reading)
 
     def send_400_response(self, msg: str) -> None:
-        if self._reading is not _Reading.NOTHING:
+        if self._reading is not _ParserState.NOTHING:
             self._refuse(400, "invalid_http", "this is not HTTP", "HTTP/1.1 requests")
 
     # ------------------------------------------------------------------ ours
 
     def head_without_upgrade(self) -> bytes | None:
         """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
-        if self._reading is not _Reading.HEAD:
+        if self._reading is not _ParserState.HEAD:
             return None
         version = self.parser.get_http_version().encode()
         return without_upgrade(b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version), self.headers)
@@ -278,17 +283,17 @@ class Connection(HttpToolsProtocol):
     @property
     def is_incomplete(self) -> bool:
         """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
-        return self._reading is _Reading.BODY and not self.pipeline
+        return self._reading is _ParserState.BODY and not self.pipeline
 
     @property
     def is_refused(self) -> bool:
         """It was told so."""
-        return self._reading is _Reading.NOTHING
+        return self._reading is _ParserState.NOTHING
 
-    def _changed(self, reading: _Reading) -> None:
+    def _changed(self, reading: _ParserState) -> None:
         """Whatever it waits for begins now, with what the parser expects next."""
         self._reading, self.since_s = reading, time.monotonic()
-        self._all.changed(self)
+        self._all.touch(self)
 
     def check(self, now_s: float) -> None:
         """Once in a while: has this waited too long?"""
@@ -302,9 +307,9 @@ class Connection(HttpToolsProtocol):
         elif self.is_waiting and not self.transport.is_closing():
             self._check_silence(now_s - self.since_s)
         elif self._sends_no_more:
-            self._look_for_client()
+            self._probe_half_closed_client()
 
-    def end(self) -> None:
+    def close_gracefully(self) -> None:
         """Close; what the client has not taken so far is lost."""
         if self.transport.get_write_buffer_size():
             self.abort()
@@ -325,7 +330,7 @@ class Connection(HttpToolsProtocol):
         finally:
             same.detach()  # or it would be closed with `same`
 
-    def _look_for_client(self) -> None:
+    def _probe_half_closed_client(self) -> None:
         """One that has gone looks like one that only sends no more, until something is written: then it is refused."""
         with contextlib.suppress(OSError), self._socket() as own:
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -338,16 +343,18 @@ class Connection(HttpToolsProtocol):
     def _check_silence(self, silent_s: float) -> None:
         limits = self._limits
         match self._reading:
-            case _Reading.HEAD if silent_s > limits.header_timeout_s:
+            case _ParserState.HEAD if silent_s > limits.header_timeout_s:
                 self._refuse(408, "header_timeout", "the headers did not come", f"all in {limits.header_timeout_s:g} s")
-            case _Reading.START if not self._admitted and silent_s > LINGER_S:
+            case _ParserState.START if not self._admitted and silent_s > LINGER_S:
                 self.transport.close()
-            case _Reading.START if self.cycle is None and silent_s > limits.header_timeout_s:
+            case _ParserState.START if self.cycle is None and silent_s > limits.header_timeout_s:
                 self._all.seldom.warn("a connection without a request was closed")
                 self.transport.close()
-            case _Reading.START if silent_s > limits.keep_alive_s:
+            case _ParserState.START if silent_s > limits.keep_alive_s:
                 self.transport.close()
-            case _Reading.BODY | _Reading.NOTHING if silent_s > LINGER_S:  # it was answered before it was complete
+            case _ParserState.BODY | _ParserState.NOTHING if (
+                silent_s > LINGER_S
+            ):  # it was answered before it was complete
                 self.transport.close()
 
     def _abandon(self) -> None:
@@ -357,25 +364,25 @@ class Connection(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
 
-    def _may_wait(self, n_bytes: int) -> bool:
+    def _has_pipeline_room(self, n_bytes: int) -> bool:
         """Whether there is room for these behind what is being answered; otherwise nothing more is read."""
         self._waiting_bytes = n_bytes + (self._waiting_bytes if self.pipeline else 0)
-        in_head, n_waiting = self._reading is _Reading.HEAD, len(self.pipeline)
+        in_head, n_waiting = self._reading is _ParserState.HEAD, len(self.pipeline)
         if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
             return True
         self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
-        self._read_no_more()
+        self._stop_reading()
         return False
 
-    def _read_no_more(self) -> None:
+    def _stop_reading(self) -> None:
         """Whatever still comes is thrown away. The requests so far are answered, then the connection closes."""
-        if self._reading is _Reading.BODY and self.pipeline:  # that of a request of which nobody has begun anything
+        if self._reading is _ParserState.BODY and self.pipeline:  # that of a request of which nobody has begun anything
             self.pipeline.popleft()
             assert self._running is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._running
         if self.cycle is not None:
             self.cycle.keep_alive = False
-        self._changed(_Reading.NOTHING)
+        self._changed(_ParserState.NOTHING)
 
     def _add_trailer(self, n_bytes: int) -> None:
         self._understood = True
@@ -389,8 +396,10 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, code: str, what: str, expected: str) -> None:
         """Say so in place of an answer, and read nothing more; answers to earlier requests are not touched."""
         self._all.seldom.warn(f"{status} {code}: {what}")
-        is_own = self._reading is _Reading.BODY and not self.pipeline  # it is about the request that is being answered
-        self._read_no_more()
+        is_own = (
+            self._reading is _ParserState.BODY and not self.pipeline
+        )  # it is about the request that is being answered
+        self._stop_reading()
         if is_own and self.cycle.response_complete:
             return  # what came was said already
         if is_own and self.cycle.response_started:  # it can only be cut off
@@ -398,7 +407,7 @@ class Connection(HttpToolsProtocol):
             return
         if is_own:
             self._abandon()
-            self._changed(_Reading.NOTHING)
+            self._changed(_ParserState.NOTHING)
         elif not self.is_waiting:
             return
         refusal = HttpError(status, code, what, expected, "open a new connection for the next request")

@@ -12,7 +12,7 @@ T = TypeVar("T")
 WATCH_S = 0.01  # a client that leaves sooner is answered all the same
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+async def run_until_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:
     """Run `work`, and cancel it when the client goes away. Call it after the body was read.
 
     Clients are looked after once the work has taken WATCH_S: tasks for that would cost a short request half its time.

@@ -23,7 +23,7 @@ class Sending(Protocol):
         """Send a long response as fast as the client reads it."""
 
 
-class Shortcut(Protocol):
+class FastPath(Protocol):
     """Answers requests without ASGI that differ from an earlier one in their bodies only."""
 
     def remember(self, method: str, path: bytes, headers: Sequence[tuple[bytes, bytes]], packet: bytes) -> None:

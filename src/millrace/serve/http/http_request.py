@@ -49,7 +49,7 @@ class RequestLog:
     ignored: str | None = None  # fields that change nothing here
     error: str | None = None  # why it was refused, in short
 
-    def known(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Rounded, and without what does not apply."""
         found: dict[str, object] = {}
         for name in _NAMES:
@@ -59,7 +59,7 @@ class RequestLog:
         return found
 
     def __str__(self) -> str:
-        known = self.known()
+        known = self.to_dict()
         del known["method"], known["path"]
         return " ".join([self.method, self.path, *[f"{key}={_quoted(value)}" for key, value in known.items()]])
 
@@ -83,7 +83,7 @@ def log_request(entry: RequestLog) -> None:
     logging.getLogger(ACCESS).log(level, "%s", entry, extra={IN_RECORD: entry})
 
 
-class LogLater:
+class BufferedRequestLog:
     """Lines of requests that take less time than writing one does: written together, at most LATER_S late."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class LogLater:
         if self._lines:
             found, self._lines = self._lines, []
             drawn = _RANDOM.getrandbits(128 * len(found)).to_bytes(16 * len(found)).hex()
-            lines = Lines(
+            lines = BatchedRequestLogs(
                 (row[0], row[1], row[2], row[3] or drawn[32 * i : 32 * i + 32], row[4], row[5], row[6])
                 for i, row in enumerate(found)
             )
@@ -116,7 +116,7 @@ class LogLater:
 Line = tuple[float, str, str, str, int, float, str]  # time.time(), method, path, id, status, total_ms, error
 
 
-class Lines(list[Line]):
+class BatchedRequestLogs(list[Line]):
     """Of one record: what short requests' lines say."""
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Lines(list[Line]):
             yield at_s, RequestLog(method, path, request_id, status, total_ms, error=error or None)
 
 
-class Parsing(Protocol):
+class ParserOwner(Protocol):
     """The connection: its parser's callbacks, and what an offer needs."""
 
     parser: Any
@@ -142,7 +142,7 @@ class Parser(httptools.HttpRequestParser):
     The parser takes whatever follows such a head for that protocol, so it is given the head again without the offer.
     """
 
-    def __init__(self, connection: Parsing) -> None:
+    def __init__(self, connection: ParserOwner) -> None:
         super().__init__(connection)
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._connection = connection
@@ -221,7 +221,7 @@ CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
 
 @dataclass(slots=True)
-class Call:
+class RequestContext:
     """One HTTP request, as its handler sees it."""
 
     id: str  # x-request-id
@@ -241,7 +241,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-def joined(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
+def combine_duplicate_headers(headers: Iterable[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
     """By name. One that comes several times is one with commas between (RFC 9110, 5.3): a longer list, or, of what has
     to come once, none that is right."""
     found: dict[AnyStr, AnyStr] = {}

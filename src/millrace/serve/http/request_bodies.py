@@ -1,4 +1,4 @@
-"""Bodies of requests, within bounds of size, time and memory."""
+"""BodyLimiter of requests, within bounds of size, time and memory."""
 
 import asyncio
 from collections import Counter
@@ -19,7 +19,7 @@ RELEASE_AFTER_S = 1.0  # memory of a large body is given back to the system so l
 
 
 @dataclass(slots=True, eq=False)
-class Incoming:
+class IncomingBody:
     """One body on its way."""
 
     client: str  # its address
@@ -28,7 +28,7 @@ class Incoming:
     gave_way: bool = False
 
 
-class Bodies:
+class BodyLimiter:
     """The bounds of bodies: of each, and of all that are being received and decoded; what has come counts.
 
     Where all together are too many, the client that holds most gives way, with the body that it began first: slow
@@ -38,14 +38,14 @@ class Bodies:
     def __init__(self, max_bytes: int, timeout_s: float, max_receiving_bytes: int) -> None:
         self.max_bytes, self.timeout_s = max_bytes, timeout_s
         self._left_bytes = max_receiving_bytes
-        self._arriving: dict[Incoming, asyncio.Timeout] = {}  # in the order in which they began
+        self._arriving: dict[IncomingBody, asyncio.Timeout] = {}  # in the order in which they began
         self.thread = ThreadPoolExecutor(1, "millrace-bodies")  # copies large bodies beside the event loop
         self._n_large, self._is_release_due = 0, False  # bodies so far, whose memory may be free now
 
     @contextmanager
-    def receiving(self, client: str) -> Iterator[Incoming]:
+    def receiving(self, client: str) -> Iterator[IncomingBody]:
         """While a body is held in memory."""
-        incoming = Incoming(client)
+        incoming = IncomingBody(client)
         try:
             yield incoming
         finally:
@@ -71,7 +71,7 @@ class Bodies:
         asyncio.get_running_loop().call_later(RELEASE_AFTER_S, release, self._n_large)
 
     @asynccontextmanager
-    async def arriving(self, incoming: Incoming) -> AsyncIterator[None]:
+    async def arriving(self, incoming: IncomingBody) -> AsyncIterator[None]:
         """While it comes. raises HttpError: 408 where that takes too long, 503 where it gave way to others"""
         try:
             async with asyncio.timeout(self.timeout_s) as end:
@@ -85,20 +85,20 @@ class Bodies:
         finally:
             self._arriving.pop(incoming, None)
 
-    def count(self, incoming: Incoming, n_bytes: int) -> None:
+    def count(self, incoming: IncomingBody, n_bytes: int) -> None:
         """raises HttpError with 413 or 503 for what is too much"""
         incoming.n_bytes += n_bytes
         if incoming.n_bytes > self.max_bytes:
             raise _too_large("too many bytes", self.max_bytes)
         more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
         while not incoming.gave_way and more > self._left_bytes:
-            self._make_room(incoming, more)
+            self._evict_largest_client(incoming, more)
         if incoming.gave_way:
             raise _too_many()
         self._left_bytes -= more
         incoming.counted_bytes += more
 
-    def grew(self, incoming: Incoming, n_bytes: int) -> None:
+    def count_decompressed(self, incoming: IncomingBody, n_bytes: int) -> None:
         """It came as a whole, and is held once more, as what it was packed from. raises HttpError with 503
 
         Nobody gives way to it: what is packed well would cost its sender nothing.
@@ -110,7 +110,7 @@ class Bodies:
         self._left_bytes -= more
         incoming.counted_bytes += more
 
-    def _make_room(self, incoming: Incoming, more: int) -> None:
+    def _evict_largest_client(self, incoming: IncomingBody, more: int) -> None:
         """One gives way: perhaps `incoming` itself."""
         held = Counter({incoming.client: more})
         for one in self._arriving:
@@ -123,7 +123,7 @@ class Bodies:
         self._arriving.pop(first).reschedule(0)
 
 
-async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming) -> bytes:
+async def read_body(scope: Scope, receive: Receive, bodies: BodyLimiter, incoming: IncomingBody) -> bytes:
     """The whole body, whatever its content type. Whatever is larger is refused before it is held in memory.
 
     raises HttpError with 413, 415, 408 or 503; ClientGoneError

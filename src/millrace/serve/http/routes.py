@@ -5,7 +5,7 @@ An endpoint for POST requests names the kind of Backend it needs; its handler ge
 another table, passed to the server next to those in `protocols/`. A request is a `Body` with the field `model`, by
 which the server finds the Backend.
 
-`Edge` wraps all of them: it gives every request an id, lets its protocol write every error, and logs the request.
+`AsgiEdge` wraps all of them: it gives every request an id, lets its protocol write every error, and logs the request.
 """
 
 import logging
@@ -25,7 +25,7 @@ from millrace.errors import MillraceError
 from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.serve.backend import Backend, Models
 from millrace.serve.http.api_keys import Keys
-from millrace.serve.http.disconnects import unless_gone
+from millrace.serve.http.disconnects import run_until_disconnect
 from millrace.serve.http.errors import (
     BUG,
     CLIENT_CLOSED,
@@ -38,7 +38,7 @@ from millrace.serve.http.errors import (
 )
 from millrace.serve.http.http_request import (
     CALL,
-    Call,
+    RequestContext,
     RequestLog,
     check_content_type,
     header,
@@ -46,14 +46,14 @@ from millrace.serve.http.http_request import (
     log_request,
 )
 from millrace.serve.http.openapi import Operation
-from millrace.serve.http.request_bodies import Bodies, read_body
-from millrace.serve.llm.request_decoding import read_request, take_ignored
+from millrace.serve.http.request_bodies import BodyLimiter, read_body
+from millrace.serve.llm.request_decoding import pop_ignored_fields, read_request
 from millrace.serve.llm.request_types import Body
-from millrace.serve.ops.management_api import unknown_path
+from millrace.serve.ops.management_api import not_found_error
 from millrace.serve.ops.otel_genai import trace
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
-Posted = Callable[[Any, Call, Any], Awaitable[ASGIApp]]
+Posted = Callable[[Any, RequestContext, Any], Awaitable[ASGIApp]]
 Asked = Callable[[Models, Scope], Response]
 
 
@@ -114,7 +114,7 @@ class Handler:
     protocol: Protocol
     models: Models
     keys: Keys | None  # None: anyone may ask
-    bodies: Bodies
+    bodies: BodyLimiter
     all_endpoints: Sequence[Endpoint]  # for whoever asks a model for what it cannot do
 
     def route(self) -> Route:
@@ -129,7 +129,7 @@ class Handler:
         else:
             with ExitStack() as admitted:
                 request = await self._read(scope, receive, admitted)
-                await unless_gone(receive, self._answer(request, scope, receive, send))
+                await run_until_disconnect(receive, self._answer(request, scope, receive, send))
 
     async def _read(self, scope: Scope, receive: Receive, admitted: ExitStack) -> Body:
         """The request, checked; admitted as soon as it is there. Its body is let go of: an answer may take minutes."""
@@ -146,12 +146,12 @@ class Handler:
             except HttpError:
                 check_content_type(scope)  # a form was sent, and not JSON under another name
                 raise
-        call.ignored = take_ignored(request, kind, unknown)
+        call.ignored = pop_ignored_fields(request, kind, unknown)
         call.names = self.endpoint.names  # until now errors were about names as the client wrote them
         return request
 
     async def _answer(self, request: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        call: Call = scope[CALL]
+        call: RequestContext = scope[CALL]
         backend = self._backend(request.model)
         call.model = call.log.model = request.model or backend.model.name
         assert self.endpoint.posted is not None, self.endpoint.path
@@ -185,7 +185,7 @@ class Handler:
 log = logging.getLogger(__name__)
 
 
-class Edge:
+class AsgiEdge:
     """An ASGI application around the routes."""
 
     def __init__(self, routes: ASGIApp, models: Models, protocols: Sequence[Protocol]) -> None:
@@ -222,7 +222,7 @@ class Edge:
             path = getattr(scope.get("route"), "path", "other")
             serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, call: RequestContext) -> None:
         headers: dict[str, str] = {}
         try:
             await self._routes(scope, receive, send)
@@ -256,11 +256,11 @@ class Edge:
             return next(sent, handler.protocol).write_error
         if isinstance(handler, Handler):
             return handler.protocol.write_error
-        path = call_path(scope)
+        path = raw_path(scope)
         return next((p for p in self._protocols if p.owns(path)), self._protocols[0]).write_error
 
     def _of_route(self, scope: Scope, error: HTTPException) -> Problem:
-        path = call_path(scope)
+        path = raw_path(scope)
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
             refusal = HttpError(
@@ -271,20 +271,20 @@ class Edge:
                 "use that method",
             )
         else:
-            refusal = unknown_path(path, self._paths)
+            refusal = not_found_error(path, self._paths)
         return problem_of(refusal, accepting=True)
 
 
-def _ignored_header(call: Call) -> list[tuple[bytes, bytes]]:
+def _ignored_header(call: RequestContext) -> list[tuple[bytes, bytes]]:
     return [(b"x-millrace-ignored", ", ".join(call.ignored).encode())] if call.ignored else []
 
 
-def call_path(scope: Scope) -> str:
+def raw_path(scope: Scope) -> str:
     """The path as it was sent, percent signs and all: ASCII without white space."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     return raw.decode("ascii", "backslashreplace")[:300]
 
 
-def _call(scope: Scope) -> Call:
+def _call(scope: Scope) -> RequestContext:
     request_id = id_of(header(scope, b"x-request-id"))
-    return Call(request_id, time.perf_counter(), RequestLog(scope["method"], call_path(scope), request_id))
+    return RequestContext(request_id, time.perf_counter(), RequestLog(scope["method"], raw_path(scope), request_id))

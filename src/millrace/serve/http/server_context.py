@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 from millrace.errors import BusyError
 from millrace.model_repository.execution.tracebacks import portable
 from millrace.model_repository.tracing.tracer import Tracer
-from millrace.runtime.service import happens
+from millrace.runtime.service import schedule_on_loop
 from millrace.serve.http.connection_limits import MAX_REFUSED, ConnectionLimits
 from millrace.serve.http.errors import HttpError
-from millrace.serve.ops.logs import Seldom
+from millrace.serve.ops.logs import RateLimitedLog
 from millrace.serve.ops.metrics import Metrics
 from millrace.serve.protocols.responses.store import Responses
 from millrace.serve.settings import ServerSettings
@@ -25,7 +25,7 @@ from millrace.serve.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 
-class Guest(Protocol):
+class ConnectionView(Protocol):
     """A connection, as far as others are concerned."""
 
     since_s: float  # time.monotonic(): the beginning of what is being waited for
@@ -47,7 +47,7 @@ class Guest(Protocol):
     def check(self, now_s: float) -> None:
         """Once in a while: has this waited too long?"""
 
-    def end(self) -> None:
+    def close_gracefully(self) -> None:
         """Close; what the client has not taken so far is lost."""
 
     def abort(self) -> None:
@@ -59,14 +59,14 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.seldom = Seldom(log)
-        self._open: dict[Guest, None] = {}  # in the order in which they came
+        self.seldom = RateLimitedLog(log)
+        self._open: dict[ConnectionView, None] = {}  # in the order in which they came
         # in the order of their since_s: ordered dictionaries, for a plain one looks at all that left before its first
-        self._waiting: OrderedDict[Guest, None] = OrderedDict()
-        self._incomplete: OrderedDict[Guest, None] = OrderedDict()  # of those that do not wait
-        self._refused: dict[Guest, None] = {}
+        self._waiting: OrderedDict[ConnectionView, None] = OrderedDict()
+        self._incomplete: OrderedDict[ConnectionView, None] = OrderedDict()  # of those that do not wait
+        self._refused: dict[ConnectionView, None] = {}
 
-    def admit(self, connection: Guest) -> bool:
+    def admit(self, connection: ConnectionView) -> bool:
         """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx.
 
         Where none waits, it is the one whose request has been incomplete the longest. Constant time: a flood of
@@ -81,13 +81,13 @@ class Connections:
                 self._refused[connection] = None
                 return False
             self.seldom.warn("all connections are in use, so that waiting ones are closed (raise `ulimit -n`)")
-            self.leave(waiting)
-            waiting.end()
+            self.remove(waiting)
+            waiting.close_gracefully()
         self._open[connection] = None
-        self.changed(connection)
+        self.touch(connection)
         return True
 
-    def changed(self, connection: Guest) -> None:
+    def touch(self, connection: ConnectionView) -> None:
         """Its since_s is now: it has waited, or been incomplete, for the shortest time of all."""
         self._waiting.pop(connection, None)
         self._incomplete.pop(connection, None)
@@ -98,7 +98,7 @@ class Connections:
         elif connection.is_incomplete:
             self._incomplete[connection] = None
 
-    def leave(self, connection: Guest) -> None:
+    def remove(self, connection: ConnectionView) -> None:
         for group in (self._open, self._waiting, self._incomplete):
             group.pop(connection, None)
         self._refused.pop(connection, None)
@@ -106,8 +106,8 @@ class Connections:
     def _end_refused(self) -> None:
         """One that was told, and is only listened to so that it hears it, makes place for one that was not."""
         told = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
-        self.leave(told)
-        told.end()
+        self.remove(told)
+        told.close_gracefully()
 
     def abort(self) -> None:
         """Whatever is still open, and all that is unread."""
@@ -117,7 +117,7 @@ class Connections:
     def sweep(self) -> None:
         """End what takes too long, and the laziest readers where all of them together hold too much."""
         now_s, unread = time.monotonic(), 0
-        readers: list[Guest] = []
+        readers: list[ConnectionView] = []
         for connection in [*self._open, *self._refused]:
             connection.check(now_s)
             if connection.n_unread:
@@ -149,7 +149,7 @@ class _Job:
         self.started = False
 
 
-class Lane:
+class BoundedExecutor:
     """Runs calls in their order, at most `max_pending` of them waiting or running.
 
     The threads are daemons and nobody joins them: a process ends whatever they do.
@@ -263,7 +263,7 @@ LARGE_STEP = 512  # log probabilities of an answer that is held until it is comp
 
 
 @dataclass(slots=True)
-class Load:
+class RequestsInFlight:
     """Requests that are being answered, of every kind."""
 
     n: int = 0
@@ -291,7 +291,7 @@ class Admission:
             self.leave()
 
     def enter(self) -> None:
-        """Take one request, until `leave`. raises BusyError"""
+        """Take one request, until `remove`. raises BusyError"""
         if self.is_draining:
             raise _shutting_down()
         self._n += 1
@@ -306,23 +306,23 @@ class Admission:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new ones, and wait for those that are there; False: some were not answered in time."""
         self.is_draining = True
-        return await happens(self._none_left, timeout_s)
+        return await schedule_on_loop(self._none_left, timeout_s)
 
 
-class Unsent:
+class UnsentBytes:
     """Bytes of the log probabilities of all answers that are held until they are complete; bounded together."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.n_bytes = max_bytes, 0
 
-    def share(self) -> "Share":
-        return Share(self)
+    def share(self) -> "UnsentBytesLease":
+        return UnsentBytesLease(self)
 
 
-class Share:
+class UnsentBytesLease:
     """That of one answer."""
 
-    def __init__(self, of: Unsent) -> None:
+    def __init__(self, of: UnsentBytes) -> None:
         self._of, self._n_bytes = of, 0
 
     def add(self, n_bytes: int) -> None:
@@ -341,20 +341,20 @@ class Share:
         self._n_bytes = 0
 
 
-class Serving:
+class ServerContext:
     """One server, whatever models it has."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """raises ConfigError"""
-        self.settings, self.load = settings, Load()
+        self.settings, self.load = settings, RequestsInFlight()
         self.admission = Admission()
         self.metrics = Metrics()
         self.tracer = Tracer.of(settings.trace_config)
-        self.unsent = Unsent(settings.max_unread_bytes)
+        self.unsent = UnsentBytes(settings.max_unread_bytes)
         self.responses = Responses()
         self._tasks: set[asyncio.Task[None]] = set()  # of what nobody waits for
-        self._bodies = Lane("bodies", settings.max_preparing)
-        self._replies = Lane("replies", settings.max_preparing)
+        self._bodies = BoundedExecutor("bodies", settings.max_preparing)
+        self._replies = BoundedExecutor("replies", settings.max_preparing)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Have it done though its client is gone; it is waited for like a request. raises BusyError"""

@@ -195,10 +195,10 @@ def check_changing(name: str, value: object, path: str) -> None:
 def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
     """raises RequestError if it asks for what is not supported yet; neutral: values that do not"""
     if value is not UNSET and not asks_nothing(value, neutral):
-        raise not_yet(name, _mend(name, neutral))
+        raise not_yet(name, _fix_hint(name, neutral))
 
 
-def _mend(name: str, neutral: tuple[object, ...]) -> str:
+def _fix_hint(name: str, neutral: tuple[object, ...]) -> str:
     values = " or ".join(map(written, neutral))
     return "leave it out" + (f", or send {values}" if values else "") + INSTEAD.get(name, "")
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from millrace.serve.http.connection import Connection
 from millrace.serve.http.connection_limits import ConnectionLimits, number_of_connections
-from millrace.serve.http.fast_path import Shortcut
+from millrace.serve.http.fast_path import FastPath
 from millrace.serve.http.server_context import Connections
 from millrace.serve.settings import ServerSettings
 
@@ -33,7 +33,7 @@ class Web(uvicorn.Server):
     @classmethod
     def of(
         cls, app: ASGIApp, settings: ServerSettings, max_connections: int | None,
-        shortcut: Callable[[], Shortcut] | None = None,
+        shortcut: Callable[[], FastPath] | None = None,
     ) -> "Web":  # fmt: skip
         """max_connections: None for as many as there are files for; shortcut: what a connection asks before the app"""
         connections = Connections(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from millrace.checkpoint.tool_calls.answer_parser import CallPart, Said
+from millrace.checkpoint.tool_calls.answer_parser import CallPart, ParsedDelta
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     REASONING = auto()
     TEXT = auto()
     CALL = auto()
@@ -23,7 +23,7 @@ class Block:
     """name, call_id: of a call, whose text is its arguments' JSON"""
 
     index: int
-    kind: Kind
+    kind: BlockKind
     name: str = ""
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -43,13 +43,13 @@ class Block:
         return given if isinstance(given, dict) else {"_not_an_object": self.text}
 
 
-class Turn(Enum):
+class BlockEvent(Enum):
     OPENED = auto()
     ADDED = auto()
     CLOSED = auto()
 
 
-Happening = tuple[Turn, Block, str]  # the text that was added
+Happening = tuple[BlockEvent, Block, str]  # the text that was added
 
 
 class Blocks:
@@ -59,52 +59,52 @@ class Blocks:
         self.all: list[Block] = []
         self._new_call_id = new_call_id
 
-    def add(self, said: Said) -> Iterator[Happening]:
+    def add(self, said: ParsedDelta) -> Iterator[Happening]:
         """What it does to the blocks. What goes on with a call comes before all else that was said with it."""
         calls = said.calls
         if calls and calls[0].name is None:
             yield self._more(calls[0].arguments)
             calls = calls[1:]
-        for kind, text in ((Kind.REASONING, said.reasoning), (Kind.TEXT, said.content)):
+        for kind, text in ((BlockKind.REASONING, said.reasoning), (BlockKind.TEXT, said.content)):
             if text:
                 if self._open is None or self._open.kind is not kind:
                     yield from self._begin(kind)
                 yield self._more(text)
         for part in calls:
-            yield from self._begin(Kind.CALL, part)
+            yield from self._begin(BlockKind.CALL, part)
             if part.arguments:
                 yield self._more(part.arguments)
 
-    def take(self, said: Said) -> None:
+    def take(self, said: ParsedDelta) -> None:
         """`add` for whoever wants the blocks alone."""
         for _ in self.add(said):
             pass
 
-    def text(self, kind: Kind) -> str:
+    def text(self, kind: BlockKind) -> str:
         """Of all blocks of a kind."""
         return "".join(block.text for block in self.all if block.kind is kind)
 
     def calls(self) -> list[Block]:
-        return [block for block in self.all if block.kind is Kind.CALL]
+        return [block for block in self.all if block.kind is BlockKind.CALL]
 
     def close(self) -> Iterator[Happening]:
         """The answer is over, or another block begins."""
         if self._open is not None:
             self._open.closed = True
-            yield Turn.CLOSED, self.all[-1], ""
+            yield BlockEvent.CLOSED, self.all[-1], ""
 
     @property
     def _open(self) -> Block | None:
         return self.all[-1] if self.all and not self.all[-1].closed else None
 
-    def _begin(self, kind: Kind, part: CallPart | None = None) -> Iterator[Happening]:
+    def _begin(self, kind: BlockKind, part: CallPart | None = None) -> Iterator[Happening]:
         yield from self.close()
         block = Block(len(self.all), kind)
         if part is not None:
             block.name, block.call_id = part.name or "", self._new_call_id()
         self.all.append(block)
-        yield Turn.OPENED, block, ""
+        yield BlockEvent.OPENED, block, ""
 
     def _more(self, text: str) -> Happening:
         self.all[-1].pieces.append(text)
-        return Turn.ADDED, self.all[-1], text
+        return BlockEvent.ADDED, self.all[-1], text

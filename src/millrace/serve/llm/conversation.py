@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from millrace.errors import RequestError
-from millrace.runtime.request.request import FREELY, Terms
+from millrace.runtime.request.request import FREELY, RequestOptions
 from millrace.runtime.request.sampling_params import SamplingParams
 from millrace.serve.llm.reasoning import Thinking, thinking_of
 from millrace.serve.llm.request_types import Message
@@ -83,7 +83,7 @@ def prefixed_by(messages: Sequence[Message]) -> str:
     return ""
 
 
-def going_on(rendering: Rendering, said: Sequence[Message]) -> Rendering:
+def continue_last_assistant_message(rendering: Rendering, said: Sequence[Message]) -> Rendering:
     """Where the assistant said the last, the answer goes on with it: as Anthropic's and Ollama's clients mean it."""
     last = said[-1] if said else None
     if last is None or last.role != "assistant" or last.tool_calls or not isinstance(last.content, str):
@@ -99,14 +99,14 @@ class Conversation:
 
     messages: Sequence[Message]
     params: SamplingParams
-    terms: Terms = FREELY
+    terms: RequestOptions = FREELY
     tools: Tools | None = None
     rendering: Rendering = PLAINLY
     whole_bytes: int | None = None
     capped: bool = False
 
     @property
-    def begun(self) -> str:
+    def answer_prefix(self) -> str:
         """Of the answer that the last message is the beginning of."""
         content = self.messages[-1].content if self.rendering.continued and self.messages else None
         return content if isinstance(content, str) else "".join(part.text for part in content or ())

@@ -25,14 +25,14 @@ from millrace.runtime.encoder_loop import (
     truncated,
     truncation,
 )
-from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
+from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, is_final
 from millrace.serve.backend import Backend, ServedModel
-from millrace.serve.http.http_request import Call
-from millrace.serve.http.server_context import LARGE, Serving
+from millrace.serve.http.http_request import RequestContext
+from millrace.serve.http.server_context import LARGE, ServerContext
 from millrace.serve.llm.encoder_requests import EmbeddingRequest
-from millrace.serve.llm.language_model import Texts
+from millrace.serve.llm.language_model import TextProcessor
 from millrace.serve.llm.matryoshka import Matryoshka, check_dimensions, shorten
-from millrace.serve.llm.request_decoding import TextsOrIds, let_go, texts_or_ids
+from millrace.serve.llm.request_decoding import TextsOrIds, drop_large_fields, texts_or_ids
 from millrace.serve.llm.response_types import Embedding, EmbeddingReply, EmbeddingUsage
 from millrace.serve.ops.metrics import counter, gauge
 
@@ -52,7 +52,7 @@ class EncoderModel(ServedModel):
     matryoshka: Matryoshka | None = None  # None: vectors of one length
     max_queued: int = ServiceOptions().max_queued  # requests that may wait, of MAX_INPUTS texts each
 
-    def backend(self, serving: Serving) -> "EncoderBackend":
+    def backend(self, serving: ServerContext) -> "EncoderBackend":
         return EncoderBackend(self, serving)
 
 
@@ -61,12 +61,12 @@ class EncoderBackend(Backend):
 
     what = "an encoder"
 
-    def __init__(self, model: EncoderModel, serving: Serving) -> None:
+    def __init__(self, model: EncoderModel, serving: ServerContext) -> None:
         super().__init__(model, serving)
         self.model: EncoderModel = model
         self.limits = model.loop.limits
         self.unsent, self.off_loop = serving.unsent, serving.off_loop
-        self.texts = Texts(
+        self.texts = TextProcessor(
             model.tokenizer, None, serving.settings.max_preparing, model.max_context, model.tokenizer_folder
         )
         self._stuck = False
@@ -77,7 +77,7 @@ class EncoderBackend(Backend):
 
         raises BusyError where too many are waiting or the server ends, EngineError where a step failed
         """
-        stats = self.pulse()
+        stats = self.health()
         n_tokens, most = sum(map(len, texts)), self.model.max_queued
         if stats.requests >= most:
             what, expected = f"{stats.requests} requests are waiting", f"less than {most}"
@@ -106,11 +106,11 @@ class EncoderBackend(Backend):
             return str(error)
         return None
 
-    def pulse(self) -> EncoderStats:
+    def health(self) -> EncoderStats:
         return self.model.loop.stats()
 
     def collect(self) -> Iterator[Metric]:
-        stats, model = self.pulse(), self.model.name
+        stats, model = self.health(), self.model.name
         yield gauge(model, "vllm:num_requests_running", "Requests whose vectors are not all there", self._n_running)
         yield gauge(model, "vllm:num_requests_waiting", "Texts that wait for their step", stats.waiting)
         yield counter(model, "vllm:prompt_tokens", "Prompt tokens computed", stats.tokens_total)
@@ -122,7 +122,7 @@ class EncoderBackend(Backend):
         yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
 
     async def abort(self, within_s: float) -> None:
-        if not await ends(self.model.loop.stop, within_s):
+        if not await is_final(self.model.loop.stop, within_s):
             self._stuck = True
             self.model.loop.abandon()
         self.texts.close()
@@ -135,13 +135,13 @@ class EncoderBackend(Backend):
         return self._stuck
 
 
-async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingRequest) -> ASGIApp:
+async def embeddings(backend: EncoderBackend, call: RequestContext, asked: EmbeddingRequest) -> ASGIApp:
     """A vector for each text of the request, in their order. raises MillraceError"""
     _check(asked, backend)
     special, cut = asked.add_special_tokens is not False, asked.truncate_prompt_tokens
     texts = await token_ids(backend, asked.input, "input", special, cut)
     in_base64 = asked.encoding_format == "base64"
-    let_go(asked)
+    drop_large_fields(asked)
     n_tokens = sum(map(len, texts))
     call.log.prompt_tokens = n_tokens
     held = backend.unsent.share()
@@ -160,7 +160,7 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
     return replied(backend, call, content)
 
 
-def replied(backend: EncoderBackend, call: Call, content: bytes) -> Response:
+def replied(backend: EncoderBackend, call: RequestContext, content: bytes) -> Response:
     backend.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
     backend.metrics.prompt_tokens.observe(call.log.prompt_tokens or 0)
     return Response(content, media_type="application/json")

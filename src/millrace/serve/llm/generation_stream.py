@@ -17,10 +17,10 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace import __version__
-from millrace.checkpoint.tool_calls.answer_parser import Said
+from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
 from millrace.engine.executor import IntArray
 from millrace.runtime.request.prompt_embeds import EmbeddedPrompt
-from millrace.runtime.request.request import FREELY, StopTables, Terms
+from millrace.runtime.request.request import FREELY, RequestOptions, StopTables
 from millrace.runtime.request.sampling_params import (
     Delta,
     FinishReason,
@@ -32,25 +32,25 @@ from millrace.runtime.request.sampling_params import (
 )
 from millrace.runtime.service import RequestHandle
 from millrace.serve.http.errors import GenerationFailedError, Problem
-from millrace.serve.http.http_request import EVENT_STREAM, UNHELD, Call
+from millrace.serve.http.http_request import EVENT_STREAM, UNHELD, RequestContext
 from millrace.serve.http.server_context import LARGE, LARGE_BODY, LARGE_RESUME, LARGE_STEP
 from millrace.serve.llm.conversation import Conversation
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import check_whole
-from millrace.serve.llm.output_parsing import PLAIN_TEXT, Heard
+from millrace.serve.llm.output_parsing import PLAIN_TEXT, OutputReaderFactory
 from millrace.serve.llm.reasoning import FIELDS
 from millrace.serve.llm.request_types import StreamOptions
 from millrace.serve.llm.response_types import (
-    Asked,
     ChatFinish,
     CompletionTokensDetails,
     PromptTokensDetails,
     Receipt,
+    SeedEcho,
     Usage,
 )
 
 
-class Generation:
+class GenerationStream:
     """`async with` it: whoever leaves early takes the requests along. Iteration gives lists of Delta until all ended.
 
     Choices are counted through all prompts: prompt 1 begins at n. Deltas of the same choice in one list are merged.
@@ -58,7 +58,12 @@ class Generation:
     """
 
     def __init__(
-        self, handle: RequestHandle, params: SamplingParams, call: Call, backend: TextBackend, heard: Heard
+        self,
+        handle: RequestHandle,
+        params: SamplingParams,
+        call: RequestContext,
+        backend: TextBackend,
+        heard: OutputReaderFactory,
     ) -> None:
         """heard: how its answers are read"""
         self.handle = handle
@@ -91,7 +96,7 @@ class Generation:
         return sum(self._n_generated)
 
     @property
-    def is_large(self) -> bool:
+    def has_many_logprobs(self) -> bool:
         """Writing down its log probabilities takes more than a few milliseconds."""
         n_top = self.params.logprobs
         return n_top is not None and self.n_generated * (1 + n_top) > LARGE
@@ -108,19 +113,19 @@ class Generation:
         return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached, n_thought)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> SeedEcho:
         seeds = [request.resolved.seed for request in self.handle.requests]
         if self._digests:
             (request,) = self.handle.requests
             engine, isa = (str(self._known.get(name, "")) for name in ("engine", "isa"))
             answers = [digest.hexdigest() for digest in self._digests]
             path, prompt = self._call.log.path, digest_of(request.prompt)
-            return Asked(seeds[0], receipt=Receipt(path, __version__, engine, isa, seeds[0], prompt, answers))
-        return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
+            return SeedEcho(seeds[0], receipt=Receipt(path, __version__, engine, isa, seeds[0], prompt, answers))
+        return SeedEcho(seeds[0], seeds) if len(seeds) > 1 else SeedEcho(seeds[0])
 
-    def said(self, delta: Delta) -> Said:
+    def parse_delta(self, delta: Delta) -> ParsedDelta:
         """What a delta adds to the parts of its answer; each delta once, in order."""
-        return Said(delta.text) if self._readers is None else self._readers[delta.index].read(delta)
+        return ParsedDelta(delta.text) if self._readers is None else self._readers[delta.index].read(delta)
 
     def finish_of(self, delta: Delta) -> ChatFinish:
         """Of a choice's last delta; errors and aborts have been raised before."""
@@ -128,22 +133,22 @@ class Generation:
         called = self._readers is not None and self._readers[delta.index].n_calls > 0
         return "length" if delta.finish_reason is FinishReason.LENGTH else "tool_calls" if called else "stop"
 
-    def hold(self, n_bytes: int) -> None:
+    def reserve_unsent_bytes(self, n_bytes: int) -> None:
         """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""
         self._held.add(n_bytes)
 
-    def is_much(self, deltas: list[Delta]) -> bool:
+    def is_expensive_to_encode(self, deltas: list[Delta]) -> bool:
         """Naming their tokens takes more than about a millisecond."""
         n_top = self.params.logprobs
         return n_top is not None and sum(delta.n_tokens for delta in deltas) * (1 + n_top) > LARGE_STEP
 
-    async def __aenter__(self) -> "Generation":
+    async def __aenter__(self) -> "GenerationStream":
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._held.release()
         self.handle.cancel()
-        self._note()
+        self._record_metrics()
 
     def __aiter__(self) -> AsyncIterator[list[Delta]]:
         return self
@@ -154,7 +159,7 @@ class Generation:
             merged: dict[int, Delta] = {}
             for delta in deltas:
                 before = merged.get(delta.index)
-                merged[delta.index] = delta if before is None else _joined(before, delta)
+                merged[delta.index] = delta if before is None else _merge_deltas(before, delta)
             deltas = list(merged.values())
         self._measure(deltas)
         for delta in deltas:
@@ -185,7 +190,7 @@ class Generation:
             if delta.finish_reason is not None:
                 self._reasons.add(delta.finish_reason.value)
 
-    def _note(self) -> None:
+    def _record_metrics(self) -> None:
         """Into the log line and, for those that came to a regular end, the histograms."""
         log, requests = self._call.log, self.handle.requests
         log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self.n_generated
@@ -215,43 +220,45 @@ def short_call_id() -> str:
     return uuid.uuid4().hex[:9]
 
 
-def ignore_thinking(backend: TextBackend, call: Call, asked: object) -> None:
+def ignore_thinking(backend: TextBackend, call: RequestContext, asked: object) -> None:
     """List the fields about thoughts as ignored if the model has none."""
     if backend.texts.never_thinks and (given := [name for name in FIELDS if getattr(asked, name) is not None]):
         call.ignored = tuple(sorted({*call.ignored, *given}))
 
 
-async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Generation:
-    """Have a conversation answered; its answers are read by `Generation.said`. raises MillraceError"""
+async def start_chat_generation(backend: TextBackend, call: RequestContext, asked: Conversation) -> GenerationStream:
+    """Have a conversation answered; its answers are read by `GenerationStream.parse_delta`. raises MillraceError"""
     tools, params = asked.tools, asked.params
     speech = backend.speech_for(tools is not None)
     specs = tools.specs if tools else ()
     ids = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
     prompt = list(ids)
-    begun = asked.begun if asked.rendering.continued else ""
+    begun = asked.answer_prefix if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
     params = capped(params, len(prompt), backend.model.engine.limits.context_tokens) if asked.capped else params
     check_context(len(prompt), params.max_tokens, backend.model.engine.limits.context_tokens, "messages")
     if tools is None and speech.thoughts is None:
-        return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
+        return await submit_prompts(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
     heard = speech.heard(tools, speech.place(prompt, begun), params.structured_outputs is not None)
     asked.tools = None  # of them names are enough from here on
-    return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
+    return await submit_prompts(
+        backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard
+    )
 
 
-async def start(
+async def submit_prompts(
     backend: TextBackend,
     prompts: Sequence[list[int] | EmbeddedPrompt],
     params: SamplingParams,
-    call: Call,
-    terms: Terms = FREELY,
+    call: RequestContext,
+    terms: RequestOptions = FREELY,
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
-    heard: Heard = PLAIN_TEXT,
-) -> Generation:
+    heard: OutputReaderFactory = PLAIN_TEXT,
+) -> GenerationStream:
     """Submit all prompts, or none.
 
     continues: they are texts, whose answers are short where no length is said
@@ -275,11 +282,13 @@ async def start(
     if call.tenant and not backend.settings.share_prefix_cache:
         terms = replace(terms, cache=replace(terms.cache, salt=_salt_of(call.tenant, terms.cache.salt)))
     if not terms.delivered:
-        return Generation(engine.submit(prompts, each, call.id, stops, terms, matchers), params, call, backend, heard)
+        return GenerationStream(
+            engine.submit(prompts, each, call.id, stops, terms, matchers), params, call, backend, heard
+        )
     prepare = partial(engine.prepare, prompts, each, call.id, stops, terms, matchers)
     handle = await backend.off_loop(sum(map(len, terms.delivered)) > LARGE_RESUME, prepare)
     engine.queue(handle)
-    return Generation(handle, params, call, backend, heard)
+    return GenerationStream(handle, params, call, backend, heard)
 
 
 def _salt_of(tenant: str, salt: str) -> str:
@@ -294,7 +303,7 @@ def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0)
     return Usage(n_prompt, n_generated, n_prompt + n_generated, *details)
 
 
-def _joined(a: Delta, b: Delta) -> Delta:
+def _merge_deltas(a: Delta, b: Delta) -> Delta:
     """Two deltas of one choice, in order, as one."""
     return Delta(
         index=a.index,
@@ -314,7 +323,7 @@ def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | No
 
 
 @dataclass(frozen=True, slots=True)
-class StreamForm:
+class StreamFraming:
     """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
 
     content_type: bytes
@@ -322,7 +331,7 @@ class StreamForm:
     end: bytes = b""
 
 
-EVENTS = StreamForm(EVENT_STREAM, lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n")
+EVENTS = StreamFraming(EVENT_STREAM, lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n")
 _ENCODER = msgspec.json.Encoder()
 log = logging.getLogger(__name__)
 
@@ -330,7 +339,7 @@ log = logging.getLogger(__name__)
 class StreamUsage:
     """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
 
-    def __init__(self, asked: StreamOptions | None, generation: Generation) -> None:
+    def __init__(self, asked: StreamOptions | None, generation: GenerationStream) -> None:
         self.at_end = asked is not None and bool(asked.include_usage)
         self.always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
         self._generation = generation
@@ -347,7 +356,7 @@ def events(replies: Iterable[msgspec.Struct]) -> bytes:
     return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
 
 
-class TextEvents:
+class TextDeltaEncoder:
     """Events of a stream that differ in their text alone, so that it is all that is encoded of them."""
 
     def __init__(self, field: bytes, empty: Callable[[int], msgspec.Struct]) -> None:
@@ -375,7 +384,12 @@ class EventStream:
     """
 
     def __init__(
-        self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS, *, goes_on: bool = False
+        self,
+        generation: GenerationStream,
+        blocks: AsyncIterator[bytes],
+        form: StreamFraming = EVENTS,
+        *,
+        goes_on: bool = False,
     ) -> None:
         """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
         self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on

@@ -26,21 +26,21 @@ from millrace.machine.roofline import Roofline
 from millrace.runtime.loop_stats import LoopStats
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
-from millrace.runtime.scheduling.step_cost_model import StepProfile, beside
+from millrace.runtime.scheduling.step_cost_model import StepProfile, predicted_vs_measured
 from millrace.runtime.scheduling.token_budget import TokenBudget
 from millrace.runtime.service import AsyncEngine
-from millrace.runtime.structured_output.grammar import Matcher, Thoughts
+from millrace.runtime.structured_output.grammar import Matcher, ReasoningSpan
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.server_context import Lane, Serving
+from millrace.serve.http.server_context import BoundedExecutor, ServerContext
 from millrace.serve.llm.conversation import PLAINLY, Rendering
 from millrace.serve.llm.logprobs import Echo
-from millrace.serve.llm.output_parsing import Speech
-from millrace.serve.llm.prompt_warmup import WarmPrompt, warm
+from millrace.serve.llm.output_parsing import OutputFormat
+from millrace.serve.llm.prompt_warmup import WarmPrompt, warm_prefix_cache
 from millrace.serve.llm.reasoning import ThinkingSwitch
 from millrace.serve.llm.request_decoding import check_messages
 from millrace.serve.llm.request_types import Message
-from millrace.serve.llm.token_lower_bound import LeastTokens
+from millrace.serve.llm.token_lower_bound import TokenLowerBound
 from millrace.serve.ops.metrics import decode_metrics, engine_metrics, step_metrics
 
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
@@ -54,7 +54,7 @@ N_THREADS = 2
 N_GRAMMARS = 8  # threads for short ones, and as many for long ones: most of them wait for the process that compiles
 
 
-class Texts:
+class TextProcessor:
     """Text to tokens and back, and messages to text. At most `max_pending` calls wait or run in each lane."""
 
     def __init__(
@@ -64,14 +64,16 @@ class Texts:
         """folder: of the tokenizer's files; with it, long texts are tokenised in processes of their own"""
         self.tokenizer = tokenizer
         self._max_context = max_context
-        self._least = LeastTokens(tokenizer, max_context)
-        self._medium = _Encoder(tokenizer, None, Lane("text", max_pending, N_THREADS))
-        self._decoding = Lane("decode", max_pending)
+        self._least = TokenLowerBound(tokenizer, max_context)
+        self._medium = _Encoder(tokenizer, None, BoundedExecutor("text", max_pending, N_THREADS))
+        self._decoding = BoundedExecutor("decode", max_pending)
         self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
         # a template that loops must not hold up completions as well, so renderings have lanes of their own
-        self.speech = Speech("" if template is None else template.source, tokenizer)
+        self.speech = OutputFormat("" if template is None else template.source, tokenizer)
         has_own = template is not None and template.name_for(True) != template.name_for(False)
-        self.speech_of_tools = Speech(template.source_for(True), tokenizer) if template and has_own else self.speech
+        self.speech_of_tools = (
+            OutputFormat(template.source_for(True), tokenizer) if template and has_own else self.speech
+        )
         self._chats = None if template is None else _Renderer(template, "chat", max_pending)
         self.never_thinks = self._chats is None or all(one.changes_nothing for one in self._chats.switches.values())
         self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
@@ -97,7 +99,7 @@ class Texts:
 
         return await encoder.lane.run(work, n)
 
-    def computing(self, on_all_cores: bool) -> None:
+    def pause_workers_while_stepping(self, on_all_cores: bool) -> None:
         """From the engine's thread: long texts wait meanwhile."""
         self._long.hold(on_all_cores)
         self._very_long.hold(on_all_cores)
@@ -173,7 +175,7 @@ class Texts:
 class _Encoder:
     """A tokenizer with its lane; `process`: where it runs instead of in this process."""
 
-    def __init__(self, tokenizer: Tokenizer, process: TokenizerProcess | None, lane: Lane) -> None:
+    def __init__(self, tokenizer: Tokenizer, process: TokenizerProcess | None, lane: BoundedExecutor) -> None:
         self._tokenizer, self._process, self.lane = tokenizer, process, lane
 
     def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
@@ -196,7 +198,7 @@ class _Encoder:
 def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pending: int) -> _Encoder:
     process = None if folder is None else TokenizerProcess(folder)
     stop: Callable[[], None] | None = None if process is None else process.close
-    return _Encoder(tokenizer, process, Lane(f"{name}-text", max_pending, stop=stop))
+    return _Encoder(tokenizer, process, BoundedExecutor(f"{name}-text", max_pending, stop=stop))
 
 
 class _Renderer:
@@ -205,7 +207,7 @@ class _Renderer:
     def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
         self._prompts = PromptRenderer(template)
         self.switches = {has: ThinkingSwitch(template.source_for(has)) for has in (False, True)}
-        self.lane = Lane(name, max_pending, stop=template.close)
+        self.lane = BoundedExecutor(name, max_pending, stop=template.close)
 
     def render(
         self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
@@ -230,7 +232,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeClock:
+class DecodeRoofline:
     """How long decoding takes at least on this machine, and how long it takes."""
 
     work: DecodeWork
@@ -253,11 +255,11 @@ class TextModel(ServedModel):
     tokenizer: Tokenizer
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
     chat_template: ChatTemplate | None
-    decode_clock: DecodeClock | None = None  # None: no roofline was measured here
+    decode_clock: DecodeRoofline | None = None  # None: no roofline was measured here
     warm_prompts: tuple[WarmPrompt, ...] = ()  # computed before the server is ready
     profile: StepProfile | None = None  # what its steps should take here
 
-    def backend(self, serving: Serving) -> "TextBackend":
+    def backend(self, serving: ServerContext) -> "TextBackend":
         return TextBackend(self, serving)
 
 
@@ -266,18 +268,20 @@ class TextBackend(Backend):
 
     what = "a language model"
 
-    def __init__(self, model: TextModel, serving: Serving) -> None:
+    def __init__(self, model: TextModel, serving: ServerContext) -> None:
         super().__init__(model, serving)
         self.model: TextModel = model
         self.unsent, self.off_loop = serving.unsent, serving.off_loop
         self.responses, self.in_background = serving.responses, serving.in_background
-        self.texts = Texts(
+        self.texts = TextProcessor(
             model.tokenizer, model.chat_template, serving.settings.max_preparing, model.max_context,
             model.tokenizer_folder,
         )  # fmt: skip
-        self._grammars = Lane("grammar", serving.settings.max_preparing, N_GRAMMARS)
-        self._long_grammars = Lane("grammar-long", serving.settings.max_preparing, N_GRAMMARS)
-        self._answers = Lane("answers", self.capacity)  # those of the engine, which are not lost for want of a place
+        self._grammars = BoundedExecutor("grammar", serving.settings.max_preparing, N_GRAMMARS)
+        self._long_grammars = BoundedExecutor("grammar-long", serving.settings.max_preparing, N_GRAMMARS)
+        self._answers = BoundedExecutor(
+            "answers", self.capacity
+        )  # those of the engine, which are not lost for want of a place
 
     @property
     def capacity(self) -> int:
@@ -303,21 +307,21 @@ class TextBackend(Backend):
         parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
         return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
 
-    async def written(self, is_large: bool, work: Callable[[], T]) -> T:
+    async def encode_off_loop(self, is_large: bool, work: Callable[[], T]) -> T:
         """`off_loop` for what the engine has computed: there is a place for every answer."""
         return await self._answers.run(work) if is_large else work()
 
     @property
-    def speech(self) -> Speech:
+    def speech(self) -> OutputFormat:
         """How the model writes reasoning, and calls of tools in a conversation without them."""
         return self.texts.speech
 
-    def speech_for(self, has_tools: bool) -> Speech:
+    def speech_for(self, has_tools: bool) -> OutputFormat:
         """How the model writes calls of tools and reasoning: some have a chat template of its own for tools."""
         return self.texts.speech_of_tools if has_tools else self.texts.speech
 
     async def matchers(
-        self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
+        self, asked: StructuredOutputsParams | None, n: int, thoughts: ReasoningSpan | None = None
     ) -> Sequence[Matcher]:
         """Compile for n answers, beside event loop and engine. raises RequestError, BusyError, MachineError
 
@@ -330,7 +334,7 @@ class TextBackend(Backend):
         return await lane.run(lambda: grammars.matchers(asked, n, thoughts))
 
     def start(self) -> None:
-        self.model.engine.start(self.texts.computing)
+        self.model.engine.start(self.texts.pause_workers_while_stepping)
 
     async def warm_up(self) -> str | None:
         """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
@@ -338,7 +342,7 @@ class TextBackend(Backend):
         trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
         if self.model.warm_prompts and len(self.settings.keys) > 1 and not self.settings.share_prefix_cache:
             log.warning("warm prompts are of no use to API keys, which do not share the prefix cache")
-        return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
+        return trouble or await warm_prefix_cache(self.model.warm_prompts, self._warm_tokens, self.model.engine)
 
     async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:
         """raises MillraceError. A conversation ends where its next message would begin"""
@@ -348,7 +352,7 @@ class TextBackend(Backend):
         rendering = Rendering(line.chat_template_kwargs or {}, opens=False)
         return list(await self.texts.encode_chat(line.messages, rendering, body_bytes=prompt.n_bytes))
 
-    def pulse(self) -> LoopStats:
+    def health(self) -> LoopStats:
         return self.model.engine.stats()
 
     def collect(self) -> Iterator[Metric]:
@@ -357,7 +361,7 @@ class TextBackend(Backend):
         if clock is not None:
             yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
         profile, steps = self.model.profile, tuple(self.model.engine.loop.history.steps)
-        if profile is not None and (seen := beside(profile, steps)) is not None:
+        if profile is not None and (seen := predicted_vs_measured(profile, steps)) is not None:
             yield from step_metrics(self.model.name, *seen)
 
     async def abort(self, within_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer
-from millrace.checkpoint.tool_calls.answer_parser import Said
+from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
 from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.llm.response_types import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
@@ -133,7 +133,7 @@ class ContentLogprobs:
         self._n_content = 0  # of them, where all is content
         self._tokens = deque[tuple[int, int, TokenLogprobs]]()  # not settled: where each begins and ends
 
-    def take(self, delta: Delta, said: Said) -> list[TokenLogprobs]:
+    def take(self, delta: Delta, said: ParsedDelta) -> list[TokenLogprobs]:
         """Those of `said.content`, which is what was read from this delta; each delta once, in order."""
         tokens = delta.logprobs or ()
         if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
@@ -150,7 +150,7 @@ class ContentLogprobs:
         self._leave(said.n_settled)
         return own
 
-    def _spans(self, said: Said) -> Sequence[tuple[int, int]]:
+    def _spans(self, said: ParsedDelta) -> Sequence[tuple[int, int]]:
         if said.spans is not None:
             return said.spans
         begin, self._n_content = self._n_content, self._n_content + len(said.content)

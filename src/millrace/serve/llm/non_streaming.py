@@ -6,12 +6,12 @@ from functools import partial
 
 from millrace.runtime.request.sampling_params import Delta
 from millrace.serve.llm.answer_blocks import Blocks
-from millrace.serve.llm.generation_stream import Generation
+from millrace.serve.llm.generation_stream import GenerationStream
 from millrace.serve.llm.language_model import TextBackend
 
 
 @dataclass(slots=True)
-class Whole:
+class CollectedChoice:
     """One choice of an answer that is held until it is complete."""
 
     blocks: Blocks
@@ -25,23 +25,25 @@ class Whole:
 
 
 async def whole_answer(
-    generation: Generation, backend: TextBackend, named: Callable[[Delta], int] = lambda delta: 0
-) -> list[Whole]:
+    generation: GenerationStream, backend: TextBackend, named: Callable[[Delta], int] = lambda delta: 0
+) -> list[CollectedChoice]:
     """All choices, complete; gathered in a thread where that would hold up the event loop.
 
     named: takes a delta's log probabilities, and says how many bytes more it holds, which count until it is left
     raises HttpError with 503 where all answers together are too many
     """
-    choices = [Whole(Blocks(generation.new_call_id)) for _ in range(generation.n_choices)]
+    choices = [CollectedChoice(Blocks(generation.new_call_id)) for _ in range(generation.n_choices)]
 
     def take(deltas: list[Delta]) -> int:
         n_bytes = 0
         for delta in deltas:
-            choices[delta.index].blocks.take(generation.said(delta))
+            choices[delta.index].blocks.take(generation.parse_delta(delta))
             choices[delta.index].last = delta
             n_bytes += named(delta)
         return n_bytes
 
     async for deltas in generation:
-        generation.hold(await backend.written(generation.is_much(deltas), partial(take, deltas)))
+        generation.reserve_unsent_bytes(
+            await backend.encode_off_loop(generation.is_expensive_to_encode(deltas), partial(take, deltas))
+        )
     return choices

@@ -6,16 +6,16 @@ from enum import Enum, auto
 from functools import partial
 
 from millrace.checkpoint.tokenizer.tokenizer import Detokenizer, Tokenizer, VocabularyTokenizer
-from millrace.checkpoint.tool_calls.answer_parser import Reader, Said, joined
+from millrace.checkpoint.tool_calls.answer_parser import AnswerParser, ParsedDelta, joined
 from millrace.checkpoint.tool_calls.formats import Reasoning, reasoning, tool_format
 from millrace.runtime.request.sampling_params import Delta, SamplingParams
-from millrace.runtime.structured_output.grammar import Thoughts
+from millrace.runtime.structured_output.grammar import ReasoningSpan
 from millrace.serve.llm.tools import Tools
 
 _TAIL = 16  # tokens of a prompt among which the mark of its last line is
 
 
-class Place(Enum):
+class ReasoningState(Enum):
     """Where a prompt ends: a thought may come, is begun, or is over, so that none comes before the answer."""
 
     BEFORE = auto()
@@ -24,7 +24,7 @@ class Place(Enum):
 
 
 class ThoughtTokens:
-    """Counts the tokens of an answer's thoughts, with the marks around them: between them as its `Reader` finds them.
+    """Counts the reasoning tokens of an answer, including the marks around them, as its `AnswerParser` finds them.
 
     It goes by the text of each token, so that marks count that are spelled, and deltas may be merged.
     """
@@ -61,10 +61,10 @@ class ThoughtTokens:
             self._is_thinking = False
 
 
-class AnswerReader:
+class OutputParser:
     """Takes one answer apart, and counts the tokens of its thoughts."""
 
-    def __init__(self, reader: Reader, thoughts: ThoughtTokens | None) -> None:
+    def __init__(self, reader: AnswerParser, thoughts: ThoughtTokens | None) -> None:
         """thoughts: None for a model that has none"""
         self._reader, self._thoughts = reader, thoughts
 
@@ -76,7 +76,7 @@ class AnswerReader:
     def n_thought(self) -> int:
         return 0 if self._thoughts is None else self._thoughts.n
 
-    def read(self, delta: Delta) -> Said:
+    def read(self, delta: Delta) -> ParsedDelta:
         """What it adds to the parts of the answer; each delta once, in order."""
         if self._thoughts is not None:
             self._thoughts.take(delta.token_ids)
@@ -85,20 +85,20 @@ class AnswerReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class OutputReaderFactory:
     """How answers are read. new_reader: takes one apart; None: all of it is text
 
     thoughts: may go before what an answer is held to
     """
 
-    new_reader: Callable[[], AnswerReader] | None = None
-    thoughts: Thoughts | None = None
+    new_reader: Callable[[], OutputParser] | None = None
+    thoughts: ReasoningSpan | None = None
 
 
-PLAIN_TEXT = Heard()
+PLAIN_TEXT = OutputReaderFactory()
 
 
-class Speech:
+class OutputFormat:
     """calls: the format of tool calls; thoughts: the marks of thoughts, None where the model has none"""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
@@ -116,15 +116,15 @@ class Speech:
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
-    def place(self, prompt: list[int], begun: str) -> Place:
+    def place(self, prompt: list[int], begun: str) -> ReasoningState:
         """As to the model's thoughts. begun: of the answer, in the conversation's last message"""
         if self.thoughts is None:
-            return Place.BEFORE
+            return ReasoningState.BEFORE
         begin, end = self.thoughts.begin, self.thoughts.end
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         if begun.rfind(begin) > begun.rfind(end) or tail.endswith(begin):
-            return Place.WITHIN
-        return Place.BEHIND if end in begun or tail.endswith(end) else Place.BEFORE
+            return ReasoningState.WITHIN
+        return ReasoningState.BEHIND if end in begun or tail.endswith(end) else ReasoningState.BEFORE
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
         """With what tools ask of the answer, and with the special tokens that its reader looks for."""
@@ -134,21 +134,21 @@ class Speech:
         shown = (tools is not None and self._has_special_marks) or self._thought_marks_are_special
         return replace(params, skip_special_tokens=False) if shown else params
 
-    def heard(self, tools: Tools | None, place: Place, is_held: bool) -> Heard:
+    def heard(self, tools: Tools | None, place: ReasoningState, is_held: bool) -> OutputReaderFactory:
         """place: where the prompt ends; is_held: the answer has a form"""
         names, most = (frozenset(tools.schemas), tools.most(self.calls)) if tools else (None, 0)
-        free, is_thinking = self._free_thoughts(place), place is Place.WITHIN
+        free, is_thinking = self._free_thoughts(place), place is ReasoningState.WITHIN
         if is_held and free is None:  # the form begins with the first token: there is no thought before it
             is_thinking = False
-        return Heard(partial(self._reader, names, most, is_thinking), free)
+        return OutputReaderFactory(partial(self._reader, names, most, is_thinking), free)
 
-    def _free_thoughts(self, place: Place) -> Thoughts | None:
+    def _free_thoughts(self, place: ReasoningState) -> ReasoningSpan | None:
         """What an answer that is held to a form may say before."""
-        if self.thoughts is None or None in self._around_ids or place is Place.BEHIND:
+        if self.thoughts is None or None in self._around_ids or place is ReasoningState.BEHIND:
             return None
         begin, end = self._around_ids
         assert begin is not None and end is not None
-        return Thoughts(begin, end, place is Place.WITHIN, self._gap_ids, len(self.thoughts.gap))
+        return ReasoningSpan(begin, end, place is ReasoningState.WITHIN, self._gap_ids, len(self.thoughts.gap))
 
     def _gap(self, text: str) -> dict[int, int]:
         """The tokens of which it and its ends are made, each with how many of its characters it is."""
@@ -157,16 +157,16 @@ class Speech:
         pieces = {token: self._tokenizer.token_bytes(token) for token in ids}
         return {token: len(piece) for token, piece in pieces.items() if piece and text.encode().endswith(piece)}
 
-    def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> AnswerReader:
+    def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> OutputParser:
         """Of one answer. tools: their names"""
         counted = None
         if self.thoughts is not None:
             shown = Detokenizer(self._tokenizer, skip_special_tokens=not self._thought_marks_are_special)
             counted = ThoughtTokens(self.thoughts, shown, is_thinking)
         if tools is None:
-            return AnswerReader(Reader(None, self.thoughts, thinks=is_thinking), counted)
-        reader = Reader(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
-        return AnswerReader(reader, counted)
+            return OutputParser(AnswerParser(None, self.thoughts, thinks=is_thinking), counted)
+        reader = AnswerParser(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
+        return OutputParser(reader, counted)
 
     def _id(self, text: str) -> int | None:
         return self._tokenizer.token_id(text) if isinstance(self._tokenizer, VocabularyTokenizer) else None

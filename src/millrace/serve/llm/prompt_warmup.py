@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.runtime.request.prefix_cache_options import CacheOptions
-from millrace.runtime.request.request import Terms
+from millrace.runtime.request.request import RequestOptions
 from millrace.runtime.request.sampling_params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.llm.request_decoding import cache_options, decode
@@ -80,7 +80,7 @@ def _read(where: str, data: bytes) -> WarmPrompt:
     return WarmPrompt(where, line, cache, len(data))
 
 
-async def warm(
+async def warm_prefix_cache(
     prompts: Sequence[WarmPrompt], tokens: Callable[[WarmPrompt], Awaitable[list[int]]], engine: AsyncEngine
 ) -> str | None:
     """Compute them, one after the other: they may begin alike. What went wrong, with file and line; None: nothing."""
@@ -88,7 +88,9 @@ async def warm(
     for prompt in prompts:
         try:
             ids = await tokens(prompt)
-            async with engine.submit([ids], [params], "warm-prompt", terms=Terms(cache=prompt.cache)) as handle:
+            async with engine.submit(
+                [ids], [params], "warm-prompt", terms=RequestOptions(cache=prompt.cache)
+            ) as handle:
                 async for deltas in handle:
                     for delta in deltas:
                         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):

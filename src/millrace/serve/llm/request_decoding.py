@@ -16,8 +16,8 @@ from msgspec import UNSET, Struct
 from millrace.checkpoint.chat.chat_template import normalised
 from millrace.errors import RequestError, nearest
 from millrace.runtime.request.prefix_cache_options import PLAIN, CacheOptions
-from millrace.runtime.request.queue_options import NO_CLAIM, Claim
-from millrace.runtime.request.request import FREELY, Terms
+from millrace.runtime.request.queue_options import NO_CLAIM, QueueOptions
+from millrace.runtime.request.request import FREELY, RequestOptions
 from millrace.runtime.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from millrace.serve.http.errors import HttpError, not_yet
 from millrace.serve.http.json_scan import counts
@@ -122,7 +122,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def take_ignored(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
+def pop_ignored_fields(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the fields of the request that change nothing, as the client is told of them.
 
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
@@ -144,7 +144,7 @@ def take_ignored(asked: Body, kind: type[Body], unknown: Iterable[str] = ()) -> 
     return tuple(sorted(told))
 
 
-def let_go(asked: Body) -> None:
+def drop_large_fields(asked: Body) -> None:
     """Of its texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
     for name in asked.__struct_fields__:
         held = getattr(asked, name)
@@ -308,7 +308,7 @@ class AsksCache(Protocol):
     cache_pin: bool | None
 
 
-def wants_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
+def requests_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
     """raises RequestError where there cannot be one"""
     if asked.receipt and (asked.stream or n_prompts > 1):
         what = "stream" if asked.stream else f"{n_prompts} prompts"
@@ -321,16 +321,16 @@ def wants_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
     return bool(asked.receipt)
 
 
-def terms_of(asked: TermsFields) -> Terms:
+def request_options(asked: TermsFields) -> RequestOptions:
     """raises RequestError naming the field"""
     cache, claim = cache_options(asked), _claim(asked)
-    return FREELY if cache is PLAIN and claim is NO_CLAIM else Terms(cache=cache, claim=claim)
+    return FREELY if cache is PLAIN and claim is NO_CLAIM else RequestOptions(cache=cache, claim=claim)
 
 
-def _claim(asked: TermsFields) -> Claim:
+def _claim(asked: TermsFields) -> QueueOptions:
     if asked.priority is None and asked.queue_timeout_s is None:
         return NO_CLAIM
-    return Claim(priority=asked.priority or 0, queue_timeout_s=asked.queue_timeout_s)
+    return QueueOptions(priority=asked.priority or 0, queue_timeout_s=asked.queue_timeout_s)
 
 
 def cache_options(asked: AsksCache) -> CacheOptions:

@@ -58,7 +58,7 @@ class Receipt(Struct):
     answers: list[str]  # of each choice
 
 
-class Asked(Struct):
+class SeedEcho(Struct):
     """What was decided where the request left it open; send `seed` to be given the same answer again."""
 
     seed: int  # of the first prompt

@@ -12,20 +12,20 @@ _PROBE = "  a \t\n\n b   e\u0301 \ufb01 \uff21 \U0001d400 \u1112\u1161\u11ab \x0
 _SPACE = ord(" ")  # tokens hold what goes over lines more often
 
 
-class Reach(NamedTuple):
+class TokenBounds(NamedTuple):
     """What one token covers at most. words: what stands between spaces; mostly one, or a part of it"""
 
     n_bytes: int
     words: int
 
 
-def reach(tokenizer: Tokenizer) -> Reach | None:
+def reach(tokenizer: Tokenizer) -> TokenBounds | None:
     """None where the tokenizer drops or joins some bytes. Looks at the whole vocabulary: tenths of a second."""
     covered = sum(len(tokenizer.token_bytes(i)) for i in tokenizer.encode(_PROBE, add_special_tokens=False))
     if covered < len(_PROBE.encode()):
         return None
     tokens = [tokenizer.token_bytes(i) for i in tokenizer.ids()]
-    return Reach(max(map(len, tokens)), max(1, *map(n_words, tokens)))
+    return TokenBounds(max(map(len, tokens)), max(1, *map(n_words, tokens)))
 
 
 def n_words(text: bytes) -> int:
@@ -33,12 +33,12 @@ def n_words(text: bytes) -> int:
     return int(np.count_nonzero(is_space[:-1] & ~is_space[1:])) + int(len(text) > 0 and not is_space[0])
 
 
-class LeastTokens:
+class TokenLowerBound:
     """Refuses texts that cannot fit a context of `max_context` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, max_context: int) -> None:
         self._tokenizer, self._max_context = tokenizer, max_context
-        self._reach: tuple[Reach | None] | None = None  # not looked at yet
+        self._reach: tuple[TokenBounds | None] | None = None  # not looked at yet
 
     def check(self, text: str, field: str) -> None:
         """raises ContextError where not even tokens of the longest kind, all along, would make it fit

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 
-class Pulse(Protocol):
+class EngineHealth(Protocol):
     """One moment of an engine."""
 
     @property
@@ -41,10 +41,13 @@ class Heartbeat:
     """Ready means: warmed up, not draining, every engine either idle or with a recent step, and nothing missing."""
 
     def __init__(
-        self, pulses: Sequence[Callable[[], Pulse]], stall_timeout_s: float, missing: Sequence[Callable[[], str]] = ()
+        self,
+        checks: Sequence[Callable[[], EngineHealth]],
+        stall_timeout_s: float,
+        missing: Sequence[Callable[[], str]] = (),
     ) -> None:
         """missing: what is not there now of what a backend serves, though its engine works; "": nothing"""
-        self._pulses, self._missing = pulses, missing
+        self._checks, self._missing = checks, missing
         self._stall_timeout_s = stall_timeout_s
         self.phase = Phase.WARMING
         self.trouble: Callable[[], str] = lambda: ""  # with BROKEN: what is left of it now; "": nothing
@@ -52,7 +55,7 @@ class Heartbeat:
     @property
     def accepting(self) -> bool:
         """A BusyError now means a full queue."""
-        return self.phase in (Phase.WARMING, Phase.SERVING) and all(pulse().healthy for pulse in self._pulses)
+        return self.phase in (Phase.WARMING, Phase.SERVING) and all(check().healthy for check in self._checks)
 
     def ready(self) -> Health:
         """May new requests be sent here?"""
@@ -64,8 +67,8 @@ class Heartbeat:
 
     def alive(self) -> Health:
         """Does the engine work? Says yes while draining, and where a tensor model is missing: others are served."""
-        for pulse in self._pulses:
-            now = pulse()
+        for check in self._checks:
+            now = check()
             if not now.healthy:
                 return Health(False, "the engine has stopped; the log says why")
             if not now.idle and now.last_step_s > self._stall_timeout_s:

@@ -7,14 +7,14 @@ import time
 from functools import lru_cache
 from typing import Literal
 
-from millrace.serve.http.http_request import IN_RECORD, Lines, RequestLog
+from millrace.serve.http.http_request import IN_RECORD, BatchedRequestLogs, RequestLog
 from millrace.settings import LOGGER
 
 # Controls, ends of lines and paragraphs, marks that turn the direction of writing, halves of surrogate pairs.
 _ODD = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class Seldom:
+class RateLimitedLog:
     """Warnings that strangers could multiply: each text at most once in `every_s`, with how many it stands for."""
 
     def __init__(self, log: logging.Logger, every_s: float = 10.0) -> None:
@@ -37,7 +37,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, IN_RECORD, None)
-        if isinstance(entry, Lines):
+        if isinstance(entry, BatchedRequestLogs):
             return _text(record.levelname, entry)
         line = f"{_time(record.created)} {record.levelname} {escaped(record.getMessage())}"
         if not record.exc_info:
@@ -51,7 +51,7 @@ def escaped(text: str) -> str:
     return _ODD.sub(lambda odd: odd[0].encode("unicode_escape").decode(), text)
 
 
-def _text(level: str, lines: Lines) -> str:
+def _text(level: str, lines: BatchedRequestLogs) -> str:
     """As a RequestLog says them, in a fifth of the time."""
     found, second_s, second = [], -1, ""
     for at_s, method, path, request_id, status, total_ms, error in lines:
@@ -71,10 +71,10 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, IN_RECORD, None)
-        if isinstance(entry, Lines):
-            return "\n".join(json.dumps(self._head(record, at_s) | one.known()) for at_s, one in entry.entries())
+        if isinstance(entry, BatchedRequestLogs):
+            return "\n".join(json.dumps(self._head(record, at_s) | one.to_dict()) for at_s, one in entry.entries())
         line = self._head(record, record.created)
-        line |= entry.known() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
+        line |= entry.to_dict() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)

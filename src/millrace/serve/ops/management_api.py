@@ -138,7 +138,7 @@ def metadata(models: Models, scope: Scope) -> Response:
     return json_reply(reply)
 
 
-def unknown_path(path: str, known: Collection[str]) -> HttpError:
+def not_found_error(path: str, known: Collection[str]) -> HttpError:
     """known: the paths that there are"""
     plain = path.rstrip("/")
     what, expected, mend = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"

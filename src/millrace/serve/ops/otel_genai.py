@@ -10,7 +10,7 @@ from starlette.types import Scope
 from millrace.model_repository.tracing.trace_context import PARENT, STATE
 from millrace.model_repository.tracing.tracer import Tracer
 from millrace.serve.http.errors import CLIENT_CLOSED
-from millrace.serve.http.http_request import Call, joined
+from millrace.serve.http.http_request import RequestContext, combine_duplicate_headers
 
 # What the paths of all protocols ask for; others are named by their last part.
 _OPERATIONS = {"chat/completions": "chat", "responses": "chat", "messages": "chat", "api/chat": "chat",
@@ -18,11 +18,11 @@ _OPERATIONS = {"chat/completions": "chat", "responses": "chat", "messages": "cha
                "embed": "embeddings"}  # fmt: skip
 
 
-def trace(tracer: Tracer, call: Call, scope: Scope) -> None:
+def trace(tracer: Tracer, call: RequestContext, scope: Scope) -> None:
     """Of a tracer that is on. It has ended; where it was for a model it is told, or not, as the settings have it."""
     if not call.model:
         return
-    headers = joined(scope["headers"], b",")
+    headers = combine_duplicate_headers(scope["headers"], b",")
     parent = tracer.parent(headers.get(PARENT.encode()), headers.get(STATE.encode()))
     if tracer.spans is None or not tracer.takes(parent):
         return
@@ -35,7 +35,7 @@ def trace(tracer: Tracer, call: Call, scope: Scope) -> None:
     tracer.spans.told(name, began_ns, parent, _attributes(call, operation, status), failed, str(status))
 
 
-def _attributes(call: Call, operation: str, status: int) -> dict[str, Any]:
+def _attributes(call: RequestContext, operation: str, status: int) -> dict[str, Any]:
     log = call.log
     told = {
         "gen_ai.operation.name": operation, "gen_ai.provider.name": "millrace", "gen_ai.request.model": call.model,

@@ -9,10 +9,10 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from millrace.errors import RequestError
-from millrace.runtime.step_history import MOST_STEPS, RequestTrace, StepSeen
+from millrace.runtime.step_history import MOST_STEPS, RequestTrace, StepRecord
 from millrace.serve.backend import Models
 from millrace.serve.http.errors import HttpError
-from millrace.serve.http.http_request import CALL, Call
+from millrace.serve.http.http_request import CALL, RequestContext
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.response_types import json_reply
 
@@ -60,7 +60,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
     """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
     n_steps = _steps_asked(scope)
     request_id: str = scope["path_params"]["request_id"]
-    call: Call = scope[CALL]
+    call: RequestContext = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
     found: list[TraceReply] = []
     for loop in loops:
@@ -105,7 +105,7 @@ def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS
     )  # fmt: skip
 
 
-def _prompt_token_s(steps: Sequence[StepSeen]) -> float | None:
+def _prompt_token_s(steps: Sequence[StepRecord]) -> float | None:
     """What a token of a prompt took of late: steps are shared by their tokens, so long prompts decide."""
     n_prompt = took_s = 0.0
     for step in steps:

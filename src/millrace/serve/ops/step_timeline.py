@@ -19,9 +19,9 @@ from millrace.report.page import render
 from millrace.report.plot_scale import Scale
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.scheduling.step_features import StepWork, turns_s
-from millrace.runtime.step_history import StepSeen
+from millrace.runtime.step_history import StepRecord
 from millrace.serve.backend import Models
-from millrace.serve.http.http_request import CALL, Call
+from millrace.serve.http.http_request import CALL, RequestContext
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.response_types import json_reply
 
@@ -30,7 +30,7 @@ WIDTH, LEFT, TOP, ROW = 1080, 190, 26, 16
 PAUSE_S = 0.005  # at most, of the time that is shown
 
 
-class StepTold(Struct):
+class StepEntry(Struct):
     """Times in seconds, the first of the server's clock. prompts: [tokens before it, tokens] of each chunk of a prompt
 
     rows: running answers; contexts: tokens of all of them together, those of this step included
@@ -46,7 +46,7 @@ class StepTold(Struct):
     contexts: int
 
 
-class ScheduleTold(Struct):
+class ScheduleReply(Struct):
     """What bounds a step: the engine's limits, and how long prompts may keep running answers waiting."""
 
     max_step_tokens: int
@@ -60,21 +60,21 @@ class ScheduleTold(Struct):
     chunk_low: int
 
 
-class StepsTold(Struct):
+class StepsReply(Struct):
     """engine: its identity; isa: that it runs with; machine: processor and cores"""
 
     model: str
     engine: str
     isa: str
     machine: str
-    schedule: ScheduleTold
-    steps: list[StepTold]
+    schedule: ScheduleReply
+    steps: list[StepEntry]
 
 
 class StepList(Struct):
     """Of each language model, the last 4,096 steps, or those of them after `?after=N`."""
 
-    data: list[StepsTold]
+    data: list[StepsReply]
     object: str = "list"
 
 
@@ -85,17 +85,17 @@ def steps(models: Models, scope: Scope) -> Response:
         loop, about = backend.model.engine.loop, backend.model.metadata
         seen = _seen(loop, scope[CALL])
         turns, limits, budget = turns_s(seen), loop.limits, loop.budget
-        schedule = ScheduleTold(
+        schedule = ScheduleReply(
             limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
             limits.n_pages, budget.gap_limit_s, budget.stretch, budget.chunk_low,
         )  # fmt: skip
         told = [_told(step, turn_s) for step, turn_s in zip(seen, turns, strict=True) if step.number > after]
         engine, isa = (str(about.get(name, "")) for name in ("engine", "isa"))
-        found.append(StepsTold(backend.model.name, engine, isa, machine_name(), schedule, told))
+        found.append(StepsReply(backend.model.name, engine, isa, machine_name(), schedule, told))
     return json_reply(StepList(found))
 
 
-def _seen(loop: EngineLoop, call: Call) -> tuple[StepSeen, ...]:
+def _seen(loop: EngineLoop, call: RequestContext) -> tuple[StepRecord, ...]:
     """Return the last steps as a client may see them: an API key, if there are several, only what was done for it."""
     steps = tuple(loop.history.steps)
     if not call.tenant or call.is_admin:
@@ -109,10 +109,10 @@ def _seen(loop: EngineLoop, call: Call) -> tuple[StepSeen, ...]:
     return tuple(seen)
 
 
-def _told(step: StepSeen, turn_s: float | None) -> StepTold:
+def _told(step: StepRecord, turn_s: float | None) -> StepEntry:
     work = StepWork.of(step.parts)
     prompts = list(zip(work.starts, work.prompts, strict=True))
-    return StepTold(
+    return StepEntry(
         step.number, step.began_s, step.took_s, turn_s, step.waiting, prompts, work.rows, work.contexts
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def timeline(models: Models, scope: Scope) -> Response:
     )
 
 
-def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
+def _drawn(steps: Iterable[StepRecord]) -> dict[str, object]:
     """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output once more."""
     steps = list(steps)
     if not steps:
@@ -169,7 +169,7 @@ def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _without_pauses(steps: Sequence[StepSeen]) -> tuple[list[float], float]:
+def _without_pauses(steps: Sequence[StepRecord]) -> tuple[list[float], float]:
     """When each begins, and the last one ends, where pauses in which nobody asked for anything are short."""
     begins, now_s = [], 0.0
     for i, step in enumerate(steps):

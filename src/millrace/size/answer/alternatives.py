@@ -7,11 +7,11 @@ from operator import attrgetter
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import DEVICES
-from millrace.size.answer.scenario import Case
+from millrace.size.answer.scenario import Scenario
 from millrace.size.answer.sizing import Plan
 from millrace.size.load.load_forecast import hourly_peaks
 from millrace.size.money.prices import Prices
-from millrace.size.money.tco import Money, Needed, engines, money
+from millrace.size.money.tco import FleetNeed, Money, engines, money
 from millrace.size.performance.operating_point import Limits, Source
 from millrace.size.performance.operating_points import Offers
 
@@ -43,7 +43,7 @@ class Alternative:
 class Costs:
     """All that a price depends on, but for the device."""
 
-    case: Case
+    case: Scenario
     prices: Prices
     today: datetime.date
 
@@ -62,7 +62,7 @@ class Costs:
         def costs(systems: int, times: float) -> Money:
             """times: as many requests as the figures say come, or as little is served of them"""
             rate = point.rate / times
-            needed = Needed(
+            needed = FleetNeed(
                 bought.whole, point.devices / bought.slices, point.system // bought.slices, systems,
                 best.fractional * times, engines([max(0.0, peak - beside) for peak in peaks], rate, h.utilisation),
             )  # fmt: skip
@@ -79,7 +79,7 @@ class Costs:
         return replace(made, notes=tuple(notes), band=band, error=best.error)
 
 
-def alternatives(case: Case, found: Offers, costs: Costs) -> tuple[Alternative, ...]:
+def alternatives(case: Scenario, found: Offers, costs: Costs) -> tuple[Alternative, ...]:
     """On each device; the one that is taken first. Of many the cheapest in closed form are simulated: four of them, and
     more only where these do not keep the limits; the others stand behind."""
     names, rest = list(found.names), dict[str, Alternative]()
@@ -98,7 +98,7 @@ def alternatives(case: Case, found: Offers, costs: Costs) -> tuple[Alternative, 
     )
 
 
-def _each(case: Case, found: Offers, costs: Costs, names: Sequence[str], wanted: int) -> dict[str, Alternative]:
+def _each(case: Scenario, found: Offers, costs: Costs, names: Sequence[str], wanted: int) -> dict[str, Alternative]:
     """In that order until so many keep the limits. Each has its share of the time; what they leave goes to the cut."""
     told: dict[str, Alternative] = {}
     search, cut = case.replicas.search, list[str]()
@@ -120,7 +120,7 @@ def _each(case: Case, found: Offers, costs: Costs, names: Sequence[str], wanted:
 
 
 def _alternative(
-    case: Case, found: Offers, costs: Costs, name: str, roughly: Limits | None = None
+    case: Scenario, found: Offers, costs: Costs, name: str, roughly: Limits | None = None
 ) -> Alternative:  # fmt: skip
     """roughly: by a closed form, within these limits"""
     try:

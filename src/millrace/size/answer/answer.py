@@ -10,8 +10,8 @@ from typing import Any
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.answer.alternatives import Alternative, Costs, alternatives
-from millrace.size.answer.scenario import Case, There, check_systems, systems_there
-from millrace.size.answer.sensitivity import Change, changes
+from millrace.size.answer.scenario import ExistingSystems, Scenario, check_systems, systems_there
+from millrace.size.answer.sensitivity import Change, sensitivities
 from millrace.size.answer.sizing import Plan, rounded
 from millrace.size.answer.waterfall import Offer, Step, capacity_table, waterfall
 from millrace.size.load.arrivals import traffic_of
@@ -34,7 +34,7 @@ _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
 
 
 @dataclass(frozen=True, slots=True)
-class Follows:
+class Consequences:
     """What the systems serve without those to spare. rate: at the peak; users: with so many requests a day each
 
     hours: in which these ask, all alike; None: through days as busy as those that were asked for
@@ -49,7 +49,7 @@ class Follows:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CompliantLoad:
     """Systems that are there, and what they serve within the limits"""
 
     device: str
@@ -76,11 +76,11 @@ class Answer:
     why: tuple[Step, ...]
     table: tuple[Offer, ...]
     changes: tuple[Change, ...]
-    follows: Follows
+    follows: Consequences
     alternatives: tuple[Alternative, ...]
     money: Money | None
     operating: Point
-    there: tuple[Kept, ...] = ()
+    there: tuple[CompliantLoad, ...] = ()
     not_simulated: tuple[str, ...] = ()
 
     @property
@@ -120,7 +120,9 @@ def answered(
     check_systems(question, there, is_said)
     search = Search(question.search.search_s, tell)
     traffic = traffic_of(question, None if load is None else load.trace)
-    case = Case(question, limits, load, asked, there, here, Replicas(search, traffic.gaps), traffic).simulated_there()
+    case = Scenario(
+        question, limits, load, asked, there, here, Replicas(search, traffic.gaps), traffic
+    ).simulated_there()
     found = case.offers() if load is not None else there[0].offers
     _check_p95(case, found)
     found_on = alternatives(case, found, Costs(case, prices, today or datetime.date.today()))
@@ -135,14 +137,14 @@ def answered(
         question, asked, load, found, best, other, why_no_other,
         None if instance is None else memory(instance, best.point),
         waterfall(best, found, asked, h.utilisation, h.spare), capacity_table(found.points, limits),
-        () if left else changes(case, found, best),  # with nothing to compare with
+        () if left else sensitivities(case, found, best),  # with nothing to compare with
         _follows(case, best), found_on,
         first.money, operating,
         tuple(_kept(one, case) for one in there) if load is not None or len(there) > 1 else (), left,
     )  # fmt: skip
 
 
-def _check_p95(case: Case, found: Offers) -> None:
+def _check_p95(case: Scenario, found: Offers) -> None:
     """raises ConfigError for limits on a p95 that nothing here tells"""
     if case.limits.of == "mean" or not case.limited or any(point.p95 is not None for point in found.points):
         return
@@ -155,7 +157,7 @@ def _check_p95(case: Case, found: Offers) -> None:
                           "simulation", "limits on the mean, or simulation", "ask with --of mean")  # fmt: skip
 
 
-def _operating(case: Case, found: Offers, best: Plan) -> Point:
+def _operating(case: Scenario, found: Offers, best: Plan) -> Point:
     """What users feel at the peak of what is bought, which is rounded up: the least point that bears their share."""
     h, point = case.question.hardware, best.point
     instances = max(1, best.systems - h.spare) * point.system // point.devices
@@ -176,12 +178,12 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     return min(bear, key=lambda p: p.concurrency, default=point)
 
 
-def _kept(one: There, case: Case) -> Kept:
+def _kept(one: ExistingSystems, case: Scenario) -> CompliantLoad:
     rate = one.rate(case.limits, case.question.hardware.utilisation)
-    return Kept(one.name, one.systems, rate)
+    return CompliantLoad(one.name, one.systems, rate)
 
 
-def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
+def _other(case: Scenario, found: Offers) -> tuple[Plan | None, str]:
     """The mean beside the p95."""
     of = "p95" if case.limits.of == "mean" else "mean"
     if not case.limited:
@@ -196,14 +198,14 @@ def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
         return None, error.what
 
 
-def _why_no_p95(case: Case) -> str:
+def _why_no_p95(case: Scenario) -> str:
     if case.question.hardware.measured is not None:
         return "it was not measured (columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms)"
     why = "time was up" if case.question.search.simulate else "nothing was simulated (--no-simulate)"
     return f"{why}, and a closed form does not know it"
 
 
-def _follows(case: Case, found: Plan) -> Follows:
+def _follows(case: Scenario, found: Plan) -> Consequences:
     """Of what is bought and there, but for what is to spare: a fraction that was rounded up serves, too."""
     h, load = case.question.hardware, case.question.load
     beside = case.there if case.load is not None else case.there[1:]
@@ -214,6 +216,6 @@ def _follows(case: Case, found: Plan) -> Follows:
         each = load.requests_each
     if case.load is not None and (average := case.load.average) is not None:
         a_day = rate * average / case.load.peak * DAY_S  # more of such days, peaks and nights in them
-        return Follows(rate, a_day, a_day * tokens, a_day / each, None, each)
+        return Consequences(rate, a_day, a_day * tokens, a_day / each, None, each)
     hours, a_day = load.hours or _PEOPLE_HOURS, rate * DAY_S
-    return Follows(rate, a_day, a_day * tokens, users(rate, hours, each), hours, each)
+    return Consequences(rate, a_day, a_day * tokens, users(rate, hours, each), hours, each)

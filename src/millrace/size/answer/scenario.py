@@ -21,7 +21,7 @@ _MOST_SYSTEMS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class There:
+class ExistingSystems:
     """Systems that somebody has, and what one of them could do."""
 
     name: str
@@ -42,14 +42,14 @@ class There:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Scenario:
     """load: None where only systems are given, and what they serve is asked"""
 
     question: Question
     limits: Limits
     load: Demand | None
     work: Work
-    there: tuple[There, ...]
+    there: tuple[ExistingSystems, ...]
     here: Callable[[], Roofline]
     replicas: Replicas = field(default_factory=Replicas)
     traffic: Traffic = field(default_factory=Traffic)
@@ -74,7 +74,7 @@ class Case:
             return found
         return simulated(found.computed, h, self.work, limits or self.limits, self.replicas, self.closed)
 
-    def simulated_there(self) -> "Case":
+    def simulated_there(self) -> "Scenario":
         """The same, with systems that are there by simulation; without points where that keeps no limits."""
         there = []
         for i, one in enumerate(self.there):
@@ -117,7 +117,7 @@ def _one_at_least(found: Plan, least: int) -> Plan:
     return replace(found, systems=max(least, found.systems), low=max(least, found.low), high=max(least, found.high))
 
 
-def systems_there(question: Question, work: Work, here: Callable[[], Roofline]) -> tuple[There, ...]:
+def systems_there(question: Question, work: Work, here: Callable[[], Roofline]) -> tuple[ExistingSystems, ...]:
     """ "4", of the hardware that is named, or "2 x A100, 1 x L40S". raises ConfigError"""
     text, h = question.hardware.systems, question.hardware
     if text is None:
@@ -130,11 +130,11 @@ def systems_there(question: Question, work: Work, here: Callable[[], Roofline]) 
         name = match[2] or (h.hardware[0] if h.hardware else DEVICE)
         wanted = h.hardware[:1] if h.measured is not None and not match[2] else (name,)
         offered = offers(question.request.model, replace(h, hardware=wanted), work, here)
-        found.append(There(offered.names[0], int(match[1]), offered))
+        found.append(ExistingSystems(offered.names[0], int(match[1]), offered))
     return tuple(found)
 
 
-def check_systems(question: Question, there: tuple[There, ...], load_is_said: bool) -> None:
+def check_systems(question: Question, there: tuple[ExistingSystems, ...], load_is_said: bool) -> None:
     """raises ConfigError for spares that nobody can tell"""
     spare = question.hardware.spare
     if not there or load_is_said:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import Link
-from millrace.size.answer.scenario import Case
+from millrace.size.answer.scenario import Scenario
 from millrace.size.answer.sizing import Plan, rounded
 from millrace.size.performance.operating_points import Offers
 
@@ -22,7 +22,7 @@ class Change:
     fractional: float | None
 
 
-def changes(case: Case, found: Offers, best: Plan) -> tuple[Change, ...]:
+def sensitivities(case: Scenario, found: Offers, best: Plan) -> tuple[Change, ...]:
     """For as long as that is not too long: long answers on slow devices take a minute each to simulate."""
     told, until, search = list[Change](), time.monotonic() + _MOST_S, case.replicas.search
     search.again(_MOST_S)
@@ -43,7 +43,7 @@ def changes(case: Case, found: Offers, best: Plan) -> tuple[Change, ...]:
     return tuple(told)
 
 
-def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
+def _otherwise(case: Scenario, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
     """By what is otherwise, the systems then: by the figures, before utilisation, rounding and spares."""
     if case.load is None or not best.fractional:
         return {}
@@ -64,11 +64,11 @@ def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], 
     return again
 
 
-def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
+def _computed_otherwise(case: Scenario, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
     """Where points are computed: other lengths and faster software on the same configuration, 16 bits on any."""
     h = case.question.hardware
 
-    def again(other: Case) -> Callable[[], float]:
+    def again(other: Scenario) -> Callable[[], float]:
         def fractional() -> float:
             offered = other.offers()
             alike = tuple(p for p in offered.points if p.configuration == best.point.configuration)
@@ -100,7 +100,7 @@ def _is_by_pcie(found: Offers, best: Plan) -> bool:
     return bought is not None and bought.device.link == Link.PCIE and bought.most_tp > 1
 
 
-def _staged(case: Case, best: Plan, pp: int) -> Callable[[], float]:
+def _staged(case: Scenario, best: Plan, pp: int) -> Callable[[], float]:
     def fractional() -> float:
         offered = case.offers(pp=pp).of(best.point.device)
         return case.plan(case.simulated(offered)).fractional

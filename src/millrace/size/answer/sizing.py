@@ -7,7 +7,7 @@ from typing import Protocol
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import PROCESSOR, Device, find_device
-from millrace.report.format_numbers import exact, four
+from millrace.report.format_numbers import exact, format_4_digits
 from millrace.size.fit.overhead_file import OwnStack
 from millrace.size.load.peak_load import DAY_S
 from millrace.size.performance.closed_form import served, shares
@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Grounds:
+class PlanInputs:
     """What a computed point rests on. error: relative, of its rate; told: its source, in words
 
     shares: of an instance's time; is_full: with more memory for the cache it would serve more
@@ -85,10 +85,10 @@ class Grounds:
     is_full: bool
 
 
-class Basis(Protocol):
+class EvidenceBasis(Protocol):
     """What points are computed from."""
 
-    def grounds(self, point: Point) -> Grounds: ...
+    def grounds(self, point: Point) -> PlanInputs: ...
 
 
 def instance_of(
@@ -109,7 +109,7 @@ class Computed:
     instance: Instance
     own: OwnStack | None = None
 
-    def grounds(self, point: Point) -> Grounds:
+    def grounds(self, point: Point) -> PlanInputs:
         device = self.instance.device if point.device == self.instance.device.name else find_device(point.device)
         here = instance_of(self.instance.model, device, point.precision, point.tp, point.pp, point.system)
         known = profile(device, point.precision)
@@ -124,10 +124,12 @@ class Computed:
             error, told = max(error, UNSEEN), f"{told}; {point.pp} stages by their bubbles and links, not measured"
         if device.architecture == PROCESSOR:
             told += "; no processor was among what was measured: `millrace size verify` and --profile have your own"
-        return Grounds(error, told, shares(here, known, point, stack), _is_full(here, point, stack))
+        return PlanInputs(error, told, shares(here, known, point, stack), _is_full(here, point, stack))
 
 
-def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, basis: Basis | None = None) -> Plan:
+def plan(
+    rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, basis: EvidenceBasis | None = None
+) -> Plan:
     """rate: requests a second at the peak; points: what instances were measured or computed to serve
 
     basis: of those that are computed
@@ -148,9 +150,9 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
     def bought(share: float) -> int:
         n = rounded(fractional * share / fleet.utilisation, point.systems) + fleet.spare
         if n > _MOST_SYSTEMS:
-            raise ConfigError(f"{four(rate)} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
+            raise ConfigError(f"{format_4_digits(rate)} requests/s are {n:,} systems", f"at most {_MOST_SYSTEMS:,}",
                               f"check the unit: --rate is a second at the peak; so many a day, as --calls has them, "
-                              f"are {four(rate / DAY_S)} a second")  # fmt: skip
+                              f"are {format_4_digits(rate / DAY_S)} a second")  # fmt: skip
         return n
 
     low = bought(1 - error)
@@ -171,7 +173,7 @@ def rounded(systems: float, an_instance: int) -> int:
     return math.ceil(systems / an_instance - 1e-9) * an_instance
 
 
-def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Grounds | None) -> str:
+def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: PlanInputs | None) -> str:
     """Time, where it was up; a limit, where the same instance would serve more beyond it; a full cache; else what takes
     longest."""
     if point.sampled is not None and point.sampled.cut:

@@ -6,7 +6,7 @@ from itertools import product
 
 from millrace.errors import ConfigError
 from millrace.size.answer.sizing import TPS, Plan, rounded
-from millrace.size.load.sequential_calls import in_a_row
+from millrace.size.load.sequential_calls import chain_calls
 from millrace.size.load.token_lengths import Work
 from millrace.size.performance.closed_form import CONCURRENCIES, served
 from millrace.size.performance.fitted_devices import Profile, profile
@@ -83,7 +83,7 @@ def _most(instance: Instance, known: Profile, work: Work) -> float:
             points = [[served(here, known, call.lengths, n, ENGINE) for n in CONCURRENCIES] for call in work.calls]
         except ConfigError:
             continue  # too small for the weights
-        rates += [point.rate_of_system for point in in_a_row(points)]
+        rates += [point.rate_of_system for point in chain_calls(points)]
     return max(rates)
 
 

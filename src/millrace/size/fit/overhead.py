@@ -144,7 +144,7 @@ def _bounded(system: Floats, wanted: Floats, low: Floats, high: Floats) -> Float
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LeaveOneOutResult:
     """Errors of runs that a fit did not see, of requests/s, TTFT and ITL. what: was left out"""
 
     what: str
@@ -153,13 +153,15 @@ class Held:
     itl: Residual
 
 
-def judged(what: str, found: Sequence[Replayed]) -> Held:
+def judged(what: str, found: Sequence[Replayed]) -> LeaveOneOutResult:
     ttft = [e for one in found if (e := one.ttft_error) is not None]
     itl = [e for one in found if (e := one.itl_error) is not None]
-    return Held(what, residual([one.rate_error for one in found]), residual(ttft), residual(itl))
+    return LeaveOneOutResult(what, residual([one.rate_error for one in found]), residual(ttft), residual(itl))
 
 
-def leave_one_out(runs: Sequence[Run], start: Stack, group: Callable[[Run], str], rounds: int = 3) -> list[Held]:
+def leave_one_out(
+    runs: Sequence[Run], start: Stack, group: Callable[[Run], str], rounds: int = 3
+) -> list[LeaveOneOutResult]:
     """Each group of runs by a stack that was fitted to the others, from the engine's own times on.
 
     start: whose scheduler they ran with; its factors may have seen what is left out, and are not looked at

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.engine.artifact.tactics import write_whole
-from millrace.errors import ConfigError, nearest, plain
-from millrace.settings import once, read_given
+from millrace.errors import ConfigError, nearest, sanitize
+from millrace.settings import read_given, reject_duplicate_keys
 from millrace.size.money.prices import number
 from millrace.size.performance.serving_overhead import Stack
 
@@ -40,11 +40,11 @@ def read_stack(file: Path) -> OwnStack:
     expected = "what `millrace size fit -o` wrote"
     try:
         data = read_given(file, _MOST_BYTES)
-        told: Any = json.loads(data, object_pairs_hook=once) if len(data) <= _MOST_BYTES else None
+        told: Any = json.loads(data, object_pairs_hook=reject_duplicate_keys) if len(data) <= _MOST_BYTES else None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", expected, "check the path") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is no JSON: {plain(str(error))}", expected, "fit again") from None
+        raise ConfigError(f"{file} is no JSON: {sanitize(str(error))}", expected, "fit again") from None
     if not isinstance(told, dict) or told.get("version") != _VERSION or not isinstance(told.get("stack"), dict):
         raise ConfigError(f"{file} holds no stack of version {_VERSION}", expected, "fit again")
     values = told["stack"]
@@ -57,6 +57,6 @@ def read_stack(file: Path) -> OwnStack:
     texts = [told.get("device"), told.get("precision"), values.get("name")]
     if not all(isinstance(text, str) and len(text) <= 200 for text in texts):
         raise ConfigError(f"{file}: names are {texts!r:.120}", "device, precision and the stack's name", "fit again")
-    device, precision, name = (plain(text) for text in texts)
+    device, precision, name = (sanitize(text) for text in texts)
     off = number(told.get("error"), f"{file}: error", "fit again")
     return OwnStack(device, precision, Stack(name=name, **numbers), off)  # type: ignore[arg-type]

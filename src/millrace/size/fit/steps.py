@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from millrace.errors import ConfigError, MachineError, plain
-from millrace.runtime.scheduling.step_cost_model import Schedule, StepCost, StepTime
+from millrace.errors import ConfigError, MachineError, sanitize
+from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepCost, StepTime
 from millrace.size.fit.device import least_squares
 from millrace.size.performance.roofline_cost import Floats
 
@@ -47,27 +47,27 @@ class StepRow(Struct, frozen=True):
         return seconds(tokens, starts, self.rows, self.contexts / max(1, self.rows))
 
 
-class Ran(Struct, frozen=True):
+class MeasuredSteps(Struct, frozen=True):
     """Steps of one model. machine: processor and cores"""
 
     model: str
     engine: str
     isa: str
     machine: str
-    schedule: Schedule
+    schedule: SchedulerSettings
     steps: Annotated[list[StepRow], Meta(max_length=1 << 20)]
 
 
 class _List(Struct):
-    data: Annotated[list[Ran], Meta(max_length=1000)]
+    data: Annotated[list[MeasuredSteps], Meta(max_length=1000)]
 
 
-def read_steps(text: str, model: str = "") -> Ran:
+def read_steps(text: str, model: str = "") -> MeasuredSteps:
     """raises MachineError for what is no such list, ConfigError for a model that the server has not"""
     try:
         found = msgspec.json.decode(text, type=_List).data
     except (msgspec.DecodeError, RecursionError) as error:
-        raise MachineError(f"{PATH} of the server: {plain(str(error))}", "millrace serve of this release",
+        raise MachineError(f"{PATH} of the server: {sanitize(str(error))}", "millrace serve of this release",
                            "ask a server of this release") from None  # fmt: skip
     named = [one for one in found if model in ("", one.model)]
     if len(named) != 1:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.machine.devices import find_device
-from millrace.report.format_numbers import things
+from millrace.report.format_numbers import pluralize
 from millrace.settings import read_given
 from millrace.size.answer.sizing import instance_of
-from millrace.size.fit.overhead import Held, Replayed, Run, fit_stack, judged, replay
+from millrace.size.fit.overhead import LeaveOneOutResult, Replayed, Run, fit_stack, judged, replay
 from millrace.size.load.token_lengths import Lengths
 from millrace.size.performance.fitted_devices import profile
 from millrace.size.performance.models import ModelShape
@@ -62,8 +62,8 @@ class Refit:
 
     stack: Stack
     runs: tuple[Replayed, ...]
-    before: Held
-    after: Held
+    before: LeaveOneOutResult
+    after: LeaveOneOutResult
 
 
 def refit(results: Sequence[Result], instance: Instance, start: Stack | None = None) -> Refit:
@@ -78,7 +78,7 @@ def refit(results: Sequence[Result], instance: Instance, start: Stack | None = N
     else:
         stack = _scaled(runs, start)
     found = tuple(replay(run, stack) for run in runs)
-    stack = replace(stack, name=f"{start.name}, refitted to {things(len(runs), 'run')}")
+    stack = replace(stack, name=f"{start.name}, refitted to {pluralize(len(runs), 'run')}")
     return Refit(stack, found, before, judged("after", found))
 
 
@@ -166,7 +166,7 @@ def _json(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", _EXPECTED, "check the path") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {plain(str(error))}", _EXPECTED, "check the file") from None
+        raise ConfigError(f"{path} is no JSON: {sanitize(str(error))}", _EXPECTED, "check the file") from None
     if not isinstance(told, dict):
         raise ConfigError(f"{path} holds no object of at most {_MOST_BYTES} bytes", _EXPECTED, "check the file")
     return told

@@ -16,16 +16,26 @@ import numpy as np
 from millrace.bench.analysis.metrics import itl_ms, last_s, latency_ms, ttft_ms
 from millrace.bench.client.client import Client
 from millrace.bench.client.request_record import Answer
-from millrace.bench.load.prompt_text import Words
+from millrace.bench.load.prompt_text import PromptWords
 from millrace.bench.run.plan import Plan, driven_by, fitted_words, planned
 from millrace.bench.run.run import Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError, MachineError
-from millrace.runtime.scheduling.step_cost_model import Schedule, StepProfile
-from millrace.size.fit.steps import MOST_BYTES, PATH, Ran, StepRow, errors, fit_steps, pace, read_steps, spread
+from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepProfile
+from millrace.size.fit.steps import (
+    MOST_BYTES,
+    PATH,
+    MeasuredSteps,
+    StepRow,
+    errors,
+    fit_steps,
+    pace,
+    read_steps,
+    spread,
+)
 from millrace.size.performance.roofline_cost import Floats
 from millrace.size.question.settings import VerifySettings
-from millrace.size.simulation.measured_steps import OwnSteps
+from millrace.size.simulation.measured_steps import MeasuredStepTimes
 from millrace.size.simulation.simulator import Simulated
 from millrace.size.simulation.virtual_clock import Arrival
 
@@ -147,18 +157,20 @@ class Probe:
 class Times:
     """What a simulation goes by. own: usual times of steps, at the pace of some, and their spread beside that"""
 
-    own: OwnSteps
+    own: MeasuredStepTimes
     pace: float
 
     @classmethod
-    def of(cls, every: Sequence[StepRow], near: Sequence[StepRow], alone: Probe, schedule: Schedule) -> "Times":
+    def of(
+        cls, every: Sequence[StepRow], near: Sequence[StepRow], alone: Probe, schedule: SchedulerSettings
+    ) -> "Times":
         """every: steps that times are fitted to; near: of the same, those whose pace counts; alone: with one request"""
         cost = fit_steps(every)
-        slower, alike = pace(cost, near), OwnSteps(cost.scaled(pace(cost, alone.steps)), (1.0,), 0.0, schedule)
+        slower, alike = pace(cost, near), MeasuredStepTimes(cost.scaled(pace(cost, alone.steps)), (1.0,), 0.0, schedule)
         found = cls(alike, 1.0).runs(_arrivals(alone.records), 1)[0]
         waited = [ttft_ms(record.answer) or 0.0 for record in _in_order(alone.records)]
         front_s = max(0.0, float(np.median(np.array(waited) / 1e3 - found.of("ttft_s"))))
-        return cls(OwnSteps(cost.scaled(slower), spread(cost, near), front_s, schedule), slower)
+        return cls(MeasuredStepTimes(cost.scaled(slower), spread(cost, near), front_s, schedule), slower)
 
     def runs(self, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[Simulated]:
         """The same requests, with other steps that take longer or shorter than usual."""
@@ -178,10 +190,10 @@ class Part:
 class _Server:
     """Whom all loads go to. about: what it said of itself before the first"""
 
-    def __init__(self, client: Client, asked: VerifySettings, url: str, about: Ran, begins: Begins) -> None:
+    def __init__(self, client: Client, asked: VerifySettings, url: str, about: MeasuredSteps, begins: Begins) -> None:
         self._client, self._asked, self._url, self.about, self._begins = client, asked, url, about, begins
         self._n_runs, self._last = 0, max((step.step for step in about.steps), default=0)
-        self._words: Words | None = None
+        self._words: PromptWords | None = None
 
     async def steps(self) -> list[StepRow]:
         """Those since it was last asked."""
@@ -215,7 +227,7 @@ class _Server:
         return run.records
 
 
-async def _steps(client: Client, model: str, after: int) -> Ran:
+async def _steps(client: Client, model: str, after: int) -> MeasuredSteps:
     """raises MachineError, ConfigError"""
     answer = await client.get(f"{PATH}?after={after}", _TIMEOUT_S, MOST_BYTES)
     if answer.failure is not None:
@@ -239,7 +251,7 @@ def arrivals_of(rate: float, each_s: float) -> dict[str, float]:
     return {"request_rate": rate, "duration_s": each_s}
 
 
-def _capacity(own: OwnSteps, asked: VerifySettings) -> float:
+def _capacity(own: MeasuredStepTimes, asked: VerifySettings) -> float:
     """Of a closed loop with every place taken, without its first and last round."""
     places = own.schedule.max_sequences
     n = places * _ROUNDS

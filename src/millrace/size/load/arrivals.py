@@ -43,7 +43,7 @@ def arrival(lengths: Lengths, at_s: float, blocks: tuple[int, ...] = ()) -> Arri
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class ArrivalStream:
     """left_out: of the trace, as they are longer than the context"""
 
     arrivals: Sequence[Arrival]
@@ -72,7 +72,7 @@ class Traffic:
         """Each instance has arrivals of its own, whatever the others have."""
         return self.routing == "blind" and self.recorded is None and not self.shared
 
-    def coming(self, lengths: Lengths, context: int, rate: float, n: int, seed: int) -> Coming:
+    def coming(self, lengths: Lengths, context: int, rate: float, n: int, seed: int) -> ArrivalStream:
         """rate: requests/s of all instances, on average; n: requests at most. raises ConfigError where none fits"""
         if self.recorded is not None:
             return self._recorded(self.recorded, context, rate, n)
@@ -80,15 +80,15 @@ class Traffic:
         begins = tuple(range(-self.shared, 0))  # and then what no other has
         own = range(len(times)) if self.shared else ()
         blocks = [(*begins, i) for i in own] or [()] * len(times)
-        return Coming([arrival(lengths, t, b) for t, b in zip(times, blocks, strict=True)])
+        return ArrivalStream([arrival(lengths, t, b) for t, b in zip(times, blocks, strict=True)])
 
-    def _recorded(self, recorded: Recording, context: int, rate: float, n: int) -> Coming:
+    def _recorded(self, recorded: Recording, context: int, rate: float, n: int) -> ArrivalStream:
         """From its beginning on, as many as are simulated, as much faster or slower as the load is."""
         speed = rate * recorded.span_s / len(recorded)
         found, left_out = arrivals(recorded, Replay(context, 1.0, _tick_s(recorded)))
         tokens = np.cumsum([one.n_input for one in found])
         some = found[: max(1, min(n, int(np.searchsorted(tokens, _MOST_TOKENS, side="right"))))]
-        return Coming([replace(one, at_s=one.at_s / speed) for one in some], left_out)
+        return ArrivalStream([replace(one, at_s=one.at_s / speed) for one in some], left_out)
 
 
 def traffic_of(question: Question, recorded: Recording | None) -> Traffic:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import exact, four, things
+from millrace.report.format_numbers import exact, format_4_digits, pluralize
 from millrace.size.load.peak_load import DAY_S, PERIODS, Peak, peak, per_second
 from millrace.size.question.settings import LoadSettings
 from millrace.tune.recorded_requests import Recording, read_recording
@@ -61,14 +61,15 @@ def demand(asked: LoadSettings) -> Demand:
     share = max(curve) / (sum(curve) / _HOURS)
     busy = average * share
     if share > 1:
-        how = (*how, f"in their busiest hours {four(busy)} requests/s")
+        how = (*how, f"in their busiest hours {format_4_digits(busy)} requests/s")
     top, told = _peak(asked, busy, trace)
     if top > busy * _MOST_BURST:
         raise ConfigError(f"a peak of {exact(top)} requests/s, and {how[0]}",
-                          f"a peak of at most {_MOST_BURST:,.0f} times the average, {four(busy * _MOST_BURST)}",
+                          f"a peak of at most {_MOST_BURST:,.0f} times the average, "
+                           f"{format_4_digits(busy * _MOST_BURST)}",
                           "leave one of them out, or correct it (--requests-each, --hours)")  # fmt: skip
     if top < busy * (1 - 1e-9):
-        raise ConfigError(f"a peak of {exact(top)} requests/s, and {four(busy)} on average when they come",
+        raise ConfigError(f"a peak of {exact(top)} requests/s, and {format_4_digits(busy)} on average when they come",
                           "a peak above that", "correct one of them, or --percentile")  # fmt: skip
     hours = tuple(busy * h / max(curve) for h in curve)
     return Demand(top, busy, average, hours, (*how, *told), trace)
@@ -119,7 +120,8 @@ def _average(asked: LoadSettings, trace: Recording | None) -> tuple[float, tuple
         each = asked.requests_each or USER_REQUESTS
         rate = per_second(asked.users * each, "day")
         return rate, (
-            f"{things(asked.users, 'user')} with {things(each, 'request')} a day are {four(rate)} requests/s on average"
+            f"{pluralize(asked.users, 'user')} with {pluralize(each, 'request')} a day are "
+            f"{format_4_digits(rate)} requests/s on average"
             + ("" if asked.hours or asked.daily else ", through all 24 hours"),
         )
     if asked.calls is not None:
@@ -127,13 +129,16 @@ def _average(asked: LoadSettings, trace: Recording | None) -> tuple[float, tuple
         each = asked.requests_each or 1.0
         rate = per_second(n * each, period)
         return rate, (
-            f"{things(n, 'call')} a {period} of {things(each, 'request')} are {four(rate)} requests/s on average",
+            f"{pluralize(n, 'call')} a {period} of {pluralize(each, 'request')} are "
+            f"{format_4_digits(rate)} requests/s on average",
         )
     assert trace is not None
     if trace.span_s <= 0:
         raise ConfigError("all requests of the trace came at once", "times that differ", "say the rate instead")
     rate = len(trace) / trace.span_s
-    return rate, (f"trace: {len(trace):,} requests in {trace.span_s:,.0f} s are {four(rate)} requests/s on average",)
+    return rate, (
+        f"trace: {len(trace):,} requests in {trace.span_s:,.0f} s are {format_4_digits(rate)} requests/s on average",
+    )
 
 
 def parse_calls(text: str) -> tuple[float, str]:
@@ -182,12 +187,14 @@ def _peak(asked: LoadSettings, busy: float, trace: Recording | None) -> tuple[fl
         if asked.split != 1:
             raise ConfigError("--split without a percentile", "--percentile above 0", "leave --split out")
         top = busy * asked.burst
-        return top, (f"peak: {four(top)} requests/s, {exact(asked.burst)} times that, nothing added for chance",)
+        return top, (
+            f"peak: {format_4_digits(top)} requests/s, {exact(asked.burst)} times that, nothing added for chance",
+        )
     found = _poisson(asked, busy)
     if found.rate >= busy * asked.burst:
         return found.rate, (found.how,)
     rate = busy * asked.burst  # most windows are empty: what comes on average has to be borne all the same
-    return rate, (found.how, f"peak: {four(rate)} requests/s, the average, as most windows have none")
+    return rate, (found.how, f"peak: {format_4_digits(rate)} requests/s, the average, as most windows have none")
 
 
 def _poisson(asked: LoadSettings, busy: float) -> Peak:
@@ -204,11 +211,15 @@ def _recorded(asked: LoadSettings, busy: float, trace: Recording) -> tuple[float
     top = float(np.quantile(counts, asked.percentile / 100, method="higher")) / asked.window_s
     by_chance = _poisson(asked, own).rate
     told = (
-        f"peak: {asked.percentile:g} % of the trace's windows of {asked.window_s:g} s have at most {four(top)} "
-        f"requests/s; Poisson arrivals would have {four(by_chance)} (the counts' variance is "
+        f"peak: {asked.percentile:g} % of the trace's windows of {asked.window_s:g} s have at most "
+        f"{format_4_digits(top)} "
+        f"requests/s; Poisson arrivals would have {format_4_digits(by_chance)} (the counts' variance is "
         f"{float(counts.var()) / mean:.1f} times the mean, theirs is 1)"
     )
     if abs(busy / own - 1) < 1e-9:
         return top, (told,)
     rate = top * busy / own
-    return rate, (told, f"peak: {four(rate)} requests/s, as far above the average of this load as the trace's is")
+    return rate, (
+        told,
+        f"peak: {format_4_digits(rate)} requests/s, as far above the average of this load as the trace's is",
+    )

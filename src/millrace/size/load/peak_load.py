@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import exact, four
+from millrace.report.format_numbers import exact, format_4_digits
 
 WORDS_A_TOKEN = 0.75  # of English prose, by most tokenizers
 CHARACTERS_A_TOKEN = 4.0
@@ -78,8 +78,8 @@ def peak(
         raise ConfigError(f"a burst of {burst:g}, split {split} ways", "at least 1 each", "correct them")
     busiest = _positive(average, "requests a second") * burst
     rate = split * poisson_quantile(percentile, busiest * window_s / split) / window_s
-    told = f"{percentile:.0%} of windows of {window_s:g} s stay within {four(rate)} requests/s at {four(busiest)} on "
-    told += "average" + (f", each of {split} replicas by itself" if split > 1 else "")
+    told = f"{percentile:.0%} of windows of {window_s:g} s stay within {format_4_digits(rate)} requests/s at "
+    told += f"{format_4_digits(busiest)} on average" + (f", each of {split} replicas by itself" if split > 1 else "")
     return Peak(rate, average, told)
 
 

@@ -13,7 +13,7 @@ def in_flight(lengths: Sequence[tuple[float, float]], seconds: Sequence[float]) 
     return n_in, n_out
 
 
-def in_a_row(points: Sequence[Sequence[Point]]) -> list[Point]:
+def chain_calls(points: Sequence[Sequence[Point]]) -> list[Point]:
     """points: of each call by itself, as though there were no other; one call's are returned as they are
 
     Each call takes its share of an instance's time, so that the times of a request add up, and Little's law holds. The

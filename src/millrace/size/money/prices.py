@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import ConfigError, nearest, plain
+from millrace.errors import ConfigError, nearest, sanitize
 from millrace.machine.devices import Device, find_device
 from millrace.settings import read_given
 
@@ -120,7 +120,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "prices as TOML", "check the path") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {plain(str(error))}", "prices as TOML", "correct it") from None
+        raise ConfigError(f"{path} is no TOML: {sanitize(str(error))}", "prices as TOML", "correct it") from None
 
 
 def _made(found: Mapping[str, Any], where: str, kept: Sequence[Mapping[str, Any]] = ()) -> Prices:
@@ -159,7 +159,7 @@ def _rent(offer: Mapping[str, Any], where: str) -> Rent:
     hour = number(offer.get("hour"), f"{where}: hour")
     if not hour:
         raise ConfigError(f"{where}: hour is 0", f"a price above 0, at most {_MOST:g}", "correct it")
-    who, page = (plain(str(offer.get(name, default))) for name, default in (("who", "yours"), ("page", "")))
+    who, page = (sanitize(str(offer.get(name, default))) for name, default in (("who", "yours"), ("page", "")))
     return Rent(_device(offer, where), hour, who, tier, _date(offer["date"], where), page)
 
 

@@ -13,7 +13,7 @@ _DGX = "H100 SXM"  # of which the power of a whole system is known
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class FleetNeed:
     """What is needed. tp: devices of an instance, less than 1 where it has a slice; system: devices of one
 
     systems: to buy; hourly: (24,) instances in each hour
@@ -123,7 +123,7 @@ def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[in
     return tuple(max(1, math.ceil(peak / (rate * utilisation) - 1e-9)) for peak in peaks)
 
 
-def bought(fleet: Needed, prices: Prices) -> Bought | None:
+def bought(fleet: FleetNeed, prices: Prices) -> Bought | None:
     """None where the price of such a system is not known."""
     price = prices.systems.get(fleet.device.name)
     if price is None or fleet.system != SYSTEM:  # prices are of systems of 8
@@ -143,7 +143,7 @@ def watts(device: Device, prices: Prices) -> float:
     return SYSTEM * device.watts * share
 
 
-def rented(fleet: Needed, rents: Sequence[Rent]) -> Rented | None:
+def rented(fleet: FleetNeed, rents: Sequence[Rent]) -> Rented | None:
     """rents: cheapest first; None where there is no offer"""
     if not rents:
         return None
@@ -154,7 +154,7 @@ def rented(fleet: Needed, rents: Sequence[Rent]) -> Rented | None:
     )
 
 
-def hybrid(fleet: Needed, own: Bought | None, rent: Rented | None) -> Hybrid | None:
+def hybrid(fleet: FleetNeed, own: Bought | None, rent: Rented | None) -> Hybrid | None:
     """The cheapest number of systems to buy, when the rest is rented in the hours that need it.
 
     Where nothing is left to rent, all are bought, and those to spare among them.
@@ -183,7 +183,7 @@ def break_even_hours(own: Bought | None, rent: Rented | None) -> float | None:
 
 
 def money(
-    fleet: Needed, prices: Prices, tier: str | None, average: float, rate: float, lengths: tuple[float, float]
+    fleet: FleetNeed, prices: Prices, tier: str | None, average: float, rate: float, lengths: tuple[float, float]
 ) -> Money:
     """tier: of offers, None: any; average: requests/s of a whole year; rate: of an instance
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from millrace.engine.roofline_probe import roofline_here
-from millrace.errors import ConfigError, plain
+from millrace.errors import ConfigError, sanitize
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, memory, usable_cores
 from millrace.machine.devices import PROCESSOR, Device, Link, find_device
@@ -50,14 +50,14 @@ def named_hardware(name: str, system_size: int = SYSTEM) -> Hardware:
         return _slice(find_device(found[1]), int(found[2]), system_size)
     if found := _TIMES.fullmatch(name):
         device = find_device(found[2])
-        raise ConfigError(f'hardware is "{plain(name)}"', "the name of one device",
+        raise ConfigError(f'hardware is "{sanitize(name)}"', "the name of one device",
                           f'--hardware "{device.name}" --system-size {found[1]}: systems of so many; '
                           "--systems 1 beside them, to know what one serves")  # fmt: skip
     if "," in name:
-        raise ConfigError(f'hardware is "{plain(name)}"', "one name each",
-                          " ".join(f'--hardware "{one.strip()}"' for one in plain(name).split(",")))  # fmt: skip
+        raise ConfigError(f'hardware is "{sanitize(name)}"', "one name each",
+                          " ".join(f'--hardware "{one.strip()}"' for one in sanitize(name).split(",")))  # fmt: skip
     if _HERE.search(name):
-        raise ConfigError(f'no device is known as "{plain(name)}"', f"a GPU of the catalogue, or {THIS}",
+        raise ConfigError(f'no device is known as "{sanitize(name)}"', f"a GPU of the catalogue, or {THIS}",
                           f"--hardware {THIS}, on that machine: processors are measured")  # fmt: skip
     device = find_device(name)
     if not device.memory_bytes:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from millrace.engine.artifact.tactics import write_whole
-from millrace.errors import ConfigError, plain
-from millrace.report.format_numbers import exact, four
+from millrace.errors import ConfigError, sanitize
+from millrace.report.format_numbers import exact, format_4_digits
 from millrace.settings import read_given
 from millrace.size.fit.user_runs import check_point
 from millrace.size.performance.models import PRESETS, ModelShape
@@ -84,7 +84,7 @@ def _point(row: Mapping[str, str | None], where: str) -> Point:
 
     def text(name: str) -> str:
         value = row[name] or ""
-        if not value or plain(value) != value:
+        if not value or sanitize(value) != value:
             raise ConfigError(f"{where}: {name} is {value!r:.40}", "a name", "correct it, or leave the row out")
         return value
 
@@ -124,7 +124,7 @@ def _check_order(point: Point, where: str) -> None:
     gaps_s = (point.output_tokens - 1) * point.mean.itl_s
     if gaps_s > point.mean.e2e_s * (1 + LITTLE):
         raise ConfigError(f"{where}: {exact(point.output_tokens)} tokens {exact(point.mean.itl_s * 1e3)} ms apart take "
-                          f"{four(gaps_s * 1e3)} ms, and e2e_ms is {exact(point.mean.e2e_s * 1e3)}",
+                          f"{format_4_digits(gaps_s * 1e3)} ms, and e2e_ms is {exact(point.mean.e2e_s * 1e3)}",
                           "e2e_ms = ttft_ms + (osl - 1) x itl_ms", units)  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.checkpoint.config.decoder_sizes import SIZES, DecoderSizes, read_config_file, read_sizes
-from millrace.errors import ConfigError, nearest, plain
+from millrace.errors import ConfigError, nearest, sanitize
 
 _TUNED = re.compile(r"(-(instruct|chat|it|hf|base|v0\.[12]))+$")  # of one size, other weights
 
@@ -131,7 +131,9 @@ def find_model(name: str) -> ModelShape:
         bare = _TUNED.sub("", wanted.rsplit("/", 1)[-1])  # of the Hub's names
         meant = f'did you mean "{bare}"? It has the same sizes' if bare in PRESETS else nearest(bare, PRESETS)
         raise ConfigError(
-            f"no model is known as {plain(name)}", "a preset, or the path of its config.json, or of its folder", meant
+            f"no model is known as {sanitize(name)}",
+            "a preset, or the path of its config.json, or of its folder",
+            meant,
         )
     return PRESETS[wanted]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.errors import ConfigError
-from millrace.report.format_numbers import exact, four
+from millrace.report.format_numbers import exact, format_4_digits
 
 SYSTEM = 8  # devices of the machines that are bought, where nobody says
 _MOST_S = 1e7  # that a limit allows: settings take 1e6, of which twice as much is looked at, too
@@ -166,7 +166,7 @@ def best(points: Sequence[Point], limits: Limits) -> Point:
     waits = closest.mean if limits.of == "mean" or closest.p95 is None else closest.p95
     raise ConfigError(
         f"nothing here keeps the limit on {' and '.join(limits.broken(closest))} ({limits.of})",
-        f"the closest is {closest.configuration} with {four(closest.concurrency)} in flight: TTFT "
+        f"the closest is {closest.configuration} with {format_4_digits(closest.concurrency)} in flight: TTFT "
         f"{waits.ttft_s * 1e3:.0f} ms, ITL {waits.itl_s * 1e3:.1f} ms, E2E {waits.e2e_s:.2f} s",
         "allow more, ask for less, or choose faster devices",
     )  # fmt: skip

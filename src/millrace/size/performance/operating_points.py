@@ -9,9 +9,9 @@ from millrace.errors import ConfigError, nearest
 from millrace.machine.devices import DEVICES, Device, find_device
 from millrace.machine.roofline import Roofline
 from millrace.runtime.scheduling.step_cost_model import read_profile
-from millrace.size.answer.sizing import TPS, Basis, Computed, instance_of
+from millrace.size.answer.sizing import TPS, Computed, EvidenceBasis, instance_of
 from millrace.size.fit.overhead_file import OwnStack, read_stack
-from millrace.size.load.sequential_calls import in_a_row
+from millrace.size.load.sequential_calls import chain_calls
 from millrace.size.load.token_lengths import Call, Work
 from millrace.size.performance.closed_form import CONCURRENCIES, served
 from millrace.size.performance.fitted_devices import profile
@@ -61,7 +61,7 @@ class Offers:
         return next((one for one in self.hardware if one.device.name == device), None)
 
     @property
-    def basis(self) -> Basis | None:
+    def basis(self) -> EvidenceBasis | None:
         """What is computed of its first device; None where all is measured."""
         if self.profiled is not None:
             return self.profiled
@@ -120,7 +120,7 @@ def _computed(
     if asked.pp not in (None, 1) and one.most_tp == 1:
         raise ConfigError(f"--pp {asked.pp} on {one.device.name}, which is linked to no other", "--pp 1",
                           "leave --pp out, or name whole devices")  # fmt: skip
-    found = in_a_row([_alone(shape, one, asked, call, own) for call in work.calls])
+    found = chain_calls([_alone(shape, one, asked, call, own) for call in work.calls])
     most, fits = min(one.most_tp, one.system), sorted({p.tp for p in found})
     kept = [p for p in found if p.tp <= most and asked.tp in (None, p.tp)]
     kept = [p for p in kept if p.devices <= one.system or p.devices % one.system == 0]  # whole systems beyond one
@@ -173,7 +173,7 @@ def _profiled(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
     own.check()
     work.check_context(profile.schedule.context_tokens, f"the server of {asked.profile}",
                        "fit a profile of a server with more")  # fmt: skip
-    points = in_a_row([own.points(call) for call in work.calls])
+    points = chain_calls([own.points(call) for call in work.calls])
     return Offers(tuple(scaled(point, asked.factor) for point in points), None, (), profiled=own)
 
 
@@ -214,7 +214,7 @@ def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
     points, left_out = read_points(Path(asked.measured), known_as)
     points = _of_model(points, model, asked.measured)
     points = _on_hardware(points, asked)
-    found = in_a_row([_of_call(points, call, asked.measured) for call in work.calls])
+    found = chain_calls([_of_call(points, call, asked.measured) for call in work.calls])
     if not found:
         raise ConfigError(f"{asked.measured} has no configuration with all {len(work.calls)} calls",
                           "the same configurations and concurrencies for each", "measure them")  # fmt: skip

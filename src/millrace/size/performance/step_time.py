@@ -53,15 +53,15 @@ def step_parts(instance: Instance, constants: Constants) -> StepParts:
 
 def step_time(instance: Instance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
     """Of the engine's steps, and what serving adds to them."""
-    return _staged(instance, constants, stack) if instance.pp > 1 else _together(instance, constants, stack)
+    return _staged(instance, constants, stack) if instance.pp > 1 else _overlap(instance, constants, stack)
 
 
 def least_time(instance: Instance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
     """What no step is quicker than, however it is cut: all of it in one stage, the slowest, without any bubble."""
-    return _together(instance.stage, constants, stack)
+    return _overlap(instance.stage, constants, stack)
 
 
-def _together(instance: Instance, constants: Constants, stack: Stack) -> StepTime:
+def _overlap(instance: Instance, constants: Constants, stack: Stack) -> StepTime:
     parts = step_parts(instance, constants)
 
     def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from millrace.errors import ConfigError, nearest, plain
+from millrace.errors import ConfigError, nearest, sanitize
 from millrace.settings import Settings, plain_type, read_given
 from millrace.size.performance.operating_point import Limits
 from millrace.size.question.settings import (
@@ -79,14 +79,14 @@ def _typed(group: type[Settings], name: str, value: Any) -> Any:
         return float(value)
     if kind is tuple:
         values = value if isinstance(value, list | tuple) else [value]
-        if len(values) > _MOST_VALUES or not all(isinstance(v, str) and plain(v) == v for v in values):
+        if len(values) > _MOST_VALUES or not all(isinstance(v, str) and sanitize(v) == v for v in values):
             raise ConfigError(f"{name} is {value!r:.80}", f"names, at most {_MOST_VALUES}", "write a list of them")
         return tuple(values)
     if type(value) is int and abs(value) >= _MOST:
         raise ConfigError(f"{name} is a number of {value.bit_length()} bits", "at most 64", "correct it")
     if kind is float and type(value) is int:
         return float(value)
-    if isinstance(value, str) and plain(value) != value:  # a file may be somebody else's, and is shown
+    if isinstance(value, str) and sanitize(value) != value:  # a file may be somebody else's, and is shown
         raise ConfigError(f"{name} is {value!r:.80}", "a line that can be shown", "correct it")
     if type(value) is not kind:
         wanted = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}[kind]
@@ -108,7 +108,9 @@ def read_answers(path: Path) -> dict[str, Any]:
     try:
         found = yaml.load(data, _Strict)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is no YAML: {plain(str(error))}", "name: value, a line each", "correct it") from None
+        raise ConfigError(
+            f"{path} is no YAML: {sanitize(str(error))}", "name: value, a line each", "correct it"
+        ) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no answers", "name: value, a line each", "write model: llama-3-8b, and so on")
     return _named(found)

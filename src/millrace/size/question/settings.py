@@ -7,7 +7,7 @@ from millrace.settings import Settings, setting
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class DefaultValue:
     """Lengths of requests. tokens: in, out; whose: where they come from"""
 
     tokens: tuple[int, int]
@@ -15,9 +15,9 @@ class Usual:
 
 
 LENGTHS = {
-    "rag": Usual((3500, 500), "documents that are looked up: the course's usual case"),
-    "chat": Usual((1155, 211), "mean of Azure's conversations of 2023"),
-    "code": Usual((2048, 28), "mean of Azure's completions of code of 2023"),
+    "rag": DefaultValue((3500, 500), "documents that are looked up: the course's usual case"),
+    "chat": DefaultValue((1155, 211), "mean of Azure's conversations of 2023"),
+    "code": DefaultValue((2048, 28), "mean of Azure's completions of code of 2023"),
 }
 SEARCH_S = 120.0
 READING = {"read": 0.200, "skim": 0.090}  # seconds a token, at 230 words a minute and at about 500

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from millrace.report.format_numbers import four
+from millrace.report.format_numbers import format_4_digits
 from millrace.size.answer.alternatives import Alternative
 from millrace.size.answer.answer import Answer
 from millrace.size.answer.sizing import Plan
@@ -27,19 +27,19 @@ def headline(answer: Answer) -> str:
     model = answer.question.request.model or plan.point.model
     if answer.demand is None:
         rate = answer.follows.rate
-        low, high = (four(rate * (1 + error)) for error in (-plan.error, plan.error))
+        low, high = (format_4_digits(rate * (1 + error)) for error in (-plan.error, plan.error))
         there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
         named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
         serve = "serves" if [n for n, _ in there] == [1] else "serve"
-        return f"{named} {serve} {four(rate)} requests/s ({low} to {high}) of {model}"
+        return f"{named} {serve} {format_4_digits(rate)} requests/s ({low} to {high}) of {model}"
     if not plan.systems:
         return "Nothing is to be bought: the systems that are there serve the load"
     between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
     needed = _systems(plan.systems, plan.point.system, plan.point.device, between)
-    return f"{needed}, for {four(plan.rate)} requests/s of {model}"
+    return f"{needed}, for {format_4_digits(plan.rate)} requests/s of {model}"
 
 
-def band(answer: Answer) -> str:
+def uncertainty_text(answer: Answer) -> str:
     """How far the figures may be off, and what that makes of the systems."""
     plan = answer.plan
     if answer.demand is None:
@@ -52,7 +52,7 @@ def band(answer: Answer) -> str:
     return f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"
 
 
-def read_as(answer: Answer) -> tuple[str, ...]:
+def interpretation_notes(answer: Answer) -> tuple[str, ...]:
     """How the question was read, and what was left out of a table."""
     n, of = answer.offers.left_out, answer.question.hardware.measured
     without = (f"{of}: {n} rows left out, which were not in a steady state",) if n else ()
@@ -72,7 +72,7 @@ def _systems(n: int, size: int, device: str, between: str = "") -> str:
     return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
 
 
-def told(answer: Answer) -> dict[str, Any]:
+def answer_to_dict(answer: Answer) -> dict[str, Any]:
     """JSON-able."""
     plan = answer.plan
     return {

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from millrace.machine.devices import GB
-from millrace.report.format_numbers import count, four, things
+from millrace.report.format_numbers import count, format_4_digits, pluralize
 from millrace.size.answer.answer import Answer
 from millrace.size.performance.operating_point import P95_OF_CALLS, Point
-from millrace.size.report.answer_json import band, read_as
+from millrace.size.report.answer_json import interpretation_notes, uncertainty_text
 from millrace.size.report.cost_tables import costs, of_devices
-from millrace.size.report.table import Table, few
+from millrace.size.report.table import Table, system_count
 
 _MOST_ROWS = 12
 _OF_A_SYSTEM = "requests/s are of a system; times in ms"
@@ -18,15 +18,18 @@ _COLUMNS = ("configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E
 def in_short(answer: Answer) -> list[tuple[str, str]]:
     """The answer itself: names and values."""
     plan, h = answer.plan, answer.question.hardware
-    systems = f"{few(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
+    systems = f"{system_count(plan.fractional)} by the figures, {plan.systems} to buy; " if answer.demand else ""
     bought = f"planned with {h.utilisation:.0%} of what they can, {h.spare or 'none'} to spare"
     return [
         ("systems", systems + bought),
         ("instances", f"{answer.instances} of {plan.point.parallel} ({plan.point.precision}), "
-                      f"{four(plan.point.concurrency)} requests in flight in each" + _few_devices(answer)),
-        ("a system serves", f"{four(plan.point.rate_of_system)} requests/s, of {four(plan.rate)}"),
+                      f"{format_4_digits(plan.point.concurrency)} requests in flight in each" + _few_devices(answer)),
+        (
+            "a system serves",
+            f"{format_4_digits(plan.point.rate_of_system)} requests/s, of {format_4_digits(plan.rate)}",
+        ),
         ("what binds", plan.binding),
-        ("figures", band(answer)),
+        ("figures", uncertainty_text(answer)),
         ("from", plan.provenance),
     ]  # fmt: skip
 
@@ -38,14 +41,14 @@ def _few_devices(answer: Answer) -> str:
     is_sliced = bought is not None and bought.slices > 1
     if answer.demand is None or not answer.plan.systems or needed >= point.system or is_sliced:
         return ""
-    return f"; {needed} of {things(point.system, 'device')} would do: --system-size plans with smaller systems"
+    return f"; {needed} of {pluralize(point.system, 'device')} would do: --system-size plans with smaller systems"
 
 
 def tables(answer: Answer) -> Iterator[Table]:
     """In the order in which they are told; what there is nothing to say of is left out."""
     yield _waits(answer)
     yield _points(answer)
-    yield Table("read", "How the question was read", notes=read_as(answer))
+    yield Table("read", "How the question was read", notes=interpretation_notes(answer))
     if answer.memory is not None:
         yield _memory(answer)
     if answer.demand is not None:
@@ -104,7 +107,7 @@ def _points(answer: Answer) -> Table:
         needed = (
             f"{other.systems} system{'' if other.systems == 1 else 's'}, {plan.systems}"
             if answer.demand
-            else f"{four(other.rate)} requests/s, {four(plan.rate)}"
+            else f"{format_4_digits(other.rate)} requests/s, {format_4_digits(plan.rate)}"
         )
         note = f"limits on the {other.limits.of}: {needed} with limits on the {plan.limits.of}"
     else:
@@ -117,8 +120,9 @@ def _point(point: Point, rate: float) -> list[str]:
     """As `_COLUMNS` name them. rate: that systems are counted for"""
     p95 = point.p95.ttft_s if point.p95 else None
     return [
-        point.configuration, four(point.concurrency), f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
-        _ms(p95), _ms(point.mean.itl_s), _ms(point.mean.e2e_s), few(rate / point.rate_of_system), str(point.source),
+        point.configuration, format_4_digits(point.concurrency), f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
+        _ms(p95), _ms(point.mean.itl_s), _ms(point.mean.e2e_s),
+        system_count(rate / point.rate_of_system), str(point.source),
     ]  # fmt: skip
 
 
@@ -127,8 +131,8 @@ def _memory(answer: Answer) -> Table:
     assert m is not None, "there is one"
     rows = [
         ("weights", f"{m.weights / GB:.1f} GB"),
-        ("keys and values", f"{m.held / GB:.1f} GB of {four(point.concurrency)} requests half-way, on average; "
-                            f"{m.free / GB:.1f} GB more would fit"),
+        ("keys and values", f"{m.held / GB:.1f} GB of {format_4_digits(point.concurrency)} requests half-way, "
+                            f"on average; {m.free / GB:.1f} GB more would fit"),
         ("kept back", f"{m.kept_back / GB:.1f} GB, for activations, software and margin"),
         ("there are", f"{m.total / GB:.0f} GB"),
         ("figures", "bytes of weights, and of a token's keys and values, are counted from the model's configuration; "
@@ -142,7 +146,7 @@ def _memory(answer: Answer) -> Table:
 def _why(answer: Answer) -> Table:
     before, rows, notes = 0.0, [], list[str]()
     for step in answer.why:
-        rows.append([few(step.systems), "+" + few(step.systems - before), step.why])
+        rows.append([system_count(step.systems), "+" + system_count(step.systems - before), step.why])
         before = step.systems
     if answer.plan.shares:
         shares = sorted(answer.plan.shares.items(), key=lambda share: -share[1])
@@ -170,7 +174,7 @@ def _configurations(answer: Answer) -> Table:
 def _changes(answer: Answer) -> Table:
     rows = []
     for change in answer.changes:
-        figure = "-" if change.fractional is None else few(change.fractional)
+        figure = "-" if change.fractional is None else system_count(change.fractional)
         rows.append([change.what, "-" if change.systems is None else str(change.systems), figure])
     breaks = any(change.systems is None for change in answer.changes)
     notes = ("-: nothing keeps the limits then",) if breaks else ()
@@ -183,9 +187,9 @@ def _follows(answer: Answer) -> Table:
     if f.hours is None:
         a_day = f" at the peak, {count(f.requests_a_day)} on a day as busy as the one that was asked for"
     rows = [
-        ("requests", f"{four(f.rate)} a second{a_day}"),
+        ("requests", f"{format_4_digits(f.rate)} a second{a_day}"),
         ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
-        ("users", f"{count(f.users)}, with {things(f.requests_each, 'request')} a day each"
+        ("users", f"{count(f.users)}, with {pluralize(f.requests_each, 'request')} a day each"
                   + (f", in {f.hours:g} hours" if f.hours else "")),
     ]  # fmt: skip
     return Table("follows", "What follows", rows, more="from what is bought, but for what is to spare")

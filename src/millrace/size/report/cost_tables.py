@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from millrace.report.format_numbers import four
+from millrace.report.format_numbers import format_4_digits
 from millrace.size.answer.alternatives import Alternative
 from millrace.size.money.tco import DAY_HOURS, Money
-from millrace.size.report.table import Table, few
+from millrace.size.report.table import Table, system_count
 
 
 def of_devices(alternatives: Sequence[Alternative]) -> Table:
@@ -15,8 +15,12 @@ def of_devices(alternatives: Sequence[Alternative]) -> Table:
         if one.plan is None:
             rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-", "-"])
         else:
-            rows.append([one.device, few(one.plan.fractional), str(one.plan.systems), one.plan.point.configuration,
-                         "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
+            rows.append(
+                [
+                    one.device, system_count(one.plan.fractional), str(one.plan.systems), one.plan.point.configuration,
+                    "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source),
+                ]
+            )  # fmt: skip
     currency = next((one.money.currency for one in alternatives if one.money), "")
     header = ("", "by the figures", "systems", "configuration", f"{currency} a year", "figures")
     unknown = [one.device for one in alternatives if one.plan and one.money and one.money.cheapest is None]
@@ -78,8 +82,9 @@ def _cheapest(found: Money) -> list[tuple[str, str]]:
     tokens, requests = found.a_million_tokens, found.a_thousand_requests
     if found.cheapest is None or tokens is None or requests is None:
         return []
-    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: {four(tokens)} a million tokens, "
-                                 f"{four(requests)} a thousand requests")]  # fmt: skip
+    rows = [("the cheapest way", f"{found.cheapest_way}, {found.cheapest:,.0f}: "
+                                 f"{format_4_digits(tokens)} a million tokens, "
+                                 f"{format_4_digits(requests)} a thousand requests")]  # fmt: skip
     if found.band is not None:
         low, high = found.band
         said = f"{low:,.0f}, even if systems serve {found.error:.0%} less or more than told"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from millrace.report.format_numbers import exact, four
+from millrace.report.format_numbers import exact, format_4_digits
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 from millrace.size.answer.answer import Answer
@@ -16,7 +16,7 @@ from millrace.size.load.load_forecast import Demand, window_counts
 from millrace.size.load.peak_load import poisson_quantile
 from millrace.size.performance.operating_point import Limits, Point
 from millrace.size.question.settings import LoadSettings
-from millrace.size.report.answer_json import band, cut_short, headline
+from millrace.size.report.answer_json import cut_short, headline, uncertainty_text
 from millrace.size.report.answer_tables import tables
 
 _COLOURS, _MOST_BARS, _SPREAD = 5, 400, 4.5
@@ -27,9 +27,9 @@ def size_page(answer: Answer) -> str:
     """The whole page."""
     return render(
         Path(__file__).with_name("size_page.html"), a=answer, plan=answer.plan, money=answer.money,
-        headline=headline(answer), band=band(answer), cut=cut_short(answer), load=answer.demand,
+        headline=headline(answer), band=uncertainty_text(answer), cut=cut_short(answer), load=answer.demand,
         throughput=throughput_plot(answer), ttft=ttft_plot(answer.offers.points, answer.plan.point, answer.plan.limits),
-        shown=best_configurations(answer), four=four, tables=list(tables(answer)), drawings=_beside(answer),
+        shown=best_configurations(answer), four=format_4_digits, tables=list(tables(answer)), drawings=_beside(answer),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def throughput_plot(answer: Answer) -> Markup:
         plot.dots([p.mean.e2e_s for p in kept], [p.rate_of_system for p in kept], kind)
     chosen = answer.plan.point
     plot.dots([chosen.mean.e2e_s], [chosen.rate_of_system], 0)
-    plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {four(chosen.concurrency)} in flight")
+    plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {format_4_digits(chosen.concurrency)} in flight")
     return plot.svg("Requests a second of a system against the time to the last token, a line for each configuration")
 
 

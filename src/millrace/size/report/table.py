@@ -26,6 +26,6 @@ class Table:
         return [all(is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
 
 
-def few(systems: float) -> str:
-    """Of less than a tenth, what can be told apart."""
+def system_count(systems: float) -> str:
+    """Format a number of systems; below 0.1 with two significant digits."""
     return f"{systems:.2f}" if not 0 < systems < 0.1 else f"{systems:.2g}"

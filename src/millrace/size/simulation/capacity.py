@@ -10,15 +10,15 @@ from functools import cached_property
 
 import numpy as np
 
-from millrace.size.load.arrivals import Coming, Gaps, Traffic, arrival
+from millrace.size.load.arrivals import ArrivalStream, Gaps, Traffic, arrival
 from millrace.size.load.sequential_calls import in_flight
 from millrace.size.performance.operating_point import Limits, Point, Sampled, Source, Waits, named_parallel
 from millrace.size.performance.roofline_cost import Floats
-from millrace.size.simulation.replicas import router, simulate, together
-from millrace.size.simulation.search_budget import Search, TimeIsUp
+from millrace.size.simulation.replicas import merge_routed, router, simulate
+from millrace.size.simulation.search_budget import Search, SearchTimeoutError
 from millrace.size.simulation.serving_model import Serving
 from millrace.size.simulation.simulator import Simulated, Simulation
-from millrace.size.simulation.virtual_clock import Arrival, Seen
+from millrace.size.simulation.virtual_clock import Arrival, RequestOutcome
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
 _TOKENS, _FEWEST = 1 << 20, 200  # of answers, that the first of these have together at most; and the fewest requests
@@ -101,7 +101,7 @@ class Replica:
         most = min(self._n_requests * many, _MOST_REQUESTS)
         coming = traffic.coming(self.lengths, self.serving.context, rate * many, most, seed)
         simulations = [self._simulation(i, traffic.recorded is not None or traffic.is_cached) for i in range(many)]
-        found = together(simulate(simulations, coming.arrivals, router(traffic.routing, seed)))
+        found = merge_routed(simulate(simulations, coming.arrivals, router(traffic.routing, seed)))
         n = len(coming.arrivals)
         counted = found.requests[int(n * _TRANSIENT) :]
         if traffic.recorded is not None:
@@ -135,7 +135,7 @@ class Replica:
             middle = (low + high) // 2
             try:
                 keeps = self._keeps(middle / steps, limits)
-            except TimeIsUp:
+            except SearchTimeoutError:
                 if not low:
                     raise
                 return _cut(self._at(low / steps))
@@ -154,7 +154,7 @@ class Replica:
             try:
                 if middle not in self._loops:
                     self._loops[middle] = self.closed(middle)
-            except TimeIsUp:
+            except SearchTimeoutError:
                 if not low:
                     raise
                 return _cut(self._loops[low])
@@ -232,7 +232,7 @@ class Replica:
         return in_flight(lengths, alone_s)
 
     def _point(
-        self, counted: Sequence[Seen], n: int, rate: float, concurrency: float, found: Simulated, how: str
+        self, counted: Sequence[RequestOutcome], n: int, rate: float, concurrency: float, found: Simulated, how: str
     ) -> Point:
         waits = {name: _values(counted, name) for name in ("ttft_s", "itl_s", "e2e_s")}
 
@@ -253,7 +253,7 @@ class Replica:
         )  # fmt: skip
 
 
-def _how(traffic: Traffic, coming: Coming) -> str:
+def _how(traffic: Traffic, coming: ArrivalStream) -> str:
     if traffic.recorded is None:
         return str(traffic.gaps)
     without = f" without {coming.left_out} that are empty or too long" if coming.left_out else ""
@@ -271,7 +271,7 @@ def _cut(point: Point | None) -> Point:
     return replace(point, sampled=replace(point.sampled, cut=True))
 
 
-def _values(requests: Sequence[Seen], name: str) -> Floats:
+def _values(requests: Sequence[RequestOutcome], name: str) -> Floats:
     values: Floats = np.array([getattr(one, name) for one in requests])
     known: Floats = values[~np.isnan(values)]  # answers of one token have no ITL
     return known if len(known) else np.zeros(1)

@@ -13,18 +13,18 @@ from millrace.checkpoint.config.generation_config import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.runtime.kv.pages import PagePool
 from millrace.runtime.request.request import AnswerText, Request, Sequence, StopTables, Timings
-from millrace.runtime.request.sampling_params import Resolved, SamplingParams, resolve
+from millrace.runtime.request.sampling_params import ResolvedParams, SamplingParams, resolve
 from millrace.runtime.scheduling.scheduler import Scheduler
 from millrace.runtime.scheduling.step import Step
 from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.size.simulation.virtual_clock import TOKEN, Seen, VirtualClock
+from millrace.size.simulation.virtual_clock import TOKEN, RequestOutcome, VirtualClock
 
 _NOTHING = StopTables(())
 _Turn = tuple[int, int, int, Sequence]  # step, place in the order of admission, which of its turns
 
 
-class _NoText:
+class _NullDetokenizer:
     """Answers' texts are not looked at."""
 
     def push(self, ids: object) -> str:
@@ -35,14 +35,14 @@ class _NoText:
 
 
 def _no_text() -> AnswerText:
-    return AnswerText(_NoText(), _NOTHING, False)
+    return AnswerText(_NullDetokenizer(), _NOTHING, False)
 
 
 def _nobody(_: object) -> None:
     """No one reads along."""
 
 
-class QuickLoop:
+class FastForwardLoop:
     """ended: requests so far; steps: that were taken; after_s: what the host took after the last of them"""
 
     def __init__(
@@ -51,7 +51,7 @@ class QuickLoop:
     ) -> None:  # fmt: skip
         self._limits, self._clock, self._seconds, self._between = limits, clock, seconds, between
         self._scheduler = Scheduler(limits, PagePool(limits.n_pages), clock, budget, prefix_cache)
-        self._seen: dict[Sequence, Seen] = {}
+        self._seen: dict[Sequence, RequestOutcome] = {}
         self._resolved = cache(self._resolve)
         self.ended = self.steps = 0
         self.after_s = 0.0
@@ -71,7 +71,7 @@ class QuickLoop:
     def prefix_hits(self) -> int:
         return self._scheduler.n_hit
 
-    def submit(self, prompt: IntArray, seen: Seen) -> None:
+    def submit(self, prompt: IntArray, seen: RequestOutcome) -> None:
         resolved = self._resolved(len(prompt), seen.arrival.n_output)
         request = Request("", prompt, resolved, _nobody, Timings(self._clock.now_s), _no_text)
         self._seen[request.choices[0]] = seen
@@ -129,7 +129,7 @@ class QuickLoop:
         if seq.n_output == seen.arrival.n_output:
             self._end(seq, seen)
 
-    def _end(self, seq: Sequence, seen: Seen) -> None:
+    def _end(self, seq: Sequence, seen: RequestOutcome) -> None:
         seen.last_s = self._clock.now_s
         self._scheduler.remove(seq)
         del self._seen[seq]
@@ -241,6 +241,6 @@ class QuickLoop:
         self._turn()
         self._rest(n)
 
-    def _resolve(self, n_prompt: int, n_output: int) -> Resolved:
+    def _resolve(self, n_prompt: int, n_output: int) -> ResolvedParams:
         params = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
         return resolve(params, GenerationDefaults(), self._limits, n_prompt)

@@ -11,9 +11,9 @@ import numpy as np
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.machine.cpu import machine_name
-from millrace.runtime.scheduling.step_cost_model import Schedule, StepCost, StepProfile, StepTime
+from millrace.runtime.scheduling.step_cost_model import SchedulerSettings, StepCost, StepProfile, StepTime
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.size.answer.sizing import CLOSED_FORM_ERROR, Grounds
+from millrace.size.answer.sizing import CLOSED_FORM_ERROR, PlanInputs
 from millrace.size.load.token_lengths import Call, Lengths
 from millrace.size.performance.closed_form import CONCURRENCIES, closed_form
 from millrace.size.performance.operating_point import Point, Source
@@ -26,7 +26,7 @@ _FULL = 0.95  # of what memory has room for
 
 
 @dataclass(frozen=True, slots=True)
-class OwnSteps:
+class MeasuredStepTimes:
     """cost: what steps usually take; spread: how many times as long they do, all equally likely
 
     front_s: of a request beside its steps; schedule: what bounds them
@@ -35,10 +35,10 @@ class OwnSteps:
     cost: StepCost
     spread: tuple[float, ...]
     front_s: float
-    schedule: Schedule
+    schedule: SchedulerSettings
 
     @classmethod
-    def of(cls, profile: StepProfile) -> "OwnSteps":
+    def of(cls, profile: StepProfile) -> "MeasuredStepTimes":
         return cls(profile.cost, profile.spread, profile.front, profile.schedule)
 
     def simulation(self, n_input: int, seed: int = 0, longest: int | None = None) -> Simulation:
@@ -126,7 +126,7 @@ class Profiled:
 
     def serving(self, lengths: Lengths) -> Serving:
         """raises ConfigError where a request does not fit"""
-        p, own, least = self.profile, OwnSteps.of(self.profile), min(self.profile.spread)
+        p, own, least = self.profile, MeasuredStepTimes.of(self.profile), min(self.profile.spread)
         usual = p.cost.timed()
         return Serving(
             model=p.model, device=self.device, precision=AS_BUILT, tp=1, lengths=lengths, scheduler=self.scheduler,
@@ -137,14 +137,14 @@ class Profiled:
             of_any=lambda seed: replace(own.simulation(lengths.n_input, seed), prefix_cache=True),
         )  # fmt: skip
 
-    def grounds(self, point: Point) -> Grounds:
+    def grounds(self, point: Point) -> PlanInputs:
         """What such a point rests on."""
         p = self.profile
         told = f"measured steps of {p.model} (engine {p.engine:.12}) on {p.machine}, {p.n_steps:,} of {p.date}"
         full = self.room(point.input_tokens + point.output_tokens)
         is_full = full < p.schedule.max_sequences and point.concurrency > _FULL * full
         error = p.error + (CLOSED_FORM_ERROR if point.source == Source.ANALYTIC else 0.0)
-        return Grounds(error, told, self._shares(point, full), is_full)
+        return PlanInputs(error, told, self._shares(point, full), is_full)
 
     def _shares(self, point: Point, room: int) -> Mapping[str, float]:
         """Of the server's time, what goes where; together 1."""

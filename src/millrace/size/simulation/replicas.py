@@ -57,7 +57,7 @@ def simulate(simulations: Sequence[Simulation], arrivals: Iterable[Arrival], rou
     return [server.result() for server in servers]
 
 
-def together(found: Sequence[Simulated]) -> Simulated:
+def merge_routed(found: Sequence[Simulated]) -> Simulated:
     """All replicas as one."""
     requests = sorted((one for each in found for one in each.requests), key=lambda one: one.arrival.came_s)
     return Simulated(
@@ -67,7 +67,7 @@ def together(found: Sequence[Simulated]) -> Simulated:
     )  # fmt: skip
 
 
-def blind(seed: int = 0) -> Router:
+def random_router(seed: int = 0) -> Router:
     """By chance, as many servers behind one name are found."""
     rng = np.random.default_rng(seed)
     return lambda _, servers: int(rng.integers(len(servers)))
@@ -76,7 +76,7 @@ def blind(seed: int = 0) -> Router:
 def router(routing: str, seed: int = 0) -> Router:
     """One of ROUTINGS, by its name."""
     known: dict[str, Router] = {"least-loaded": least_loaded, "prefix-aware": prefix_aware}
-    return blind(seed) if routing == "blind" else known[routing]
+    return random_router(seed) if routing == "blind" else known[routing]
 
 
 def least_loaded(_: Arrival, servers: Sequence[Routed]) -> int:

@@ -9,7 +9,7 @@ Progress = Callable[[str, int, int], None]  # what is simulated, seconds so far,
 _TELL_S = 0.1
 
 
-class TimeIsUp(Exception):  # noqa: N818 (no mistake: what was found so far is the answer)
+class SearchTimeoutError(Exception):
     """Within a simulation, which is given up."""
 
 
@@ -53,7 +53,7 @@ class Search:
         """Called by simulations as they go on. raises TimeIsUp"""
         now_s = self._clock()
         if now_s > self._until_s:
-            raise TimeIsUp
+            raise SearchTimeoutError
         passed_s = now_s - self._begun_s
         if passed_s > self._told_s + _TELL_S:
             self._told_s = passed_s

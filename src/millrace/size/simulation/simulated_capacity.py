@@ -11,7 +11,7 @@ from millrace.size.performance.operating_point import Limits, Point, best
 from millrace.size.performance.operating_points import Offers, scaled
 from millrace.size.question.settings import HardwareSettings
 from millrace.size.simulation.capacity import Replica
-from millrace.size.simulation.search_budget import Search, TimeIsUp
+from millrace.size.simulation.search_budget import Search, SearchTimeoutError
 from millrace.size.simulation.serving_model import Serving, computed
 
 
@@ -53,7 +53,9 @@ def simulated(
         return found
     tried, lengths = limits.scaled(1 / asked.factor), Lengths.of(work)
     alike = {(p.precision, p.tp, p.pp): replicas.of(found, p, lengths) for p in found.points}
-    bounded = [_Sought(replica.bound(tried) / (tp * pp), tp * pp, replica) for (_, tp, pp), replica in alike.items()]
+    bounded = [
+        _CapacitySearch(replica.bound(tried) / (tp * pp), tp * pp, replica) for (_, tp, pp), replica in alike.items()
+    ]
     search, of = replicas.search, (found.names[0], lengths, limits)
     search.forget(of)
     cut = _seek(sorted(bounded, key=lambda one: -one.bound), tried, search, closed)
@@ -68,7 +70,7 @@ def simulated(
     if not points:
         try:
             alone = [replace(scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
-        except TimeIsUp:
+        except SearchTimeoutError:
             search.cut(f"a request alone on {found.names[0]}", of)
             return _not_simulated(found, limits, search)
         if cut:
@@ -80,7 +82,7 @@ def simulated(
 
 
 @dataclass(slots=True)
-class _Sought:
+class _CapacitySearch:
     """bound: requests/s of a device that it does not exceed; point: its best so far"""
 
     bound: float
@@ -93,14 +95,14 @@ class _Sought:
         return 0.0 if self.point is None else self.point.rate / self.devices
 
 
-def _seek(of: Sequence[_Sought], limits: Limits, search: Search, closed: bool) -> list[_Sought]:
+def _seek(of: Sequence[_CapacitySearch], limits: Limits, search: Search, closed: bool) -> list[_CapacitySearch]:
     """Each has the same share of the time; what some of them leave goes to those that were cut. of: best bound first
 
     What is still cut when time is up is returned.
     """
     left = list(of)
     while left:
-        cut: list[_Sought] = []
+        cut: list[_CapacitySearch] = []
         for i, one in enumerate(left):
             most = max(other.most for other in of)
             if one.bound <= most:
@@ -110,7 +112,7 @@ def _seek(of: Sequence[_Sought], limits: Limits, search: Search, closed: bool) -
             try:
                 with search.part(1 / (len(left) - i)):
                     found = one.replica.most_closed(limits) if closed else one.replica.most(limits, above)
-            except TimeIsUp:
+            except SearchTimeoutError:
                 cut.append(one)
                 continue
             one.point = found
@@ -145,7 +147,7 @@ def simulated_at(
     replicas.search.begins(f"the load on {replica.name}")
     try:
         at = replica.at(rate * factor) if traffic.is_blind else replica.behind(traffic, instances, rate * factor)
-    except TimeIsUp:
+    except SearchTimeoutError:
         replicas.search.cut(f"what users wait for at this load on {replica.name}")
         return None
     return None if at is None else replace(scaled(at, factor), system=point.system)

@@ -16,9 +16,9 @@ from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import ConfigError
 from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.size.simulation.fast_forward_loop import QuickLoop
+from millrace.size.simulation.fast_forward_loop import FastForwardLoop
 from millrace.size.simulation.stepwise_loop import SteppedLoop
-from millrace.size.simulation.virtual_clock import TOKEN, Arrival, Seen, VirtualClock, at_once
+from millrace.size.simulation.virtual_clock import TOKEN, Arrival, RequestOutcome, VirtualClock, at_once
 from millrace.tune.trace_formats import BLOCK
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ class Simulated:
     in_system_s: the integral of requests in the system over time (Little's law is held to it)
     """
 
-    requests: tuple[Seen, ...]
+    requests: tuple[RequestOutcome, ...]
     seconds: float
     steps: int
     preemptions: int
@@ -91,8 +91,8 @@ class Simulation:
             server.turn(math.inf)
         return server.result()
 
-    def loop(self) -> QuickLoop | SteppedLoop:
-        made = QuickLoop if self.quick else SteppedLoop
+    def loop(self) -> FastForwardLoop | SteppedLoop:
+        made = FastForwardLoop if self.quick else SteppedLoop
         return made(self.limits, self.clock, self.seconds, self.between, self.budget, self.prefix_cache)
 
     def checked(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
@@ -119,10 +119,10 @@ class Server:
     def __init__(self, simulation: Simulation) -> None:
         self.clock, self._front_s, self._loop = simulation.clock, simulation.front_s, simulation.loop()
         self._tick = simulation.tick
-        self._behind = deque[tuple[float, Seen]]()  # those that the host prepares
+        self._behind = deque[tuple[float, RequestOutcome]]()  # those that the host prepares
         self._free_s, self._in_system_s, self._n_submitted = 0.0, 0.0, 0
-        self.seen: list[Seen] = []
-        self._in_a_row: list[Seen] = []  # those behind which another call comes
+        self.seen: list[RequestOutcome] = []
+        self._in_a_row: list[RequestOutcome] = []  # those behind which another call comes
         self._looked_at = 0  # of those that have ended
 
     @property
@@ -137,7 +137,7 @@ class Server:
     def take(self, arrival: Arrival) -> None:
         self._in_system_s += self.clock.now_s - arrival.at_s  # it came within a step, which did not know of it
         self._free_s = max(self._free_s, arrival.at_s) + self._front_s
-        self.seen.append(Seen(arrival))
+        self.seen.append(RequestOutcome(arrival))
         self._behind.append((self._free_s, self.seen[-1]))
         if arrival.then:
             self._in_a_row.append(self.seen[-1])

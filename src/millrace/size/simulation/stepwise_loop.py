@@ -11,7 +11,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.request.sampling_params import Delta, SamplingParams
 from millrace.runtime.scheduling.step_cost_model import StepTime
 from millrace.runtime.scheduling.token_budget import TokenBudget
-from millrace.size.simulation.virtual_clock import TOKEN, Seen, VirtualClock
+from millrace.size.simulation.virtual_clock import TOKEN, RequestOutcome, VirtualClock
 
 
 class CostExecutor(Executor):
@@ -87,7 +87,7 @@ class SteppedLoop:
     def prefix_hits(self) -> int:
         return self._loop.stats().prefix_hits_total
 
-    def submit(self, prompt: IntArray, seen: Seen) -> None:
+    def submit(self, prompt: IntArray, seen: RequestOutcome) -> None:
         def deliver(deltas: list[Delta]) -> None:
             if math.isnan(seen.first_s):
                 seen.first_s = self._clock.now_s

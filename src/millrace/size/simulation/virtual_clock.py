@@ -47,7 +47,7 @@ class VirtualClock:
 
 
 @dataclass(slots=True)
-class Seen:
+class RequestOutcome:
     """One request, or a call of one, in seconds of the virtual clock; nan: it has not come so far. What is waited for
     is from the beginning of its request on."""
 

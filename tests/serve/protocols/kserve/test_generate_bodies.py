@@ -1,4 +1,4 @@
-"""Bodies of `generate` that nobody would write: each is read, or refused in words; nothing else."""
+"""BodyLimiter of `generate` that nobody would write: each is read, or refused in words; nothing else."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import pytest
 
 from millrace.model_repository.config.pbtxt_binder import read_config
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.request_validation import Checker
+from millrace.model_repository.request.request_validation import RequestValidator
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import DTYPES
 from millrace.serve.protocols.kserve.http.generate_extension import read_generate
@@ -27,7 +27,7 @@ VALUES = (
 class Known:
     """As much of a model as reading a body needs."""
 
-    checker: Checker
+    checker: RequestValidator
     name: str = "m"
     version: int = 1
 
@@ -36,7 +36,7 @@ def known(max_batch: int, dims: str, datatype: str) -> Model:
     text = f"""name: "m" max_batch_size: {max_batch} input {{ name: "A" data_type: TYPE_{datatype} dims: [ {dims} ] }}
     input {{ name: "B" data_type: TYPE_STRING dims: [ -1 ] optional: true }}
     output {{ name: "O" data_type: TYPE_FP32 dims: [ 1 ] }}"""
-    return cast(Model, Known(Checker(read_config(text.encode(), Path("config.pbtxt")).config)))
+    return cast(Model, Known(RequestValidator(read_config(text.encode(), Path("config.pbtxt")).config)))
 
 
 MODELS = [

@@ -7,15 +7,15 @@ import pytest
 
 from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.http.request_bodies import FREE_BYTES
-from millrace.serve.protocols.kserve.grpc.send_budget import Share, Untaken
+from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
 
 MIB = 1 << 20
 MOST = 256 * MIB
 
 
-def filled(untaken: Untaken, peer: str, n_bytes: int) -> list[Share]:
+def filled(untaken: SendBudget, peer: str, n_bytes: int) -> list[SendBudgetLease]:
     """As many answers of that size as it gets."""
-    found = list[Share]()
+    found = list[SendBudgetLease]()
     while True:
         share = untaken.share(peer)
         try:
@@ -26,7 +26,7 @@ def filled(untaken: Untaken, peer: str, n_bytes: int) -> list[Share]:
 
 
 def test_each_gets_half_of_what_those_before_it_left() -> None:
-    untaken = Untaken(MOST)
+    untaken = SendBudget(MOST)
     held = {peer: filled(untaken, peer, MIB) for peer in "abc"}
     assert [len(shares) for shares in held.values()] == [128, 64, 32]
     with pytest.raises(StatusError, match=f"answers of {224 * MIB} bytes wait for their readers, {128 * MIB} of them"):
@@ -38,14 +38,14 @@ def test_each_gets_half_of_what_those_before_it_left() -> None:
 
 
 def test_short_answers_are_free() -> None:
-    untaken = Untaken(MOST)
+    untaken = SendBudget(MOST)
     filled(untaken, "a", MIB)
     for _ in range(10):
         untaken.share("a").add(FREE_BYTES)
 
 
 def test_one_answer_may_be_larger_than_all_and_leaves_half_to_others() -> None:
-    untaken = Untaken(MOST)
+    untaken = SendBudget(MOST)
     huge = untaken.share("a")
     huge.add(3 * MOST)
     with pytest.raises(StatusError):
@@ -57,7 +57,7 @@ def test_one_answer_may_be_larger_than_all_and_leaves_half_to_others() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_it_agrees_with_plain_counting(seed: int) -> None:
-    rng, untaken, held = random.Random(seed), Untaken(MOST), list[tuple[str, int, Share]]()
+    rng, untaken, held = random.Random(seed), SendBudget(MOST), list[tuple[str, int, SendBudgetLease]]()
     for _ in range(400):
         if held and rng.random() < 0.45:
             peer, n_bytes, share = held.pop(rng.randrange(len(held)))

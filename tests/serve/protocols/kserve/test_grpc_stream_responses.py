@@ -12,9 +12,9 @@ from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import objects
-from millrace.serve.protocols.kserve.grpc.infer import FINAL, GrpcWanted, fill_response, set_parameter
+from millrace.serve.protocols.kserve.grpc.infer import FINAL, GrpcOutputOptions, fill_response, set_parameter
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
-from millrace.serve.protocols.kserve.grpc.stream_responses import Answers, Deadline
+from millrace.serve.protocols.kserve.grpc.stream_responses import Deadline, StreamResponses
 
 MODEL: Any = SimpleNamespace(name="llm", version=3, labels={"scores": ("a", "b")})
 
@@ -23,7 +23,7 @@ def request() -> InferRequest:
     return InferRequest({}, request_id="r-7")
 
 
-def by_protobuf(asking: InferRequest, response: InferResponse, wanted: GrpcWanted, final: bool) -> bytes:
+def by_protobuf(asking: InferRequest, response: InferResponse, wanted: GrpcOutputOptions, final: bool) -> bytes:
     found = message("ModelStreamInferResponse")()
     raws = fill_response(found.infer_response, MODEL, asking, response, wanted)
     parsed = message("ModelInferResponse").FromString(b"".join(raws))
@@ -54,10 +54,10 @@ def drawn(rng: random.Random) -> InferResponse:
 @pytest.mark.parametrize("which", ["all", "some outputs", "classes"])
 def test_the_bytes_are_protobufs(seed: int, which: str) -> None:
     rng, asking = random.Random(seed), request()
-    wanted = GrpcWanted(n_classes={"scores": 1}) if which == "classes" else GrpcWanted()
+    wanted = GrpcOutputOptions(n_classes={"scores": 1}) if which == "classes" else GrpcOutputOptions()
     if which == "some outputs":
         asking.outputs = ("text_output",)
-    answers, quick = Answers(message("ModelInferRequest")(id="r-7"), MODEL, asking, wanted), 0
+    answers, quick = StreamResponses(message("ModelInferRequest")(id="r-7"), MODEL, asking, wanted), 0
     for i in range(200):
         response, final = drawn(rng), i % 50 == 49
         known = answers._kinds
@@ -67,14 +67,14 @@ def test_the_bytes_are_protobufs(seed: int, which: str) -> None:
 
 
 def test_what_protobuf_cannot_say_is_an_error_each_time() -> None:
-    answers = Answers(message("ModelInferRequest")(), MODEL, request(), GrpcWanted())
+    answers = StreamResponses(message("ModelInferRequest")(), MODEL, request(), GrpcOutputOptions())
     good = InferResponse({"text_output": objects([b"a"])})
     bad = InferResponse({"text_output": np.array([1 + 2j])})
     answers.response(good, False)
     for _ in range(2):
         with pytest.raises(StatusError, match="data type complex128"):
             answers.response(bad, False)
-    assert answers.response(good, False) == by_protobuf(request(), good, GrpcWanted(), False)
+    assert answers.response(good, False) == by_protobuf(request(), good, GrpcOutputOptions(), False)
 
 
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 300, 16383, 16384, 1 << 31])

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from millrace.model_repository.models.resizable_model import ResizableModel
-from millrace.serve.http.http_request import ACCESS, IN_RECORD, Line, Lines, LogLater, RequestLog
+from millrace.serve.http.http_request import ACCESS, IN_RECORD, BatchedRequestLogs, BufferedRequestLog, Line, RequestLog
 from millrace.serve.ops.logs import JsonFormatter, TextFormatter
-from millrace.serve.protocols.kserve.grpc.fast_path import QuickCalls
+from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
-from millrace.serve.protocols.kserve.http.fast_path import MOST_KNOWN, QuickConnection
+from millrace.serve.protocols.kserve.http.fast_path import MOST_KNOWN, ConnectionFastPath
 from tests.serve.protocols.kserve.conftest import LIMIT
 from tests.serve.support import until
 from tests.support.kserve import HEADER, binary, one
@@ -41,7 +41,7 @@ _INPUTS = [
 def n_quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each request that was answered at once."""
     found: list[int] = []
-    http, grpc = QuickConnection.answer, QuickCalls.answer
+    http, grpc = ConnectionFastPath.answer, GrpcFastPath.answer
 
     def counted(usual: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
         def answer(*given: Any) -> bytes | None:
@@ -51,8 +51,8 @@ def n_quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return answer
 
-    monkeypatch.setattr(QuickConnection, "answer", counted(http))
-    monkeypatch.setattr(QuickCalls, "answer", counted(grpc))
+    monkeypatch.setattr(ConnectionFastPath, "answer", counted(http))
+    monkeypatch.setattr(GrpcFastPath, "answer", counted(grpc))
     return found
 
 
@@ -206,7 +206,7 @@ def test_quick_requests_are_counted_and_logged_as_others(
     url: str, n_quick: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[tuple[str, str, str, int]] = []
-    monkeypatch.setattr(LogLater, "add", lambda self, *told: lines.append(told[:4]))
+    monkeypatch.setattr(BufferedRequestLog, "add", lambda self, *told: lines.append(told[:4]))
 
     def counts() -> list[Any]:
         (told,) = httpx.get(f"{url}/v2/models/simple/stats").json()["model_stats"]
@@ -261,7 +261,7 @@ def test_lines_that_are_written_together_say_what_others_say() -> None:
     first: Line = (1.5, "POST", "/v2/models/a/infer", "i1", 200, 0.123, "")
     second: Line = (2.25, "GRPC", "/x", "i2", 3, 1.0, "no such thing")
     third: Line = (1_764_000_000.999, "GRPC", "/x", "i3", 0, 12_345.65, "")
-    lines = Lines([first, second, third])
+    lines = BatchedRequestLogs([first, second, third])
     together = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s", (lines,), None)
     setattr(together, IN_RECORD, lines)
     for formatter in (TextFormatter(), JsonFormatter()):
@@ -293,7 +293,7 @@ def test_messages_are_answered_as_others(
     asked = [_sums(draw, **kind).SerializeToString() for kind in kinds for _ in range(5)]
     quick = [call(data, timeout=20) for data in asked]
     assert len(n_quick) == 3 * len(kinds)
-    monkeypatch.setattr(QuickCalls, "answer", lambda self, data, came_ns: None)
+    monkeypatch.setattr(GrpcFastPath, "answer", lambda self, data, came_ns: None)
     assert [call(data, timeout=20) for data in asked] == quick
     for data, told in zip(asked[:5], quick[:5], strict=True):
         left, right = (

@@ -26,10 +26,10 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import BYTES, DTYPES, Tensor, objects
 from millrace.serve.protocols.kserve.grpc import infer, message_scan, packed_numbers
-from millrace.serve.protocols.kserve.grpc.infer import GrpcWanted, response_bytes
+from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, response_bytes
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import CONTENTS, SERVICE, field_numbers, message
 from millrace.serve.protocols.kserve.http import infer_response
-from millrace.serve.protocols.kserve.http.infer_request import HttpWanted
+from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions
 from tests.support.repository import identity, write_models
 
 MODEL: Any = SimpleNamespace(name="m", version=1, labels={})
@@ -169,11 +169,11 @@ def test_responses_in_pieces(n: int, small_pieces: Callable[[int], None]) -> Non
         values = ["ab"] * 99 if datatype == BYTES else array.reshape(-1).tolist()
         told.append({"name": name, "datatype": datatype, "shape": array.shape, "data": values})
     small_pieces(n)
-    assert response_bytes(MODEL, request, RESPONSE, GrpcWanted()) == found.SerializeToString()
+    assert response_bytes(MODEL, request, RESPONSE, GrpcOutputOptions()) == found.SerializeToString()
     whole = {"id": "r", "model_name": "m", "model_version": "1", "parameters": {"seen": 3}, "outputs": told}
-    assert infer_response.written(MODEL, request, RESPONSE, HttpWanted()) == (msgspec.json.encode(whole), None)
+    assert infer_response.written(MODEL, request, RESPONSE, HttpOutputOptions()) == (msgspec.json.encode(whole), None)
     body, n_head = infer_response.written(
-        MODEL, request, RESPONSE, HttpWanted(binary={"numbers": True, "strings": True})
+        MODEL, request, RESPONSE, HttpOutputOptions(binary={"numbers": True, "strings": True})
     )
     assert n_head is not None and body[n_head:] == b"".join(found.raw_output_contents[:2])
     outputs = json.loads(body[:n_head])["outputs"]

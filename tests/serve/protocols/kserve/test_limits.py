@@ -11,7 +11,7 @@ from millrace.model_repository.config.enums import DataType
 from millrace.model_repository.config.message_fields import empty
 from millrace.model_repository.config.model_config import ModelConfig, ModelInput
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Checker, Given
+from millrace.model_repository.request.request_validation import RawInput, RequestValidator
 from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.protocols.kserve.http.infer_request import read_infer
 from tests.serve.protocols.kserve.conftest import LIMIT
@@ -186,10 +186,10 @@ def test_many_names_cost_no_more_than_their_bytes() -> None:
     """As many inputs and outputs as a large body has: each is compared with no list of the others."""
     n = 100_000
     outputs = [{"name": f"{i}"} for i in range(n)] + [{"name": "0"}]
-    checker = Checker(empty(ModelConfig))
+    checker = RequestValidator(empty(ModelConfig))
     with pytest.raises(StatusError, match="Duplicate output name '0' is not allowed"):
         read_infer(json.dumps({"inputs": [], "outputs": outputs}).encode(), None, "m", checker)
-    given = [Given(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
+    given = [RawInput(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
     with pytest.raises(StatusError, match="input '99999' already exists"):
         checker.take(InferRequest({}), [*given, given[-1]])
 
@@ -198,11 +198,11 @@ def test_of_several_inputs_with_faults_the_last_is_told() -> None:
     def said(name: str) -> ModelInput:
         return replace(empty(ModelInput), name=name, data_type=DataType.TYPE_STRING, dims=(2,))
 
-    checker = Checker(replace(empty(ModelConfig), name="m", input=(said("A"), said("B"))))
+    checker = RequestValidator(replace(empty(ModelConfig), name="m", input=(said("A"), said("B"))))
     one = memoryview(b"\1\0\0\0a")
     with pytest.raises(StatusError, match="expected 2 string elements for inference input 'B' for model 'm', got 1"):
-        checker.take(InferRequest({}), [Given("A", "BYTES", (2,), one), Given("B", "BYTES", (2,), one)])
+        checker.take(InferRequest({}), [RawInput("A", "BYTES", (2,), one), RawInput("B", "BYTES", (2,), one)])
     request = InferRequest({})
     both = memoryview(bytes(one) * 2)
-    checker.take(request, [Given("B", "BYTES", (2,), both), Given("A", "BYTES", (2,), both)])
+    checker.take(request, [RawInput("B", "BYTES", (2,), both), RawInput("A", "BYTES", (2,), both)])
     assert list(request.inputs) == ["B", "A"], "in the request's order"

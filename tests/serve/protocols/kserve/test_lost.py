@@ -86,7 +86,7 @@ def process(before: frozenset[int]) -> int:
 
 def _models_processes() -> list[int]:
     ids = [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
-    return [p for p in ids if b"start.py" in _command_line(p)]
+    return [p for p in ids if b"python_backend/stub" in _command_line(p)]
 
 
 def _command_line(process_id: int) -> bytes:

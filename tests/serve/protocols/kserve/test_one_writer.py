@@ -8,9 +8,9 @@ import millrace.serve
 
 SERVE = Path(millrace.serve.__path__[0])
 WRITERS = {
-    'encode({"error": ': "kserve/infer_reply.py",  # KServe over HTTP
-    "grpc.StatusCode.INTERNAL": "kserve/grpc_server.py",
-    "ErrorReply(error=": "errors.py",  # OpenAI's
+    'encode({"error": ': "protocols/kserve/http/infer_response.py",  # KServe over HTTP
+    "grpc.StatusCode.INTERNAL": "protocols/kserve/grpc/server.py",
+    "ErrorReply(error=": "http/errors.py",  # OpenAI's
 }
 
 

@@ -14,7 +14,7 @@ from millrace.checkpoint.protobuf import varint
 from millrace.model_repository.execution import inline_execution
 from millrace.model_repository.request.infer_request import InferRequest
 from millrace.model_repository.request.status_code import Code, StatusError
-from millrace.serve.protocols.kserve.grpc.fast_path import QuickCalls
+from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, message
 from tests.serve.protocols.kserve.test_http_fast_path import n_quick
 from tests.support.drawn import examples
@@ -41,7 +41,7 @@ def call(client: Client) -> Call:
 
 def usually(call: Call, data: bytes) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(QuickCalls, "answer", lambda self, data, came_ns: None)
+        patch.setattr(GrpcFastPath, "answer", lambda self, data, came_ns: None)
         return call(data)
 
 
@@ -144,6 +144,6 @@ def test_an_error_names_the_id_of_its_own_message(
 
     for own in ("error-1", "error-2"):
         ask(own)
-    monkeypatch.setattr(inline_execution, "asked_of", broken)
+    monkeypatch.setattr(inline_execution, "select_requested_outputs", broken)
     for own in ("error-3", "error-4"):
         assert refusal(partial(ask, own)) == ("INTERNAL", f"[request id: {own}] broken")

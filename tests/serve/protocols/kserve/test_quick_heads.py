@@ -104,7 +104,7 @@ def test_an_error_names_the_id_of_its_own_request(
     with Connection(url) as warm:
         for own in ("a1", "b2"):
             warm.ask(asked(own))
-        monkeypatch.setattr(inline_execution, "asked_of", broken)
+        monkeypatch.setattr(inline_execution, "select_requested_outputs", broken)
         for own in ("c3", "d44"):
             ((status, _, told),) = warm.ask(asked(own))
             assert status.split()[1] == b"500" and json.loads(told)["error"] == f"[request id: {own}] broken"

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.model_repository.request.status_code import StatusError
-from millrace.serve.protocols.kserve.restricted_apis import GROUPS, GuardFlags, group_of_call, group_of_path
+from millrace.serve.protocols.kserve.restricted_apis import GROUPS, GuardFlags, api_group_of_call, group_of_path
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.repository import ADD_SUB, identity, in_process, write_models
 from tests.support.server import Threaded
@@ -195,4 +195,4 @@ def test_every_route_and_call_has_a_group() -> None:
     assert {g for g in paths.values() if g} == set(GROUPS)
     from millrace.serve.protocols.kserve.grpc.server import _STREAM, _UNARY
 
-    assert all(group_of_call(name) in GROUPS for name in (*_UNARY, _STREAM, "Check"))
+    assert all(api_group_of_call(name) in GROUPS for name in (*_UNARY, _STREAM, "Check"))

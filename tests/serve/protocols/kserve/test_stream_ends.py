@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.model_repository.request import response_stream
-from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import objects
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE, message
@@ -51,7 +51,7 @@ class Open:
 
     def __init__(self, front: Front, n: int, write: Callable[[bytes], Any]) -> None:
         self.n_admitted, self._asked, self._never = 0, [ASKED] * n, asyncio.Event()
-        caller: Any = SimpleNamespace(bill=Bill())
+        caller: Any = SimpleNamespace(bill=TokenUsage())
         of: Any = front
         self.stream = Stream(of, self._admit, SHARE, 5, False, caller)
         self.task = asyncio.ensure_future(self.stream.run(partial(asyncio.sleep, 0), self._read, write))

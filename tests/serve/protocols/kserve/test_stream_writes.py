@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.model_repository.request.tensors import objects
-from millrace.serve.protocols.kserve.grpc.infer import GrpcWanted
+from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
-from millrace.serve.protocols.kserve.grpc.send_budget import Untaken
+from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget
 from millrace.serve.protocols.kserve.grpc.stream import Stream
 
 Receive = Callable[[InferResponse | None, StatusError | None, bool], None]
@@ -47,15 +47,15 @@ class Front:
     def model(self, told: Any) -> Any:
         return self._model
 
-    async def checked(self, told: Any, *_: Any) -> tuple[InferRequest, GrpcWanted]:
-        return InferRequest({}, request_id=told.id), GrpcWanted()
+    async def checked(self, told: Any, *_: Any) -> tuple[InferRequest, GrpcOutputOptions]:
+        return InferRequest({}, request_id=told.id), GrpcOutputOptions()
 
     async def packed(self, n_bytes: int, write: Callable[[], bytes]) -> bytes:
         await asyncio.sleep(0)  # in a thread, say
         return write()
 
 
-SHARE = partial(Untaken(1 << 50).share, "somebody")
+SHARE = partial(SendBudget(1 << 50).share, "somebody")
 
 
 class Opened:
@@ -65,7 +65,7 @@ class Opened:
         self, write: Callable[[bytes], Coroutine[Any, Any, None]], write_s: float = 5, model: Decoupled | None = None
     ) -> None:
         self.model = model or Decoupled()
-        caller: Any = SimpleNamespace(bill=Bill())
+        caller: Any = SimpleNamespace(bill=TokenUsage())
         front: Any = Front(self.model)
         self.stream = Stream(front, lambda n: nullcontext(), SHARE, write_s, False, caller)
         self._requests: list[bytes | None] = [

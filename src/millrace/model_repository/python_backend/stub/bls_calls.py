@@ -5,14 +5,14 @@ import contextlib
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from .host_interface import Answer, Asked, Host
+from .host_interface import Answer, BlsRequest, Host
 from .responses import InferenceResponse, response_of
 
 
 class Call:
     """One request to another model, which begins at once. Read by one reader."""
 
-    def __init__(self, host: Host, asked: Asked) -> None:
+    def __init__(self, host: Host, asked: BlsRequest) -> None:
         self._arrived: queue.SimpleQueue[tuple[Answer | None, bool]] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None  # of an event loop that waits
         self.is_over = False

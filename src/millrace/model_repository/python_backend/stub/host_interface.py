@@ -45,14 +45,14 @@ class Incoming(ABC):
         """It is to be executed again, later: whoever answers it is the next `execute`."""
 
 
-class Waits(IntEnum):
+class BlockingCalls(IntEnum):
     NO = 0
     PERHAPS = 1  # another thread asks while it executes
     YES = 2
 
 
 @dataclass(frozen=True)
-class Asked:
+class BlsRequest:
     """One request of the model to another model.
 
     version: None is the highest. behind: the requests for which it asks, which cancel it when all of them are.
@@ -70,14 +70,14 @@ class Asked:
     outputs: Sequence[str]
     is_decoupled: bool
     behind: Sequence[Incoming]
-    waits: Waits
+    waits: BlockingCalls
 
 
 # From another thread: an answer, or nothing but the end; and whether it is the last.
 Receive = Callable[[Answer | None, bool], None]
 
 
-class Asking(ABC):
+class BlsClient(ABC):
     """A request to another model, from the side of who asks. Of any thread."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Host(ABC):
         self.is_busy = False  # in a call of `execute`
 
     @abstractmethod
-    def ask(self, asked: Asked, receive: Receive) -> Asking:
+    def ask(self, asked: BlsRequest, receive: Receive) -> BlsClient:
         """Ask another model. Errors are answers, which may come before this returns."""
 
     def answering(self) -> None:

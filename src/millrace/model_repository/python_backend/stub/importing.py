@@ -158,7 +158,7 @@ def _places(module: object) -> list[str]:
     return [place for place in found if isinstance(place, str)]
 
 
-class _Turns:
+class _ImportLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._now: _Files | None = None
@@ -189,7 +189,7 @@ class _Turns:
                     self._changed.notify_all()
 
 
-_turns = _Turns()
+_turns = _ImportLock()
 
 
 def imported(

@@ -36,7 +36,7 @@ class GuestError(Exception):
 
 
 @dataclass(frozen=True)
-class ModelSaid:
+class RaisedByModelError:
     """arguments: of `initialize`. outputs: all that it has"""
 
     file: Path
@@ -49,10 +49,10 @@ class ModelSaid:
         return self.arguments["model_name"]
 
 
-class GuestModel:
+class PythonModelRunner:
     """One instance. All but what it sends happens in the thread that makes it."""
 
-    def __init__(self, said: ModelSaid, host: Host) -> None:
+    def __init__(self, said: RaisedByModelError, host: Host) -> None:
         """raises GuestError"""
         self._said, self._host = said, host
         self._loop: asyncio.AbstractEventLoop | None = None  # of a model whose `execute` is async

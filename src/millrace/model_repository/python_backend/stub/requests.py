@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from .bls_calls import Call, ResponseIterator, begun
 from .bytes_tensors import text
 from .errors import TritonError, TritonModelException
-from .host_interface import EXECUTION, Answer, Asked, Host, Incoming, Waits
+from .host_interface import EXECUTION, Answer, BlockingCalls, BlsRequest, Host, Incoming
 from .responses import LOST, InferenceResponseSender, checked, response_of
 from .tensors import Tensor, held
 
@@ -204,10 +204,10 @@ class InferenceRequest:
             raise TritonModelException("a process that a model has forked cannot ask other models; use a thread pool")
         execution, of = EXECUTION.get(), self._trace._of
         behind = [of] if of is not None else list(execution.requests) if execution is not None else []
-        waits = Waits.PERHAPS if host.is_busy else Waits.NO
+        waits = BlockingCalls.PERHAPS if host.is_busy else BlockingCalls.NO
         if execution is not None and execution.thread == threading.get_ident():
-            waits = Waits.YES
-        asked = Asked(
+            waits = BlockingCalls.YES
+        asked = BlsRequest(
             self._model, self._version, self._id, self._correlation_id, self._flags, self._timeout_us,
             self._parameters, held(self._inputs), self._outputs, decoupled, behind, waits,
         )  # fmt: skip

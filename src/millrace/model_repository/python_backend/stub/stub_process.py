@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import TritonError, TritonModelException
-from .host_interface import Answer, Asked, Asking, Host, Incoming, Receive
+from .host_interface import Answer, BlsClient, BlsRequest, Host, Incoming, Receive
 from .ipc import Frames, Named
-from .model_runner import GuestError, GuestModel, ModelSaid, completed_by, said, told
+from .model_runner import GuestError, PythonModelRunner, RaisedByModelError, completed_by, said, told
 from .shared_memory import Arena, Mapped
 
 MOST_SHARED_BYTES = 1 << 30  # of one direction
@@ -58,7 +58,7 @@ def answer_read(header: Mapping[str, Any], tensors: list[Named]) -> Answer | Non
     return Answer(dict(tensors), header["parameters"], None if error is None else TritonError(error[1], error[0]))
 
 
-class _Asking(Asking):
+class _Asking(BlsClient):
     def __init__(self, host: "_Host", number: int, is_decoupled: bool) -> None:
         self._host, self._number, self._is_decoupled = host, number, is_decoupled
 
@@ -82,7 +82,7 @@ class _Host(Host):
         self._results: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._dropped: deque[int] = deque()
 
-    def ask(self, asked: Asked, receive: Receive) -> Asking:
+    def ask(self, asked: BlsRequest, receive: Receive) -> BlsClient:
         number = next(self._numbers)
         self._waiting[number] = receive, asked.is_decoupled
         behind = [incoming.number for incoming in asked.behind if isinstance(incoming, _Request)]
@@ -136,7 +136,7 @@ class _Child:
         self._frames = frames
         self._jobs: queue.SimpleQueue[tuple[dict[str, Any], list[Named]]] = queue.SimpleQueue()
         self._host: _Host | None = None
-        self._model: GuestModel | None = None
+        self._model: PythonModelRunner | None = None
 
     def run(self) -> None:
         """In the process's first thread, as some of what models import expects."""
@@ -170,10 +170,10 @@ class _Child:
         os._exit(0)
 
     def _load(self, header: dict[str, Any], tensors: list[Named]) -> None:
-        said = ModelSaid(Path(header["file"]), header["arguments"], header["outputs"], header["decoupled"])
+        said = RaisedByModelError(Path(header["file"]), header["arguments"], header["outputs"], header["decoupled"])
         self._host = _Host(self._frames, header["instance"], said.name)
         try:
-            self._model = GuestModel(said, self._host)
+            self._model = PythonModelRunner(said, self._host)
         except GuestError as error:
             self._frames.send({"t": "failed", "failed": str(error)})
         else:

@@ -14,17 +14,23 @@ from millrace.errors import RequestError
 from millrace.runtime.request.sampling_params import Delta, SamplingParams
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.http.errors import Problem
-from millrace.serve.http.http_request import EVENT_STREAM, Call
+from millrace.serve.http.http_request import EVENT_STREAM, RequestContext
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.routes import Endpoint, Protocol
 from millrace.serve.http.server_context import LARGE_BODY
-from millrace.serve.llm.answer_blocks import Block, Blocks, Kind, Turn
-from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, going_on
-from millrace.serve.llm.generation_stream import EventStream, Generation, StreamForm, converse, named_event
+from millrace.serve.llm.answer_blocks import Block, BlockEvent, BlockKind, Blocks
+from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, continue_last_assistant_message
+from millrace.serve.llm.generation_stream import (
+    EventStream,
+    GenerationStream,
+    StreamFraming,
+    named_event,
+    start_chat_generation,
+)
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.non_streaming import whole_answer
 from millrace.serve.llm.reasoning import Thinking
-from millrace.serve.llm.request_decoding import let_go, terms_of
+from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
 from millrace.serve.llm.response_types import json_reply
 from millrace.serve.llm.tools import ANTHROPIC as TOOL_SHAPE
@@ -56,15 +62,15 @@ def write_error(problem: Problem) -> bytes:
     return msgspec.json.encode(AnthropicErrorReply(AnthropicError(kind, problem.message)))
 
 
-_STREAM = StreamForm(EVENT_STREAM, lambda problem: b"event: error\ndata: " + write_error(problem) + b"\n\n")
+_STREAM = StreamFraming(EVENT_STREAM, lambda problem: b"event: error\ndata: " + write_error(problem) + b"\n\n")
 
 
-async def messages(backend: TextBackend, call: Call, asked: MessagesRequest) -> ASGIApp:
+async def messages(backend: TextBackend, call: RequestContext, asked: MessagesRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     params = _params(asked)
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(asked, params))
-    let_go(asked)
-    generation = await converse(backend, call, conversation)
+    drop_large_fields(asked)
+    generation = await start_chat_generation(backend, call, conversation)
     answer = _Answer(generation, call.model)
     if asked.stream:
         return EventStream(generation, answer.stream(), _STREAM)
@@ -74,12 +80,12 @@ async def messages(backend: TextBackend, call: Call, asked: MessagesRequest) -> 
         return json_reply(answer.message(whole.end))
 
 
-async def count_tokens(backend: TextBackend, call: Call, asked: CountRequest) -> ASGIApp:
+async def count_tokens(backend: TextBackend, call: RequestContext, asked: CountRequest) -> ASGIApp:
     """Of the prompt that these messages would have. raises MillraceError"""
     conversation = await backend.off_loop(
         call.body_bytes > LARGE_BODY, lambda: conversation_of(asked, SamplingParams())
     )
-    let_go(asked)
+    drop_large_fields(asked)
     specs = conversation.tools.specs if conversation.tools else ()
     ids = await backend.texts.encode_chat(
         conversation.messages, conversation.rendering, tools=specs, body_bytes=call.body_bytes, bounded=False
@@ -114,8 +120,8 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
     for i, message in enumerate(asked.messages):
         said += _messages(message, f"messages[{i}].content")
     return Conversation(
-        messages=said, params=params, tools=_tools(asked), terms=terms_of(asked),
-        rendering=going_on(_rendering(asked.thinking), said), capped=True,
+        messages=said, params=params, tools=_tools(asked), terms=request_options(asked),
+        rendering=continue_last_assistant_message(_rendering(asked.thinking), said), capped=True,
     )  # fmt: skip
 
 
@@ -214,7 +220,7 @@ def _no_block(where: str, block: object) -> RequestError:
 class _Answer:
     """One message under way."""
 
-    def __init__(self, generation: Generation, model: str) -> None:
+    def __init__(self, generation: GenerationStream, model: str) -> None:
         self._generation, self._model, self._id = generation, model, f"msg_{uuid.uuid4().hex}"
         self.blocks = Blocks(generation.new_call_id)
 
@@ -232,7 +238,7 @@ class _Answer:
                 head = _events([MessageEvent("message_start", empty), MessageEvent("ping")])
                 yield head
             for delta in deltas:
-                happened = list(self.blocks.add(self._generation.said(delta)))
+                happened = list(self.blocks.add(self._generation.parse_delta(delta)))
                 yield _events(_event(*one) for one in happened)
                 if delta.finish_reason is not None:
                     yield _events([*(_event(*one) for one in self.blocks.close()), *self._end(delta)])
@@ -260,27 +266,27 @@ _STOPS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", 
 
 def _out(block: Block) -> OutBlock:
     match block.kind:
-        case Kind.TEXT:
+        case BlockKind.TEXT:
             return OutBlock("text", text=block.text)
-        case Kind.REASONING:
+        case BlockKind.REASONING:
             return OutBlock("thinking", thinking=block.text, signature="")
-        case Kind.CALL:
+        case BlockKind.CALL:
             return OutBlock("tool_use", id=block.call_id, name=block.name, input=block.arguments)
 
 
-def _event(turn: Turn, block: Block, text: str) -> MessageEvent:
+def _event(turn: BlockEvent, block: Block, text: str) -> MessageEvent:
     match turn, block.kind:
-        case Turn.CLOSED, _:
+        case BlockEvent.CLOSED, _:
             return MessageEvent("content_block_stop", index=block.index)
-        case Turn.OPENED, Kind.CALL:
+        case BlockEvent.OPENED, BlockKind.CALL:
             return _started(block, OutBlock("tool_use", id=block.call_id, name=block.name, input={}))
-        case Turn.OPENED, Kind.REASONING:
+        case BlockEvent.OPENED, BlockKind.REASONING:
             return _started(block, OutBlock("thinking", thinking="", signature=""))
-        case Turn.OPENED, _:
+        case BlockEvent.OPENED, _:
             return _started(block, OutBlock("text", text=""))
-        case _, Kind.CALL:
+        case _, BlockKind.CALL:
             delta = {"type": "input_json_delta", "partial_json": text}
-        case _, Kind.REASONING:
+        case _, BlockKind.REASONING:
             delta = {"type": "thinking_delta", "thinking": text}
         case _:
             delta = {"type": "text_delta", "text": text}

@@ -38,11 +38,11 @@ def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:
 def statistics(repository: ModelRepository, name: str = "", version: int | None = None) -> list[dict[str, Any]]:
     """Of every version of every model, of a model's, or of one. raises StatusError"""
     if not name:
-        return [model.told() for model in repository.models()]
+        return [model.statistics_dict() for model in repository.models()]
     repository.get(name)
     versions = repository.versions(name)
     if version is not None:
         if version not in versions:  # Triton's words here, and nowhere else
             raise invalid(f"requested model version is not available for model '{name}'")
         versions = [version]
-    return [repository.get(name, v).told() for v in versions]
+    return [repository.get(name, v).statistics_dict() for v in versions]

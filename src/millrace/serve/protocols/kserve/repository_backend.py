@@ -13,14 +13,14 @@ from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.lifecycle.operation_flags import OperationFlags
 from millrace.model_repository.metrics.machine_metrics import MachineMetrics
 from millrace.model_repository.metrics.triton_metrics import cache_text, failed_text, metrics_text
-from millrace.model_repository.models.repository_context import Common
+from millrace.model_repository.models.repository_context import RepositoryContext
 from millrace.model_repository.repository.repository_flags import RepositoryFlags
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.http.connection_limits import number_of_connections
-from millrace.serve.http.http_request import LogLater
-from millrace.serve.http.request_bodies import Bodies
-from millrace.serve.http.server_context import LARGE_BODY, Lane, Serving
+from millrace.serve.http.http_request import BufferedRequestLog
+from millrace.serve.http.request_bodies import BodyLimiter
+from millrace.serve.http.server_context import LARGE_BODY, BoundedExecutor, ServerContext
 from millrace.serve.ops.health import Heartbeat
 from millrace.serve.protocols.kserve.restricted_apis import GuardFlags
 from millrace.serve.protocols.kserve.shared_memory import Regions
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Working:
+class _AlwaysHealthy:
     """What the heartbeat is told: the event loop that answers is the one that works."""
 
     healthy: bool = True
@@ -51,7 +51,7 @@ class RepositoryModel(ServedModel):
         """None: its models are no models of the protocols that speak of text."""
         return ()
 
-    def backend(self, serving: Serving) -> "RepositoryBackend":
+    def backend(self, serving: ServerContext) -> "RepositoryBackend":
         return RepositoryBackend(self, serving)
 
 
@@ -63,23 +63,23 @@ class RepositoryBackend(Backend):
         "`millrace serve MODEL --model-repository DIR`"
     )
 
-    def __init__(self, model: RepositoryModel, serving: Serving) -> None:
+    def __init__(self, model: RepositoryModel, serving: ServerContext) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
         settings, most = serving.settings, model.flags.http_max_input_size
-        self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, 2 * most))
+        self.bodies = BodyLimiter(most, settings.body_timeout_s, max(settings.max_receiving_bytes, 2 * most))
         self._admission = serving.admission
         n_connections = number_of_connections(settings.max_connections)
         # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
         # and what one model does not get to other models.
         self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
-        common = Common.of(model.operations, serving.tracer)
+        common = RepositoryContext.of(model.operations, serving.tracer)
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one), common)
         self.http_guard, self.grpc_guard = model.guards.http(), model.guards.grpc()
         self.shared = Regions(most) if model.flags.allow_client_shm else None
-        self.log = LogLater()  # of requests that take microseconds
+        self.log = BufferedRequestLog()  # of requests that take microseconds
         names = ("tensors", "large-tensors", "largest-tensors")
-        self._lanes = [Lane(name, serving.settings.max_preparing) for name in names]
+        self._lanes = [BoundedExecutor(name, serving.settings.max_preparing) for name in names]
         self._machine = MachineMetrics()
         serving.metrics.add_text(self._metrics)
 
@@ -96,7 +96,7 @@ class RepositoryBackend(Backend):
     async def warm_up(self) -> str | None:
         return _line(await self.repository.start()) or None
 
-    async def mended(self) -> bool:
+    async def wait_until_recovered(self) -> bool:
         """By clients that load and unload, or in the folders; what is loaded once stays as it is."""
         if self.repository.flags.model_control_mode == "none":
             return False
@@ -104,15 +104,15 @@ class RepositoryBackend(Backend):
             await asyncio.sleep(LOOK_S)
         return True
 
-    def trouble(self, at_first: str) -> str:
+    def current_failure(self, at_first: str) -> str:
         return _line(self.repository.troubles())
 
-    def missing(self) -> str:
+    def degraded_reason(self) -> str:
         troubles = _line(self.repository.troubles())
         return troubles and f"tensor models are not ready: {troubles}"
 
-    def pulse(self) -> _Working:
-        return _Working()
+    def health(self) -> _AlwaysHealthy:
+        return _AlwaysHealthy()
 
     def collect(self) -> Iterator[Metric]:
         return iter(())  # `metrics_text` has them: Triton's counters have names that this library would change
@@ -120,7 +120,7 @@ class RepositoryBackend(Backend):
     async def abort(self, within_s: float) -> None:
         await self.repository.close(within_s)
 
-    async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
+    async def run_off_loop(self, work: Callable[[], T], n_bytes: int) -> T:
         """Return `work()` on so many bytes; if they are many, called in the lane of their size. raises as `Lane.run`"""
         if n_bytes <= LARGE_BODY:
             return work()

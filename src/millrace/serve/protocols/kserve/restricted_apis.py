@@ -47,26 +47,26 @@ class GuardFlags(Settings):
     )
     grpc_header_forward_pattern: str = setting("", "the same of gRPC's metadata", metavar="REGEX")
 
-    def http(self) -> "Guard":
+    def http(self) -> "ApiRestrictions":
         """raises ConfigError"""
-        return Guard.of("--http-restricted-api", self.http_restricted_api,
+        return ApiRestrictions.of("--http-restricted-api", self.http_restricted_api,
                         "--http-header-forward-pattern", self.http_header_forward_pattern)  # fmt: skip
 
-    def grpc(self) -> "Guard":
+    def grpc(self) -> "ApiRestrictions":
         """raises ConfigError"""
-        return Guard.of("--grpc-restricted-protocol", self.grpc_restricted_protocol,
+        return ApiRestrictions.of("--grpc-restricted-protocol", self.grpc_restricted_protocol,
                         "--grpc-header-forward-pattern", self.grpc_header_forward_pattern)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class ApiRestrictions:
     """Of one protocol. rules: by group, a header and its value; forward: whole names of headers that models see"""
 
     rules: Mapping[str, tuple[str, str]]
     forward: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, flag: str, said: Sequence[str], pattern_flag: str, pattern: str) -> "Guard":
+    def of(cls, flag: str, said: Sequence[str], pattern_flag: str, pattern: str) -> "ApiRestrictions":
         """raises ConfigError"""
         rules: dict[str, tuple[str, str]] = {}
         for rule in said:
@@ -109,7 +109,7 @@ class Guard:
         return found
 
 
-OPEN = Guard({}, None)
+OPEN = ApiRestrictions({}, None)
 
 
 def named(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -117,7 +117,7 @@ def named(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
 
 
-def group_of_call(name: str) -> str | None:
+def api_group_of_call(name: str) -> str | None:
     return "shared-memory" if "SharedMemory" in name else _GROUP_OF_CALL.get(name)
 
 

@@ -8,12 +8,12 @@ from msgspec import Struct
 from starlette.types import ASGIApp
 
 from millrace.runtime.encoder_loop import ALL
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.http.unknown_fields import ignored_names
 from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
 from millrace.serve.llm.matryoshka import check_dimensions, normalise, shorten
-from millrace.serve.llm.request_decoding import let_go
+from millrace.serve.llm.request_decoding import drop_large_fields
 from millrace.serve.llm.request_types import Body, described
 from millrace.serve.llm.unsupported_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
 from millrace.serve.protocols.ollama.protocol import without_latest
@@ -64,14 +64,14 @@ class EmbeddingsReply(Struct):
     embedding: list[float]
 
 
-async def embed(backend: EncoderBackend, call: Call, asked: EmbedRequest) -> ASGIApp:
+async def embed(backend: EncoderBackend, call: RequestContext, asked: EmbedRequest) -> ASGIApp:
     """A vector of length 1 for each text; without one, the model is there. raises MillraceError"""
     check_dimensions(asked.dimensions, backend.limits.width, backend.model.matryoshka)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     if not any(texts):
         return replied(backend, call, msgspec.json.encode(EmbedReply(call.model, [], 0, 0, 0)))
     ids = await token_ids(backend, [*texts], "input", truncate=None if asked.truncate is False else ALL)
-    let_go(asked)
+    drop_large_fields(asked)
     call.log.prompt_tokens = n_tokens = sum(map(len, ids))
     held = backend.unsent.share()
     try:
@@ -89,12 +89,12 @@ async def embed(backend: EncoderBackend, call: Call, asked: EmbedRequest) -> ASG
     return replied(backend, call, content)
 
 
-async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingsRequest) -> ASGIApp:
+async def embeddings(backend: EncoderBackend, call: RequestContext, asked: EmbeddingsRequest) -> ASGIApp:
     """The vector of one text, as the model gives it. raises MillraceError"""
     if not asked.prompt:
         return replied(backend, call, msgspec.json.encode(EmbeddingsReply([])))
     ids = await token_ids(backend, asked.prompt, "prompt", truncate=ALL)
-    let_go(asked)
+    drop_large_fields(asked)
     call.log.prompt_tokens = len(ids[0])
     (vector,) = await backend.vectors(ids)
     return replied(backend, call, msgspec.json.encode(EmbeddingsReply(vector.tolist())))

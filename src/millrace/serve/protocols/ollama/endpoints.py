@@ -20,18 +20,24 @@ from millrace.runtime.request.sampling_params import Delta, SamplingParams, capp
 from millrace.runtime.request.structured_outputs import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.http.errors import Problem
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.openapi import Operation
 from millrace.serve.http.routes import Endpoint, Posted, Protocol, get
 from millrace.serve.http.server_context import LARGE_BODY
-from millrace.serve.llm.answer_blocks import Blocks, Kind
-from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, going_on
+from millrace.serve.llm.answer_blocks import BlockKind, Blocks
+from millrace.serve.llm.conversation import PLAINLY, Conversation, Rendering, continue_last_assistant_message
 from millrace.serve.llm.embeddings import EncoderBackend
-from millrace.serve.llm.generation_stream import EventStream, Generation, StreamForm, converse, start
+from millrace.serve.llm.generation_stream import (
+    EventStream,
+    GenerationStream,
+    StreamFraming,
+    start_chat_generation,
+    submit_prompts,
+)
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.non_streaming import whole_answer
 from millrace.serve.llm.reasoning import Thinking, wants_thoughts
-from millrace.serve.llm.request_decoding import let_go, terms_of
+from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import Body, CalledFunction, Message, ToolCall
 from millrace.serve.llm.response_types import json_reply
 from millrace.serve.llm.tools import Tools, tools_of
@@ -71,30 +77,30 @@ def write_error(problem: Problem) -> bytes:
 
 
 LINES = "application/x-ndjson"
-_STREAM = StreamForm(LINES.encode(), lambda problem: write_error(problem) + b"\n")
+_STREAM = StreamFraming(LINES.encode(), lambda problem: write_error(problem) + b"\n")
 
 
-async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> ASGIApp:
+async def chat(backend: TextBackend, call: RequestContext, asked: OllamaChatRequest) -> ASGIApp:
     """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked, backend))
     if not conversation.messages:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
-    let_go(asked)
-    generation = await converse(backend, call, conversation)
+    drop_large_fields(asked)
+    generation = await start_chat_generation(backend, call, conversation)
     return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
 
 
-async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateRequest) -> ASGIApp:
+async def generate(backend: TextBackend, call: RequestContext, asked: OllamaGenerateRequest) -> ASGIApp:
     """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
-    params, terms = _params(asked, backend), terms_of(asked)
+    params, terms = _params(asked, backend), request_options(asked)
     if not asked.prompt:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
     if asked.raw:
         (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
-        let_go(asked)
+        drop_large_fields(asked)
         params = capped(params, len(ids), backend.model.engine.limits.context_tokens)
         check_context(len(ids), params.max_tokens, backend.model.engine.limits.context_tokens, "prompt")
-        generation = await start(backend, [list(ids)], params, call, terms)
+        generation = await submit_prompts(backend, [list(ids)], params, call, terms)
     else:
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]
@@ -102,8 +108,8 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
             messages=messages, params=params, rendering=_rendering(asked.think), terms=terms, capped=True
         )  # fmt: skip
         del messages
-        let_go(asked)
-        generation = await converse(backend, call, conversation)
+        drop_large_fields(asked)
+        generation = await start_chat_generation(backend, call, conversation)
     return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
 
 
@@ -111,12 +117,13 @@ def _conversation(asked: OllamaChatRequest, backend: TextBackend) -> Conversatio
     said = with_call_ids([_message(i, message) for i, message in enumerate(asked.messages)])
     return Conversation(
         messages=said, params=_params(asked, backend),
-        tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
+        tools=_tools(asked.tools), rendering=continue_last_assistant_message(_rendering(asked.think), said),
+        terms=request_options(asked),
         capped=True,
     )  # fmt: skip
 
 
-def _loaded(call: Call, asked: OllamaRequest, reply: OllamaReply) -> Response:
+def _loaded(call: RequestContext, asked: OllamaRequest, reply: OllamaReply) -> Response:
     """Clients ask so when a model is chosen, or to be let go of; this server's is there as long as the server is."""
     reply.done, reply.done_reason = True, "unload" if asked.keep_alive in (0, "0", "0s") else "load"
     return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if asked.stream is not False else None)
@@ -125,7 +132,7 @@ def _loaded(call: Call, asked: OllamaRequest, reply: OllamaReply) -> Response:
 class _Answer:
     """One answer under way. Calls of tools are told when they are complete: they are objects here."""
 
-    def __init__(self, generation: Generation, call: Call, is_chat: bool) -> None:
+    def __init__(self, generation: GenerationStream, call: RequestContext, is_chat: bool) -> None:
         self._generation, self._call, self._is_chat = generation, call, is_chat
         self._blocks = Blocks(generation.new_call_id)
         self._n_told = 0  # calls
@@ -137,13 +144,13 @@ class _Answer:
         async with self._generation:
             (whole,) = await whole_answer(self._generation, backend)
             blocks = self._blocks = whole.blocks
-            reply = self._line(blocks.text(Kind.TEXT), blocks.text(Kind.REASONING), whole.end)
+            reply = self._line(blocks.text(BlockKind.TEXT), blocks.text(BlockKind.REASONING), whole.end)
         return json_reply(reply)
 
     async def _lines(self) -> AsyncIterator[bytes]:
         async for deltas in self._generation:
             for delta in deltas:
-                said = self._generation.said(delta)
+                said = self._generation.parse_delta(delta)
                 self._blocks.take(said)
                 if delta.finish_reason is not None:
                     for _ in self._blocks.close():
@@ -190,7 +197,7 @@ def tags(models: Models, scope: Scope) -> Response:
     return json_reply(OllamaModels([_model(b, name) for b in able for name in b.model.listed_names]))
 
 
-async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> ASGIApp:
+async def show(backend: TextBackend, call: RequestContext, asked: OllamaShowRequest) -> ASGIApp:
     template = backend.model.chat_template
     details, thinks = _details(backend), ["thinking"] if backend.speech.thoughts else []
     architecture = details.family

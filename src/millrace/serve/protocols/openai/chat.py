@@ -8,25 +8,25 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.checkpoint.tool_calls.answer_parser import CallPart, Said
+from millrace.checkpoint.tool_calls.answer_parser import CallPart, ParsedDelta
 from millrace.runtime.request.sampling_params import Delta, TokenLogprobs
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
-from millrace.serve.llm.answer_blocks import Blocks, Kind
+from millrace.serve.llm.answer_blocks import BlockKind, Blocks
 from millrace.serve.llm.conversation import Conversation, rendering_of
 from millrace.serve.llm.generation_stream import (
     EventStream,
-    Generation,
+    GenerationStream,
     StreamUsage,
-    TextEvents,
-    converse,
+    TextDeltaEncoder,
     events,
     ignore_thinking,
+    start_chat_generation,
 )
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
-from millrace.serve.llm.non_streaming import Whole, whole_answer
-from millrace.serve.llm.request_decoding import chat_params, let_go, terms_of, wants_receipt
+from millrace.serve.llm.non_streaming import CollectedChoice, whole_answer
+from millrace.serve.llm.request_decoding import chat_params, drop_large_fields, request_options, requests_receipt
 from millrace.serve.llm.request_types import ChatRequest
 from millrace.serve.llm.response_types import ChatLogprobs
 from millrace.serve.llm.tools import tools_of
@@ -44,13 +44,13 @@ from millrace.serve.protocols.openai.replies import (
 )
 
 
-async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
+async def chat_completions(backend: TextBackend, call: RequestContext, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     ignore_thinking(backend, call, asked)
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
-    let_go(asked)
-    with_receipt = wants_receipt(asked)
-    generation = await converse(backend, call, conversation)
+    drop_large_fields(asked)
+    with_receipt = requests_receipt(asked)
+    generation = await start_chat_generation(backend, call, conversation)
     if with_receipt:
         generation.keep_receipt()
     answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
@@ -63,7 +63,7 @@ def _conversation(asked: ChatRequest) -> Conversation:
     """raises RequestError"""
     has_tools = asked.tools is not None or asked.tool_choice is not None
     return Conversation(
-        messages=asked.messages, params=chat_params(asked), terms=terms_of(asked), rendering=rendering_of(asked),
+        messages=asked.messages, params=chat_params(asked), terms=request_options(asked), rendering=rendering_of(asked),
         tools=tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls) if has_tools else None,
         whole_bytes=None if asked.stream else CHAT_BYTES,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def _conversation(asked: ChatRequest) -> Conversation:
 class _Answer:
     """One chat completion under way."""
 
-    def __init__(self, backend: TextBackend, generation: Generation, answer_id: str, model: str) -> None:
+    def __init__(self, backend: TextBackend, generation: GenerationStream, answer_id: str, model: str) -> None:
         self._backend, self._generation = backend, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
 
@@ -86,12 +86,12 @@ class _Answer:
 
         async with self._generation:
             choices = await whole_answer(self._generation, self._backend, named)
-            content = await self._backend.written(
-                self._generation.is_large, lambda: msgspec.json.encode(self._reply(choices, logprobs))
+            content = await self._backend.encode_off_loop(
+                self._generation.has_many_logprobs, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )
         return Response(content, media_type="application/json")
 
-    def _reply(self, choices: list[Whole], logprobs: list[WholeChat]) -> ChatReply:
+    def _reply(self, choices: list[CollectedChoice], logprobs: list[WholeChat]) -> ChatReply:
         return ChatReply(
             id=self._id,
             created=self._created,
@@ -121,10 +121,10 @@ class _Answer:
         first.millrace = self._generation.asked
         head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
         is_plain = self._generation.params.logprobs is None and not usage.always
-        plain = TextEvents(b'"content"', partial(self._empty, usage)) if is_plain else None
+        plain = TextDeltaEncoder(b'"content"', partial(self._empty, usage)) if is_plain else None
         async for deltas in self._generation:
-            if self._generation.is_much(deltas):
-                yield head + await self._backend.written(True, partial(self._block, deltas, usage, None))
+            if self._generation.is_expensive_to_encode(deltas):
+                yield head + await self._backend.encode_off_loop(True, partial(self._block, deltas, usage, None))
             else:
                 yield head + self._block(deltas, usage, plain)
             head = b""
@@ -133,11 +133,11 @@ class _Answer:
             last.usage = self._generation.usage
             yield events([last])
 
-    def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextEvents | None) -> bytes:
+    def _block(self, deltas: list[Delta], usage: StreamUsage, plain: TextDeltaEncoder | None) -> bytes:
         """plain: of events that say nothing but a text, where there are such"""
         found = []
         for delta in deltas:
-            said = self._generation.said(delta)
+            said = self._generation.parse_delta(delta)
             if plain is not None and said.content and not (said.reasoning or said.calls or delta.finish_reason):
                 found.append(plain.event(delta.index, said.content))
             elif (choice := self._choice(delta, said)) is not None:
@@ -153,7 +153,7 @@ class _Answer:
         chunk.usage = usage.of(choices[0].index)
         return chunk
 
-    def _choice(self, delta: Delta, said: Said) -> ChatChunkChoice | None:
+    def _choice(self, delta: Delta, said: ParsedDelta) -> ChatChunkChoice | None:
         """None where there is nothing to say yet: half a character, or the beginning of a mark."""
         choice = ChatChunkChoice(delta.index, ChatDelta())
         if said.content:
@@ -181,7 +181,7 @@ class _Answer:
 
 
 def _message(blocks: Blocks) -> AssistantMessage:
-    text, calls, thoughts = blocks.text(Kind.TEXT), blocks.calls(), blocks.text(Kind.REASONING)
+    text, calls, thoughts = blocks.text(BlockKind.TEXT), blocks.calls(), blocks.text(BlockKind.REASONING)
     message = AssistantMessage(text or (None if calls else ""))
     if thoughts:
         message.reasoning_content = thoughts

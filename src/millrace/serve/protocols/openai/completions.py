@@ -16,34 +16,40 @@ from millrace.runtime.request.prompt_embeds import EmbeddedPrompt
 from millrace.runtime.request.request import Request
 from millrace.runtime.request.resume import FIELD, parse_resume_token_ids
 from millrace.runtime.request.sampling_params import Delta, FinishReason, check_context
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
-from millrace.serve.llm.answer_blocks import Kind
+from millrace.serve.llm.answer_blocks import BlockKind
 from millrace.serve.llm.generation_stream import (
     EventStream,
-    Generation,
+    GenerationStream,
     StreamUsage,
-    TextEvents,
+    TextDeltaEncoder,
     events,
-    start,
+    submit_prompts,
     usage_of,
 )
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
-from millrace.serve.llm.non_streaming import Whole, whole_answer
-from millrace.serve.llm.request_decoding import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
+from millrace.serve.llm.non_streaming import CollectedChoice, whole_answer
+from millrace.serve.llm.request_decoding import (
+    completion_params,
+    drop_large_fields,
+    request_options,
+    requests_receipt,
+    texts_or_ids,
+)
 from millrace.serve.llm.request_types import CompletionRequest
-from millrace.serve.llm.response_types import Asked, CompletionLogprobs, Usage
+from millrace.serve.llm.response_types import CompletionLogprobs, SeedEcho, Usage
 from millrace.serve.protocols.openai.embedding_rows import embedding_rows
 from millrace.serve.protocols.openai.replies import CompletionChoice, CompletionReply
 
 _ID_BYTES = 8  # of a token id, as text
 
 
-async def completions(backend: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
+async def completions(backend: TextBackend, call: RequestContext, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
-    params, terms = completion_params(asked), terms_of(asked)
+    params, terms = completion_params(asked), request_options(asked)
     if delivered := parse_resume_token_ids(asked.resume_token_ids):
         terms = replace(terms, delivered=delivered)
     max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
@@ -56,10 +62,10 @@ async def completions(backend: TextBackend, call: Call, asked: CompletionRequest
     if asked.echo:
         pairs = zip(given, tokens, strict=True)
         echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
-    let_go(asked)
+    drop_large_fields(asked)
     given = []
     whole_bytes = None if asked.stream else COMPLETION_BYTES
-    with_receipt = wants_receipt(asked, len(prompts))
+    with_receipt = requests_receipt(asked, len(prompts))
     if delivered and (len(prompts) > 1 or with_receipt or asked.echo):
         what = "echo" if asked.echo else "a receipt" if with_receipt else f"{len(prompts)} prompts"
         raise RequestError(
@@ -68,7 +74,7 @@ async def completions(backend: TextBackend, call: Call, asked: CompletionRequest
             f"leave {FIELD} out",
             FIELD,
         )
-    generation = await start(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
+    generation = await submit_prompts(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
     if with_receipt:
         generation.keep_receipt()
     prompt_only, with_ids = asked.max_tokens == 0, bool(asked.return_token_ids)
@@ -86,7 +92,7 @@ class _Answer:
     """
 
     def __init__(
-        self, backend: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[Echo] | None,
+        self, backend: TextBackend, generation: GenerationStream, answer_id: str, model: str, echoes: list[Echo] | None,
         prompt_only: bool, with_ids: bool,
     ) -> None:  # fmt: skip
         self._backend, self._generation = backend, generation
@@ -121,18 +127,19 @@ class _Answer:
 
         async with self._generation:
             choices = await whole_answer(self._generation, self._backend, named)
-            content = await self._backend.written(
-                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs, ids))
+            content = await self._backend.encode_off_loop(
+                self._generation.has_many_logprobs,
+                lambda: msgspec.json.encode(self._whole_reply(choices, logprobs, ids)),
             )
         return Response(content, media_type="application/json")
 
     def _whole_reply(
-        self, wholes: list[Whole], logprobs: list[WholeCompletion], ids: list[list[int]]
+        self, wholes: list[CollectedChoice], logprobs: list[WholeCompletion], ids: list[list[int]]
     ) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
-                text=self._echo(i) + ("" if self._prompt_only else whole.blocks.text(Kind.TEXT)),
+                text=self._echo(i) + ("" if self._prompt_only else whole.blocks.text(BlockKind.TEXT)),
                 logprobs=logprobs[i].whole() if self._offsets else None,
                 finish_reason="length" if self._prompt_only else _finish(whole.end),
                 stop_reason=None if self._prompt_only else whole.end.stop_reason,
@@ -152,9 +159,9 @@ class _Answer:
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
-        asked: Asked | None = self._generation.asked  # told in the first event
+        asked: SeedEcho | None = self._generation.asked  # told in the first event
         is_plain = not (self._offsets or self._prompt_only or self._with_ids or usage.always)
-        plain = TextEvents(b'"text"', partial(self._empty, usage)) if is_plain else None
+        plain = TextDeltaEncoder(b'"text"', partial(self._empty, usage)) if is_plain else None
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
         if self._echoes is not None:
             echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._generation.n_choices)]
@@ -166,8 +173,8 @@ class _Answer:
                 if deltas[0].text:
                     yield plain.event(deltas[0].index, deltas[0].text)
                 continue
-            block = await self._backend.written(
-                self._generation.is_much(deltas), partial(self._block, deltas, usage, asked)
+            block = await self._backend.encode_off_loop(
+                self._generation.is_expensive_to_encode(deltas), partial(self._block, deltas, usage, asked)
             )
             if block:
                 yield head + block
@@ -177,7 +184,7 @@ class _Answer:
             last.usage = self._usage
             yield events([last])
 
-    def _block(self, deltas: list[Delta], usage: StreamUsage, asked: Asked | None) -> bytes:
+    def _block(self, deltas: list[Delta], usage: StreamUsage, asked: SeedEcho | None) -> bytes:
         choices = [choice for delta in deltas for choice in self._choices(delta)]
         said = [
             [choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids
@@ -190,7 +197,7 @@ class _Answer:
         reply.usage = usage.of(choice)
         return reply
 
-    def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: Asked | None) -> bytes:
+    def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: SeedEcho | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]
         for reply in replies:
             reply.usage = usage.of(reply.choices[0].index)
@@ -253,7 +260,7 @@ def _finish(delta: Delta) -> Literal["stop", "length"]:
     return "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
 
 
-async def _rows(asked: CompletionRequest, call: Call, backend: TextBackend) -> EmbeddedPrompt | None:
+async def _rows(asked: CompletionRequest, call: RequestContext, backend: TextBackend) -> EmbeddedPrompt | None:
     """Decode embedding rows, off the event loop if they are large. raises RequestError, BusyError"""
     given = asked.prompt_embeds
     if given is None:

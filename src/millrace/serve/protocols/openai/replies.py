@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from millrace.serve.llm.response_types import Asked, ChatFinish, ChatLogprobs, CompletionLogprobs, Usage
+from millrace.serve.llm.response_types import ChatFinish, ChatLogprobs, CompletionLogprobs, SeedEcho, Usage
 
 # ------------------------------------------------------------------ chat
 
@@ -48,7 +48,7 @@ class ChatReply(Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
-    millrace: Asked
+    millrace: SeedEcho
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -91,7 +91,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
-    millrace: Asked | UnsetType = UNSET  # in the first event
+    millrace: SeedEcho | UnsetType = UNSET  # in the first event
 
 
 # ------------------------------------------------------------------ completions
@@ -117,7 +117,7 @@ class CompletionReply(Struct):
     system_fingerprint: str
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
-    millrace: Asked | UnsetType = UNSET
+    millrace: SeedEcho | UnsetType = UNSET
 
 
 # ------------------------------------------------------------------ tokens, as vLLM has them

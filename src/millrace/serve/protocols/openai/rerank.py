@@ -13,20 +13,20 @@ from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
 from millrace.runtime.encoder_loop import Vectors
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.llm.embeddings import FLOAT_BYTES, EncoderBackend, replied, token_ids
 from millrace.serve.llm.encoder_requests import RerankRequest, ScoreRequest
-from millrace.serve.llm.request_decoding import let_go
+from millrace.serve.llm.request_decoding import drop_large_fields
 from millrace.serve.llm.response_types import EmbeddingUsage, Ranked, RankedText, RerankReply, Score, ScoreReply
 
 _ROW_BYTES = 3 * FLOAT_BYTES  # of a score with its names, at most
 
 
-async def score(backend: EncoderBackend, call: Call, asked: ScoreRequest) -> ASGIApp:
+async def score(backend: EncoderBackend, call: RequestContext, asked: ScoreRequest) -> ASGIApp:
     """Of one text and each of the others, or of pairs. raises MillraceError"""
     first, second = (list(t) if isinstance(t, list) else [t] for t in (asked.text_1, asked.text_2))
-    let_go(asked)
+    drop_large_fields(asked)
     if len(first) not in (1, len(second)):
         raise RequestError(
             f"text_1 has {len(first)} texts, and text_2 {len(second)}", "one in text_1, or as many as in text_2",
@@ -40,7 +40,7 @@ async def score(backend: EncoderBackend, call: Call, asked: ScoreRequest) -> ASG
     return replied(backend, call, msgspec.json.encode(reply))
 
 
-async def rerank(backend: EncoderBackend, call: Call, asked: RerankRequest) -> ASGIApp:
+async def rerank(backend: EncoderBackend, call: RequestContext, asked: RerankRequest) -> ASGIApp:
     """Documents by how near they are to the query, the nearest first. raises MillraceError"""
     if asked.top_n is not None and asked.top_n < 0:
         raise RequestError(f"top_n is {asked.top_n}", "at least 0, which is all", "correct it", "top_n")
@@ -62,7 +62,11 @@ async def rerank(backend: EncoderBackend, call: Call, asked: RerankRequest) -> A
 
 
 async def _cosines(
-    backend: EncoderBackend, call: Call, one: tuple[str, list[str]], other: tuple[str, list[str]], truncate: int | None
+    backend: EncoderBackend,
+    call: RequestContext,
+    one: tuple[str, list[str]],
+    other: tuple[str, list[str]],
+    truncate: int | None,
 ) -> tuple[NDArray[np.float64], int]:
     """(of each of `other` and its text of `one`, tokens of all). one, other: fields of the request"""
     parts = [await token_ids(backend, [*texts], field, truncate=truncate) for field, texts in (one, other)]

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.serve.http.http_request import Call
+from millrace.serve.http.http_request import RequestContext
 from millrace.serve.http.server_context import LARGE
 from millrace.serve.llm.conversation import rendering_of
 from millrace.serve.llm.generation_stream import ignore_thinking
@@ -20,7 +20,7 @@ from millrace.serve.protocols.openai.replies import DetokenizeReply, TokenizeRep
 _PIECE = 1 << 15  # tokens whose JSON is written at once: some milliseconds
 
 
-async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> ASGIApp:
+async def tokenize(backend: TextBackend, call: RequestContext, asked: TokenizeRequest) -> ASGIApp:
     """The token ids that a completion's prompt or a chat's messages would have. raises MillraceError
 
     A text may be longer than the context: whoever cuts it into pieces wants to know by how much.
@@ -56,7 +56,7 @@ def _encoded(ids: Sequence[int], values: Callable[[Sequence[int]], Sequence[int 
     return msgspec.Raw(b"[%b]" % b",".join(pieces))
 
 
-async def detokenize(backend: TextBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
+async def detokenize(backend: TextBackend, call: RequestContext, asked: DetokenizeRequest) -> ASGIApp:
     """The text of these ids, special tokens included. raises MillraceError"""
     most, n_vocabulary = backend.model.max_context, backend.model.engine.limits.vocab_size
     if len(asked.tokens) > most:

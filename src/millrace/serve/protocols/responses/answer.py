@@ -4,11 +4,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from millrace.checkpoint.tool_calls.answer_parser import Said
+from millrace.checkpoint.tool_calls.answer_parser import ParsedDelta
 from millrace.runtime.request.sampling_params import Delta
 from millrace.serve.http.errors import GenerationFailedError, HttpError, Problem
-from millrace.serve.llm.answer_blocks import Block, Blocks, Happening, Kind, Turn
-from millrace.serve.llm.generation_stream import Generation, named_event
+from millrace.serve.llm.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Happening
+from millrace.serve.llm.generation_stream import GenerationStream, named_event
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import ContentLogprobs, JsonList, chat_logprobs
 from millrace.serve.llm.request_types import CalledFunction, Message, ToolCall
@@ -34,18 +34,18 @@ N_CLOSING = 4  # events at the end of a text that have all of its log probabilit
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _DecodedDelta:
     """A delta, what it says, and the log probabilities of its text."""
 
     delta: Delta
-    said: Said
+    said: ParsedDelta
     named: Named
 
 
 class Answer:
     """Its reply is what is known so far."""
 
-    def __init__(self, backend: TextBackend, generation: Generation, reply: ResponseReply) -> None:
+    def __init__(self, backend: TextBackend, generation: GenerationStream, reply: ResponseReply) -> None:
         self.generation, self.reply, self._backend = generation, reply, backend
         self._blocks = Blocks(generation.new_call_id)
         self._n_events, self.is_cancelled = 0, False
@@ -123,32 +123,35 @@ class Answer:
     def message(self) -> Message:
         """As the next request's conversation has it."""
         calls = [ToolCall(CalledFunction(block.name, block.text), block.call_id) for block in self._blocks.calls()]
-        text, thoughts = self._blocks.text(Kind.TEXT), self._blocks.text(Kind.REASONING)
+        text, thoughts = self._blocks.text(BlockKind.TEXT), self._blocks.text(BlockKind.REASONING)
         content = text if text or not calls else None
         return Message("assistant", content, tool_calls=calls or None, reasoning_content=thoughts or None)
 
-    async def _read(self, deltas: list[Delta]) -> list[_Read]:
-        return [_Read(delta, said := self.generation.said(delta), await self._named(delta, said)) for delta in deltas]
+    async def _read(self, deltas: list[Delta]) -> list[_DecodedDelta]:
+        return [
+            _DecodedDelta(delta, said := self.generation.parse_delta(delta), await self._named(delta, said))
+            for delta in deltas
+        ]
 
-    async def _named(self, delta: Delta, said: Said) -> Named:
+    async def _named(self, delta: Delta, said: ParsedDelta) -> Named:
         """The log probabilities of the text that a delta adds; in a thread where naming their tokens takes long."""
         tokens = self._of_content.take(delta, said) if self._of_content is not None else ()
         if not tokens:
             return ()
-        tokenizer, is_much = self._backend.model.tokenizer, self.generation.is_much([delta])
-        return await self._backend.written(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
+        tokenizer, is_much = self._backend.model.tokenizer, self.generation.is_expensive_to_encode([delta])
+        return await self._backend.encode_off_loop(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
 
-    def _add(self, read: _Read, n_copies: int = 1) -> Iterator[tuple[Happening, Named]]:
+    def _add(self, read: _DecodedDelta, n_copies: int = 1) -> Iterator[tuple[Happening, Named]]:
         """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError
 
         n_copies: of all log probabilities, that will be written
         """
         for turn, block, text in self._blocks.add(read.said):
-            named = read.named if turn is Turn.ADDED and block.kind is Kind.TEXT else ()
+            named = read.named if turn is BlockEvent.ADDED and block.kind is BlockKind.TEXT else ()
             if named:
                 n_bytes = self._told.setdefault(block.index, JsonList()).extend(named)
                 try:
-                    self.generation.hold(n_bytes * n_copies)
+                    self.generation.reserve_unsent_bytes(n_bytes * n_copies)
                 except HttpError as error:
                     raise GenerationFailedError(read.delta, error) from None
             yield (turn, block, text), named
@@ -162,7 +165,7 @@ class Answer:
         together = [head]
         for (turn, block, text), named in happened:
             for event in self._events(turn, block, text, named):
-                if is_apart and turn is Turn.CLOSED:
+                if is_apart and turn is BlockEvent.CLOSED:
                     yield b"".join(together)
                     together = []
                 together.append(event)
@@ -201,11 +204,11 @@ class Answer:
             self._item_ids.append(uuid.uuid4().hex)
         own_id, text = self._item_ids[block.index], block.text if text is None else text
         match block.kind:
-            case Kind.TEXT:
+            case BlockKind.TEXT:
                 return MessageItem(f"msg_{own_id}", [self._part(block)] if text else [], status)
-            case Kind.REASONING:
+            case BlockKind.REASONING:
                 return ReasoningItem(f"rs_{own_id}", [ReasoningText(text)] if text else [], status)
-            case Kind.CALL:
+            case BlockKind.CALL:
                 return CallItem(f"fc_{own_id}", block.call_id, block.name, text, status)
 
     def _part(self, block: Block) -> OutputText:
@@ -213,40 +216,40 @@ class Answer:
         told = self._told.get(block.index)
         return OutputText(block.text, logprobs=[] if told is None else told.so_far())
 
-    def _events(self, turn: Turn, block: Block, text: str, named: Named = ()) -> Iterator[bytes]:
+    def _events(self, turn: BlockEvent, block: Block, text: str, named: Named = ()) -> Iterator[bytes]:
         """named: of the text that was added"""
-        is_closed = turn is Turn.CLOSED
+        is_closed = turn is BlockEvent.CLOSED
         status = self._status(block, self.reply.status == "incomplete") if is_closed else "in_progress"
         item = self._item(block, status, None if is_closed else "")
-        i, is_text = block.index, block.kind is Kind.TEXT
-        if block.kind is Kind.CALL:
+        i, is_text = block.index, block.kind is BlockKind.TEXT
+        if block.kind is BlockKind.CALL:
             yield from self._events_of_call(turn, block, text, item)
             return
         at: dict[str, object] = {"output_index": i, "item_id": item.id, "content_index": 0}
         name = "output_text" if is_text else "reasoning_text"
         match turn:
-            case Turn.OPENED:
+            case BlockEvent.OPENED:
                 yield self._event("response.output_item.added", output_index=i, item=item)
                 part = OutputText("") if is_text else ReasoningText("")
                 yield self._event("response.content_part.added", **at, part=part)
-            case Turn.ADDED:
+            case BlockEvent.ADDED:
                 of_text = {"logprobs": named} if is_text else {}
                 yield self._event(f"response.{name}.delta", **at, delta=text, **of_text)
-            case Turn.CLOSED:
+            case BlockEvent.CLOSED:
                 whole = self._part(block) if is_text else ReasoningText(block.text)
                 of_text = {"logprobs": whole.logprobs} if isinstance(whole, OutputText) else {}
                 yield self._event(f"response.{name}.done", **at, text=block.text, **of_text)
                 yield self._event("response.content_part.done", **at, part=whole)
                 yield self._event("response.output_item.done", output_index=i, item=item)
 
-    def _events_of_call(self, turn: Turn, block: Block, text: str, item: Item) -> Iterator[bytes]:
+    def _events_of_call(self, turn: BlockEvent, block: Block, text: str, item: Item) -> Iterator[bytes]:
         at: dict[str, object] = {"output_index": block.index, "item_id": item.id}
         match turn:
-            case Turn.OPENED:
+            case BlockEvent.OPENED:
                 yield self._event("response.output_item.added", output_index=block.index, item=item)
-            case Turn.ADDED:
+            case BlockEvent.ADDED:
                 yield self._event("response.function_call_arguments.delta", **at, delta=text)
-            case Turn.CLOSED:
+            case BlockEvent.CLOSED:
                 done = "response.function_call_arguments.done"
                 yield self._event(done, **at, name=block.name, arguments=block.text)
                 yield self._event("response.output_item.done", output_index=block.index, item=item)

@@ -21,25 +21,31 @@ from starlette.types import ASGIApp, Scope
 from millrace.errors import BusyError, RequestError
 from millrace.serve.backend import Models
 from millrace.serve.http.errors import GenerationFailedError, Problem
-from millrace.serve.http.http_request import CALL, EVENT_STREAM, Call
+from millrace.serve.http.http_request import CALL, EVENT_STREAM, RequestContext
 from millrace.serve.http.server_context import LARGE_BODY
 from millrace.serve.llm.conversation import Conversation, Rendering, prefixed_by
-from millrace.serve.llm.generation_stream import EventStream, Generation, StreamForm, converse, ignore_thinking
+from millrace.serve.llm.generation_stream import (
+    EventStream,
+    GenerationStream,
+    StreamFraming,
+    ignore_thinking,
+    start_chat_generation,
+)
 from millrace.serve.llm.language_model import TextBackend
 from millrace.serve.llm.logprobs import CHAT_BYTES
 from millrace.serve.llm.reasoning import thinking_of
-from millrace.serve.llm.request_decoding import let_go, terms_of
+from millrace.serve.llm.request_decoding import drop_large_fields, request_options
 from millrace.serve.llm.request_types import Message
 from millrace.serve.llm.response_types import json_reply
 from millrace.serve.protocols.responses.answer import N_CLOSING, Answer
 from millrace.serve.protocols.responses.input import messages_of, params_of, told_of, tools_of_response
 from millrace.serve.protocols.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
-from millrace.serve.protocols.responses.store import MAX_KEPT_BYTES, Kept, Responses
+from millrace.serve.protocols.responses.store import MAX_KEPT_BYTES, Responses, StoredResponse
 
 MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
 
 
-async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> ASGIApp:
+async def create(backend: TextBackend, call: RequestContext, asked: ResponsesRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     before = backend.responses.before(asked.previous_response_id, call.tenant) if asked.previous_response_id else None
     if asked.background and asked.store is False:
@@ -52,14 +58,14 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     ignore_thinking(backend, call, asked)
     is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
     conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
-    let_go(asked)
-    own = Kept(reply.id, call.tenant, said)
+    drop_large_fields(asked)
+    own = StoredResponse(reply.id, call.tenant, said)
     _fit(own, reply)
-    generation = await converse(backend, call, conversation)
+    generation = await start_chat_generation(backend, call, conversation)
     answer = Answer(backend, generation, reply)
     kept = _kept(answer, own, backend.responses if reply.store else None)
     if asked.stream and asked.background:
-        feed = Feed()
+        feed = EventBroadcast()
         _in_background(backend, call, generation, _fed(answer, kept, feed))
         return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
     if asked.stream:
@@ -71,7 +77,7 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     return json_reply(answer.reply)
 
 
-def _fit(kept: Kept, reply: ResponseReply) -> None:
+def _fit(kept: StoredResponse, reply: ResponseReply) -> None:
     """Not to be kept where it is too large before its answer. raises RequestError where it has to be asked for"""
     if not reply.store:
         return
@@ -86,7 +92,9 @@ def _fit(kept: Kept, reply: ResponseReply) -> None:
     reply.store = False
 
 
-def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Conversation, bytes, ResponseReply]:
+def _read(
+    asked: ResponsesRequest, before: StoredResponse | None, model: str
+) -> tuple[Conversation, bytes, ResponseReply]:
     """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
     said = [*(before.messages() if before else ()), *messages_of(asked.input)]
     system = [Message("system", asked.instructions)] if asked.instructions else []
@@ -96,7 +104,7 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
         rendering=Rendering(asked.chat_template_kwargs or {}, not continued, continued, thinking=thinking_of(asked)),
-        terms=terms_of(asked),
+        terms=request_options(asked),
         whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1), capped=True,
     )  # fmt: skip
     told = told_of(asked)
@@ -130,7 +138,9 @@ async def _followed(answer: Answer, kept: AbstractContextManager[None]) -> Async
         yield answer.last_event()
 
 
-def _in_background(backend: TextBackend, call: Call, generation: Generation, work: Coroutine[Any, Any, None]) -> None:
+def _in_background(
+    backend: TextBackend, call: RequestContext, generation: GenerationStream, work: Coroutine[Any, Any, None]
+) -> None:
     """Have it answered after the call has ended; until then it counts as a request of its API key.
 
     raises BusyError, and then nobody answers it
@@ -153,7 +163,7 @@ def _in_background(backend: TextBackend, call: Call, generation: Generation, wor
         raise
 
 
-async def _fed(answer: Answer, kept: AbstractContextManager[None], feed: "Feed") -> None:
+async def _fed(answer: Answer, kept: AbstractContextManager[None], feed: "EventBroadcast") -> None:
     """As `_answered`, with its events for whoever still reads them."""
     try:
         async with answer.generation:
@@ -165,7 +175,7 @@ async def _fed(answer: Answer, kept: AbstractContextManager[None], feed: "Feed")
         feed.end()
 
 
-class Feed:
+class EventBroadcast:
     """Events of an answer that goes on whatever becomes of their reader: one who is too far behind gets no more."""
 
     def __init__(self) -> None:
@@ -207,7 +217,7 @@ class Feed:
 
 
 @contextlib.contextmanager
-def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]:
+def _kept(answer: Answer, kept: StoredResponse, store: Responses | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
 
     def settle() -> None:
@@ -265,18 +275,18 @@ def delete(models: Models, scope: Scope) -> Response:
     return json_reply(DeletedReply(response_id))
 
 
-def _told(kept: Kept) -> Response:
+def _told(kept: StoredResponse) -> Response:
     return Response(kept.reply, media_type="application/json")
 
 
-def _stored(models: Models, scope: Scope) -> Kept:
+def _stored(models: Models, scope: Scope) -> StoredResponse:
     """The one that is asked for; others' are not there. raises HttpError with 404"""
-    call: Call = scope[CALL]
+    call: RequestContext = scope[CALL]
     return models.serving.responses.get(scope["path_params"]["response_id"], call.tenant)
 
 
-def _form(answer: Answer) -> StreamForm:
+def _form(answer: Answer) -> StreamFraming:
     def failed(problem: Problem) -> bytes:
         return answer.last_event()
 
-    return StreamForm(EVENT_STREAM, failed)
+    return StreamFraming(EVENT_STREAM, failed)

@@ -19,7 +19,7 @@ OVERHEAD_BYTES = 1024  # of one beside its JSON
 
 
 @dataclass(slots=True)
-class Kept:
+class StoredResponse:
     """said: the conversation as a JSON list of Message, with the answer once there is one
 
     status alone says whether it is under way; cancel: how to end it then
@@ -70,12 +70,12 @@ class Responses:
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._counted: dict[str, int] = {}  # bytes of each
         self._number, self._bytes = Counter[str](), Counter[str]()  # of each tenant's
         self.n_bytes = 0  # of all of them
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: StoredResponse) -> None:
         """It fits; others go for it."""
         self._kept[kept.id] = kept
         self._count(kept, kept.n_bytes)
@@ -87,7 +87,7 @@ class Responses:
                 return
             self._forget(goes.id)
 
-    def changed(self, kept: Kept) -> bool:
+    def changed(self, kept: StoredResponse) -> bool:
         """It has another size now. Where it fits no more it goes, and others stay. Whether it is there"""
         if self._kept.get(kept.id) is kept:
             self._forget(kept.id)
@@ -95,7 +95,7 @@ class Responses:
                 self.keep(kept)
         return kept.id in self._kept
 
-    def get(self, response_id: str, tenant: str, param: str | None = None) -> Kept:
+    def get(self, response_id: str, tenant: str, param: str | None = None) -> StoredResponse:
         """raises HttpError with 404, also for one of another tenant; param: the field that named it"""
         kept = self._kept.get(response_id)
         if kept is None or kept.tenant != tenant:
@@ -108,7 +108,7 @@ class Responses:
         self._kept.move_to_end(response_id)
         return kept
 
-    def before(self, response_id: str, tenant: str) -> Kept:
+    def before(self, response_id: str, tenant: str) -> StoredResponse:
         """The one that another goes on from. raises HttpError: 404 as `get`, 409 while it is being answered
 
         400 where it failed or was cancelled before it said anything.
@@ -135,7 +135,7 @@ class Responses:
         if (kept := self._kept.pop(response_id, None)) is not None:
             self._count(kept, None)
 
-    def _count(self, kept: Kept, n_bytes: int | None) -> None:
+    def _count(self, kept: StoredResponse, n_bytes: int | None) -> None:
         """n_bytes: as they are now; None: it is gone"""
         change = (n_bytes or 0) - self._counted.pop(kept.id, 0)
         self.n_bytes += change

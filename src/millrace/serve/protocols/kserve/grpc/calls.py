@@ -12,14 +12,14 @@ from google.protobuf.message import DecodeError
 
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.infer_request import Bill, InferRequest
+from millrace.model_repository.request.infer_request import InferRequest, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import held_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
-from millrace.model_repository.tracing.tracer import Exchange
+from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
 from millrace.serve.protocols.kserve.grpc import message_scan
-from millrace.serve.protocols.kserve.grpc.infer import GrpcWanted, plain, read_infer, response_bytes
+from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, plain, read_infer, response_bytes
 from millrace.serve.protocols.kserve.grpc.message_scan import Cut
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import config_message, made, message
 from millrace.serve.protocols.kserve.http.generate_extension import Aside
@@ -37,7 +37,7 @@ _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are calle
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class GrpcCallContext:
     """Who asks. shown: of its metadata, what models see; parent: of the trace that it has begun
 
     tenant: whose API key it came with, where there are several; owner: whose models it may change, "" for all of them
@@ -45,12 +45,12 @@ class Caller:
 
     shown: Mapping[str, str] = field(default_factory=dict)
     parent: Parent | None = None
-    bill: Bill = field(default_factory=Bill)
+    bill: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""
     owner: str = ""
 
 
-class GrpcFront:
+class GrpcFrontend:
     """The calls of one repository."""
 
     def __init__(
@@ -81,7 +81,7 @@ class GrpcFront:
         tracer = self._repository.common.tracer
         return tracer.parent(metadata.get(PARENT), metadata.get(STATE))
 
-    async def answer(self, name: str, data: bytes, caller: Caller) -> bytes:
+    async def answer(self, name: str, data: bytes, caller: GrpcCallContext) -> bytes:
         """One call. raises StatusError, BusyError"""
         match name:
             case "ModelInfer":
@@ -108,13 +108,13 @@ class GrpcFront:
         return found
 
     async def checked(
-        self, request: Any, cut: Cut | None, model: Model, n_bytes: int, caller: Caller
-    ) -> tuple[InferRequest, GrpcWanted]:
+        self, request: Any, cut: Cut | None, model: Model, n_bytes: int, caller: GrpcCallContext
+    ) -> tuple[InferRequest, GrpcOutputOptions]:
         """request, cut: as `decoded` returned them. n_bytes: the request's. raises StatusError, BusyError"""
         began_ns = time.monotonic_ns()
         if self._shared is not None:
             n_bytes = max(n_bytes, self._shared.slow_bytes)
-        found: tuple[InferRequest, GrpcWanted] = await self._aside(
+        found: tuple[InferRequest, GrpcOutputOptions] = await self._aside(
             lambda: read_infer(request, model, of_tenant(self._shared, caller.tenant), cut), n_bytes
         )
         found[0].parameters.update(caller.shown)
@@ -127,7 +127,7 @@ class GrpcFront:
         data: bytes = await self._aside(write, n_bytes)
         return data
 
-    async def _infer(self, data: bytes, caller: Caller) -> bytes:
+    async def _infer(self, data: bytes, caller: GrpcCallContext) -> bytes:
         came_ns = time.monotonic_ns()
         request, cut = await self.decoded(data)
         model = self.model(request)
@@ -136,7 +136,7 @@ class GrpcFront:
             raise StatusError(Code.UNSUPPORTED, what)
         self._came(data, request, model)
         asking, wanted = await self.checked(request, cut, model, len(data), caller)
-        with Exchange(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
+        with TracedExchange(self._repository.common.tracer, asking, "GRPC", came_ns, caller.parent) as call:
             response = await model.infer(asking)
             call.answered()
             return await self.packed(

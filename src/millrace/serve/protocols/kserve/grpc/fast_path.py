@@ -21,9 +21,9 @@ from millrace.model_repository.request.infer_request import InferRequest, InferR
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import Array
 from millrace.serve.http.request_bodies import FREE_BYTES
-from millrace.serve.protocols.kserve.grpc.infer import GrpcWanted, fill_response, read_infer
+from millrace.serve.protocols.kserve.grpc.infer import GrpcOutputOptions, fill_response, read_infer
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
-from millrace.serve.protocols.kserve.http.fast_path import InputPlace, ready
+from millrace.serve.protocols.kserve.http.fast_path import InputPlace, fast_path_model
 from millrace.serve.protocols.kserve.http.request_template import MOST_BYTES
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 from millrace.serve.protocols.kserve.request_fields import version_of
@@ -36,7 +36,7 @@ _Told = tuple[str, Any, tuple[int, ...], bytes]  # an output's name, dtype and s
 
 
 @dataclass(slots=True)
-class _Known:
+class _CachedRequest:
     """A message that came before. fixed: the bytes around its tensors and its id, and where they begin
 
     own: where its id is; None: it has none, or that is in `fixed`. front: of the last answer, in front of the id
@@ -50,17 +50,17 @@ class _Known:
     n_bytes: int  # of its tensors
     places: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
-    wanted: GrpcWanted
+    wanted: GrpcOutputOptions
     told: Sequence[_Told] | None = None  # of the last answer
     front: bytes = b""
 
 
-class QuickCalls:
+class GrpcFastPath:
     """Of one server."""
 
     def __init__(self, backend: RepositoryBackend) -> None:
         self._backend = backend
-        self._known: dict[int, list[_Known]] = {}  # by the length of their messages
+        self._known: dict[int, list[_CachedRequest]] = {}  # by the length of their messages
         # What is in front of the tensors, but for the id: what comes twice is worth to be remembered.
         self._last: dict[int, tuple[bytes, bytes]] = {}
 
@@ -69,7 +69,7 @@ class QuickCalls:
     def remember(self, data: bytes, told: Any, model: Model) -> None:
         """told: the ModelInferRequest that `data` is, which is on its way to be answered"""
         raw = list(told.raw_input_contents)
-        if len(data) > FREE_BYTES or not model.answers_at_once(sum(map(len, raw))):
+        if len(data) > FREE_BYTES or not model.can_run_inline(sum(map(len, raw))):
             return
         front, fixed = _around(data, _RAW_INPUT, raw)
         if len(raw) != len(told.inputs) or not _is_whole(front) or len(front) > MOST_BYTES:
@@ -84,7 +84,7 @@ class QuickCalls:
             self._last.clear()
         self._last[len(data)] = around
 
-    def _remember(self, n_bytes: int, found: _Known | None) -> None:
+    def _remember(self, n_bytes: int, found: _CachedRequest | None) -> None:
         if found is None:
             return
         if len(self._known) >= MOST_LENGTHS:
@@ -94,7 +94,7 @@ class QuickCalls:
 
     def _read(
         self, told: Any, raw: Sequence[bytes], fixed: Sequence[tuple[int, bytes]], own: slice | None, model: Model
-    ) -> _Known | None:
+    ) -> _CachedRequest | None:
         try:
             version = version_of(told.model_version) if told.model_version else None
             request, wanted = read_infer(told, model)
@@ -113,7 +113,9 @@ class QuickCalls:
         if own is not None:
             (_, front), *others = fixed
             fixed = [(0, front[: own.start]), (own.stop, front[own.stop :]), *others]
-        return _Known(fixed, own, told.model_name, version, ref(model), sum(map(len, raw)), places, request, wanted)
+        return _CachedRequest(
+            fixed, own, told.model_name, version, ref(model), sum(map(len, raw)), places, request, wanted
+        )
 
     # ------------------------------------------------------------------ what comes again
 
@@ -130,11 +132,11 @@ class QuickCalls:
                     if not own.isascii():  # which may be no UTF-8
                         continue
                     known.like.id = own.decode()
-                model = ready(self._backend, known.name, known.version, known.model, known.n_bytes)
+                model = fast_path_model(self._backend, known.name, known.version, known.model, known.n_bytes)
                 if model is None:
                     return None
                 inputs = {name: ndarray(shape, dtype, data[at:end]) for name, dtype, shape, at, end in known.places}
-                outputs, parameters = model.infer_at_once(known.like, inputs, came_ns)
+                outputs, parameters = model.infer_inline(known.like, inputs, came_ns)
                 if known.told is not None and not parameters:
                     found = _as_before(known.told, outputs, known.front + own)
                     if found is not None:
@@ -194,7 +196,7 @@ def _as_before(told: Sequence[_Told], outputs: Mapping[str, Array], data: bytes)
     return data
 
 
-def _written(known: _Known, model: Model, response: InferResponse) -> bytes:
+def _written(known: _CachedRequest, model: Model, response: InferResponse) -> bytes:
     """And what is to be known of it for the next one."""
     found = message("ModelInferResponse")()
     raws = fill_response(found, model, known.like, response, known.wanted)

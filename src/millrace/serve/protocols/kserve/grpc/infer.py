@@ -15,7 +15,7 @@ from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.python_backend.stub.bytes_tensors import joined_pieces
 from millrace.model_repository.request.concatenation import concatenated
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Given, Later, check_shape, shown
+from millrace.model_repository.request.request_validation import Later, RawInput, check_shape, shown
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import BYTES, DTYPES
 from millrace.serve.protocols.kserve.grpc.message_scan import Cut, Packed, contents_pieces
@@ -38,7 +38,7 @@ _EXPECTED = {
 
 
 @dataclass(slots=True)
-class GrpcWanted:
+class GrpcOutputOptions:
     """n_classes: of outputs whose classes are asked for; shared: where outputs go that go to shared memory
     inputs: in shared memory, whose regions stay until the request is over
     empty_final: the end is told, though it brings no response
@@ -52,12 +52,12 @@ class GrpcWanted:
 
 def read_infer(
     told: Any, model: Model, shared: TenantRegions | None = None, cut: Cut | None = None
-) -> tuple[InferRequest, GrpcWanted]:
+) -> tuple[InferRequest, GrpcOutputOptions]:
     """told: a ModelInferRequest. shared: None where no client's memory is read. cut: the data of a large one
 
     raises StatusError
     """
-    request, wanted = InferRequest({}, request_id=told.id), GrpcWanted()
+    request, wanted = InferRequest({}, request_id=told.id), GrpcOutputOptions()
     for key, value in plain(told.parameters):
         if key == EMPTY_FINAL:
             if not isinstance(value, bool):
@@ -108,7 +108,7 @@ def _place(tensor: Any, shared: TenantRegions | None) -> RegionPlace | None:
     return regions.place(region, offset, size)
 
 
-def _take_output(output: Any, wanted: GrpcWanted, shared: TenantRegions | None) -> None:
+def _take_output(output: Any, wanted: GrpcOutputOptions, shared: TenantRegions | None) -> None:
     if (place := _place(output, shared)) is not None:
         wanted.shared[output.name] = place
     for key, value in plain(output.parameters):
@@ -122,7 +122,7 @@ def _take_output(output: Any, wanted: GrpcWanted, shared: TenantRegions | None) 
 
 def _given(
     told: Any, model: str, shared: TenantRegions | None, cut: Cut | None, places: list[RegionPlace]
-) -> Iterator[Given]:
+) -> Iterator[RawInput]:
     n_raw = shared_bytes = 0
     raws: Sequence[bytes | memoryview] = told.raw_input_contents if cut is None else cut.raw_contents
     for i, tensor in enumerate(told.inputs):
@@ -153,7 +153,7 @@ def _given(
         else:
             what = f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request."
             raise invalid(what)
-        yield Given(tensor.name, tensor.datatype, shape, data if isinstance(data, Later) else memoryview(data))
+        yield RawInput(tensor.name, tensor.datatype, shape, data if isinstance(data, Later) else memoryview(data))
     if n_raw < len(raws):
         raise invalid(f"unexpected additional input data for model '{model}'")
 
@@ -213,7 +213,7 @@ def _raw_pieces(datatype: str, name: str, values: Sequence[Any]) -> Iterator[byt
 # ---------------------------------------------------------------------- answers
 
 
-def response_bytes(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted) -> bytes:
+def response_bytes(model: Model, request: InferRequest, response: InferResponse, wanted: GrpcOutputOptions) -> bytes:
     """A ModelInferResponse. raises StatusError"""
     found = message("ModelInferResponse")()
     raws = fill_response(found, model, request, response, wanted)
@@ -221,7 +221,7 @@ def response_bytes(model: Model, request: InferRequest, response: InferResponse,
 
 
 def fill_response(
-    found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcWanted
+    found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: GrpcOutputOptions
 ) -> list[bytes | memoryview]:
     """found: an empty one. Its tensors are what is returned, to be written behind it. raises StatusError"""
     found.model_name, found.model_version, found.id = model.name, str(model.version), request.id

@@ -13,16 +13,16 @@ from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.http.request_bodies import FREE_BYTES
 
 
-class Untaken:
+class SendBudget:
     """Of one server. Short answers are not counted: there are no more of them than calls may be open."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._by_peer = Counter[str]()  # of connections that have any
 
-    def share(self, peer: str) -> "Share":
+    def share(self, peer: str) -> "SendBudgetLease":
         """Of one call, or of a part of it. peer: its connection, as gRPC names it"""
-        return Share(self, peer)
+        return SendBudgetLease(self, peer)
 
     def check(self, peer: str) -> None:
         """raises StatusError where it has its share already, so that nothing is computed for it"""
@@ -51,16 +51,16 @@ class Untaken:
         return StatusError(Code.UNAVAILABLE, f"{what}, {self._by_peer[peer]} of them for this connection")
 
 
-class Share:
+class SendBudgetLease:
     """What is counted for one call, or a part of it, until it is taken off."""
 
     __slots__ = ("_n_bytes", "_of", "_peer")
 
-    def __init__(self, of: Untaken, peer: str) -> None:
+    def __init__(self, of: SendBudget, peer: str) -> None:
         self._of, self._peer, self._n_bytes = of, peer, 0
 
     def check(self) -> None:
-        """As of `Untaken`. raises StatusError"""
+        """As of `SendBudget`. raises StatusError"""
         self._of.check(self._peer)
 
     def add(self, n_bytes: int) -> None:

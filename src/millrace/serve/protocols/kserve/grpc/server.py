@@ -17,20 +17,26 @@ import grpc
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.model_repository.execution.tracebacks import without_frames
-from millrace.model_repository.request.infer_request import Bill
+from millrace.model_repository.request.infer_request import TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.backend import Models
 from millrace.serve.http.api_keys import LIMITED, Grant, Keys
 from millrace.serve.http.connection_limits import number_of_connections
 from millrace.serve.http.errors import BUG, HttpError, problem_of
-from millrace.serve.http.http_request import LogLater, RequestLog, id_of, joined, log_request
-from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, Caller, GrpcFront
-from millrace.serve.protocols.kserve.grpc.fast_path import QuickCalls
+from millrace.serve.http.http_request import (
+    BufferedRequestLog,
+    RequestLog,
+    combine_duplicate_headers,
+    id_of,
+    log_request,
+)
+from millrace.serve.protocols.kserve.grpc.calls import ADJUSTED, ADMITTED, OPEN, SHARED, GrpcCallContext, GrpcFrontend
+from millrace.serve.protocols.kserve.grpc.fast_path import GrpcFastPath
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import SERVICE
-from millrace.serve.protocols.kserve.grpc.send_budget import Share, Untaken
+from millrace.serve.protocols.kserve.grpc.send_budget import SendBudget, SendBudgetLease
 from millrace.serve.protocols.kserve.grpc.stream import Stream
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
-from millrace.serve.protocols.kserve.restricted_apis import GRPC_PREFIX, group_of_call
+from millrace.serve.protocols.kserve.restricted_apis import GRPC_PREFIX, api_group_of_call
 
 STATUS = {
     Code.UNKNOWN: grpc.StatusCode.UNKNOWN, Code.INTERNAL: grpc.StatusCode.INTERNAL,
@@ -65,10 +71,10 @@ class GrpcServer:
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
         self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
         self._backend, self._guard = backend, backend.grpc_guard
-        self._quick = QuickCalls(backend)
+        self._quick = GrpcFastPath(backend)
         is_ready = partial(backend.is_ready, models.heartbeat)
-        self._front = GrpcFront(repository, is_ready, backend.aside, self._quick.remember, backend.shared)
-        self._untaken = Untaken(settings.max_unread_bytes)
+        self._front = GrpcFrontend(repository, is_ready, backend.run_off_loop, self._quick.remember, backend.shared)
+        self._untaken = SendBudget(settings.max_unread_bytes)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -173,20 +179,22 @@ class GrpcServer:
         if stream.stopped:
             raise StatusError(Code.UNAVAILABLE, "Server is stopping")
 
-    def _caller(self, called: "_Called") -> Caller:
+    def _caller(self, called: "_Called") -> GrpcCallContext:
         """raises StatusError"""
         metadata = called.metadata
         tenant, owner = (called.grant.tenant, called.grant.owner) if called.grant is not None else ("", "")
-        return Caller(self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant, owner)
+        return GrpcCallContext(
+            self._guard.forwarded(metadata), self._front.parent(metadata), called.bill, tenant, owner
+        )
 
     @contextmanager
-    def _held(self, share: Share, n_bytes: int, is_control: bool = False) -> Iterator[None]:
+    def _held(self, share: SendBudgetLease, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
         if not is_control:
             share.check()
         bodies = self._backend.bodies
         with bodies.receiving("") as incoming:
-            bodies.grew(incoming, n_bytes)
+            bodies.count_decompressed(incoming, n_bytes)
             with self._backend.admitted(is_control):
                 yield
 
@@ -202,7 +210,7 @@ class GrpcServer:
         try:
             if name not in OPEN:
                 called.grant = self._keys.grant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
-            if (header := self._guard.missing(group_of_call(name), metadata, GRPC_PREFIX)) is not None:
+            if (header := self._guard.missing(api_group_of_call(name), metadata, GRPC_PREFIX)) is not None:
                 what = f"This protocol is restricted, expecting header '{header}'"
                 raise StatusError(Code.UNAVAILABLE, what)
             answer = await work(called)
@@ -252,13 +260,15 @@ class _Called:
 
     metadata: dict[str, str]
     grant: Grant | None = None
-    bill: Bill = field(default_factory=Bill)
+    bill: TokenUsage = field(default_factory=TokenUsage)
 
 
 class _Inferences(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
     """ModelInfer where anybody may ask: short and quick ones without what other calls need around them."""
 
-    def __init__(self, quick: QuickCalls, log_later: LogLater, otherwise: Callable[[bytes, Any], Awaitable[bytes]]):
+    def __init__(
+        self, quick: GrpcFastPath, log_later: BufferedRequestLog, otherwise: Callable[[bytes, Any], Awaitable[bytes]]
+    ):
         self.quick, self.log_later, self.otherwise = quick, log_later, otherwise
 
     def service(self, handler_call_details: Any) -> "_Inference | None":
@@ -321,7 +331,9 @@ async def _abort(context: Any, code: grpc.StatusCode, details: str) -> NoReturn:
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
     """By name; values of names that end in -bin are bytes."""
-    return joined(((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ",")
+    return combine_duplicate_headers(
+        ((key, one if isinstance(one, str) else one.decode("latin-1")) for key, one in metadata), ","
+    )
 
 
 def _header(metadata: dict[str, str], name: str) -> bytes | None:

@@ -16,13 +16,13 @@ from millrace.errors import MillraceError
 from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.response_stream import Beside, Unread
+from millrace.model_repository.request.response_stream import ResponseSidecar, UnreadBytes
 from millrace.model_repository.request.status_code import Code, StatusError
 from millrace.serve.http.api_keys import Grant
 from millrace.serve.http.errors import problem_of
 from millrace.serve.http.request_bodies import FREE_BYTES
-from millrace.serve.protocols.kserve.grpc.calls import Caller, GrpcFront
-from millrace.serve.protocols.kserve.grpc.stream_responses import Answers, Deadline, error_answer
+from millrace.serve.protocols.kserve.grpc.calls import GrpcCallContext, GrpcFrontend
+from millrace.serve.protocols.kserve.grpc.stream_responses import Deadline, StreamResponses, error_answer
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
 Begin = Callable[[], Awaitable[None]]
@@ -40,18 +40,18 @@ class _Answer(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenRequest:
     """A request that was read. told: as it came. answer: of one that waits for those before it, and its bytes"""
 
     told: Any
     admitted: ExitStack
     model: Model | None = None
     asking: InferRequest | None = None
-    answers: Answers | None = None
+    answers: StreamResponses | None = None
     empty_final: bool = False
     task: "asyncio.Task[None] | None" = None
     answer: tuple[_Answer, int] | None = None
-    unread: Unread | None = None
+    unread: UnreadBytes | None = None
     is_over: bool = False  # nothing more is told of it
 
 
@@ -59,8 +59,9 @@ class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
     def __init__(
-        self, front: GrpcFront, admit: Admit, share: Callable[[], Beside], write_s: float, ends_with_error: bool,
-        caller: Caller, grant: Grant | None = None,
+        self, front: GrpcFrontend, admit: Admit, share: Callable[[], ResponseSidecar], write_s: float,
+        ends_with_error: bool,
+        caller: GrpcCallContext, grant: Grant | None = None,
     ) -> None:  # fmt: skip
         """admit: a request of so many bytes, while it is answered
         share: counts what the client leaves of one request's answers
@@ -69,9 +70,9 @@ class Stream:
         grant: is charged when a request has ended, for a stream may never end"""
         self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
         self._share, self._caller, self._grant = share, caller, grant
-        self._open: set[_Open] = set()
-        self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
-        self._ready = deque[tuple[_Open, _Answer, int] | None]()  # None: the end
+        self._open: set[_OpenRequest] = set()
+        self._in_order: deque[_OpenRequest] = deque()  # those of models that are not decoupled
+        self._ready = deque[tuple[_OpenRequest, _Answer, int] | None]()  # None: the end
         self._waiting: asyncio.Future[None] | None = None  # for the next of them
         self._write: Write
         self._deadline: Deadline
@@ -136,7 +137,7 @@ class Stream:
         self._end_if_done()
 
     async def _begin(self, data: bytes) -> None:
-        one = _Open(None, ExitStack())
+        one = _OpenRequest(None, ExitStack())
         self._open.add(one)
         try:
             one.told, cut = await self._front.decoded(data)  # first, for a refusal has its id
@@ -147,7 +148,7 @@ class Stream:
             if model.is_decoupled:
                 one.model = model
             one.asking, wanted = await self._front.checked(one.told, cut, model, len(data), self._caller)
-            one.answers, one.empty_final = Answers(one.told, model, one.asking, wanted), wanted.empty_final
+            one.answers, one.empty_final = StreamResponses(one.told, model, one.asking, wanted), wanted.empty_final
             if model.is_decoupled:
                 model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
             else:
@@ -162,7 +163,7 @@ class Stream:
             else:
                 self._put(one, _Answer(None, as_status(error), True))
 
-    async def _infer(self, one: _Open, model: Model, asking: InferRequest) -> None:
+    async def _infer(self, one: _OpenRequest, model: Model, asking: InferRequest) -> None:
         try:
             answer = _Answer(await model.infer(asking), None, True)
         except StatusError as error:
@@ -180,7 +181,7 @@ class Stream:
             self._give_up()
             self._tell(None)
 
-    def _answered(self, one: _Open, answer: _Answer) -> None:
+    def _answered(self, one: _OpenRequest, answer: _Answer) -> None:
         """The only answer of a request; it waits for those of the requests before it."""
         one.answer = self._counted(one, answer)
         while self._in_order and (first := self._in_order[0].answer) is not None:
@@ -188,15 +189,15 @@ class Stream:
 
     # ------------------------------------------------------------------ answers
 
-    def _put(self, one: _Open, answer: _Answer) -> None:
+    def _put(self, one: _OpenRequest, answer: _Answer) -> None:
         if not one.is_over:
             self._hand(one, *self._counted(one, answer))
 
-    def _counted(self, one: _Open, answer: _Answer) -> tuple[_Answer, int]:
+    def _counted(self, one: _OpenRequest, answer: _Answer) -> tuple[_Answer, int]:
         """And its bytes, until it is written. Where they are too many the request ends with that, and not the stream"""
         if one.model is None or one.asking is None or one not in self._open:
             return answer, 0
-        one.unread = one.unread or Unread(one.model, self._share())
+        one.unread = one.unread or UnreadBytes(one.model, self._share())
         try:
             return answer, one.unread.add(one.asking, answer.response)
         except StatusError as too_much:
@@ -204,14 +205,14 @@ class Stream:
             one.model.cancel(one.asking)  # which an ensemble answers at once
             return _Answer(None, too_much, True), 0
 
-    def _hand(self, one: _Open, answer: _Answer, n_bytes: int) -> None:
+    def _hand(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> None:
         """To whoever writes it, unless it, or the stream, has ended."""
         if one not in self._open:
             return
         if self._waiting is None or self._waiting.done() or not self._write_at_once(one, answer, n_bytes):
             self._tell((one, answer, n_bytes))
 
-    def _write_at_once(self, one: _Open, answer: _Answer, n_bytes: int) -> bool:
+    def _write_at_once(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> bool:
         """A token of many, for which nobody waits but the stream: woken, it would begin a turn of the loop later.
 
         So the coroutine of gRPC's write is begun here, and ended when what it waits for is done. False: not so
@@ -229,7 +230,7 @@ class Stream:
         self._go_on(writing, one, n_bytes)
         return True
 
-    def _go_on(self, writing: Generator[Any, None, None], one: _Open, n_bytes: int, _: Any = None) -> None:
+    def _go_on(self, writing: Generator[Any, None, None], one: _OpenRequest, n_bytes: int, _: Any = None) -> None:
         try:
             waits_for = writing.send(None)
         except StopIteration:
@@ -251,7 +252,7 @@ class Stream:
         if self._ready:
             self._wake()
 
-    def _tell(self, item: tuple[_Open, _Answer, int] | None) -> None:
+    def _tell(self, item: tuple[_OpenRequest, _Answer, int] | None) -> None:
         self._ready.append(item)
         if not self._is_writing:
             self._wake()
@@ -260,7 +261,7 @@ class Stream:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def _next(self) -> tuple[_Open, _Answer, int] | None:
+    async def _next(self) -> tuple[_OpenRequest, _Answer, int] | None:
         while not self._ready or self._is_writing:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -291,7 +292,7 @@ class Stream:
         except TimeoutError:
             raise StatusError(Code.UNAVAILABLE, f"the stream was not read for {self._write_s:g} s") from None
 
-    async def _message(self, one: _Open, answer: _Answer, n_bytes: int) -> bytes | None:
+    async def _message(self, one: _OpenRequest, answer: _Answer, n_bytes: int) -> bytes | None:
         """None where there is nothing to tell. n_bytes: of the response, about"""
         if answer.response is None and answer.error is None and not one.empty_final:
             return None
@@ -305,7 +306,7 @@ class Stream:
                 raise failed from None
             return _packed(one, _Answer(None, failed, answer.final))
 
-    def _ended(self, one: _Open) -> None:
+    def _ended(self, one: _OpenRequest) -> None:
         self._open.discard(one)
         one.admitted.close()
         if self._grant is not None:
@@ -328,7 +329,7 @@ def as_status(error: StatusError | MillraceError) -> StatusError:
     return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)
 
 
-def _packed(one: _Open, answer: _Answer) -> bytes:
+def _packed(one: _OpenRequest, answer: _Answer) -> bytes:
     """A ModelStreamInferResponse. raises StatusError"""
     if one.answers is None:
         assert answer.error is not None, "what was not begun has failed"

@@ -15,7 +15,13 @@ from millrace.model_repository.request.concatenation import LARGE, concatenated
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import BYTES, Array, Tensor
-from millrace.serve.protocols.kserve.grpc.infer import FINAL, RAW_OUTPUT, GrpcWanted, fill_response, set_parameter
+from millrace.serve.protocols.kserve.grpc.infer import (
+    FINAL,
+    RAW_OUTPUT,
+    GrpcOutputOptions,
+    fill_response,
+    set_parameter,
+)
 from millrace.serve.protocols.kserve.grpc.protobuf_messages import message
 
 _INFER_RESPONSE = bytes((2 << 3 | 2,))  # of ModelStreamInferResponse
@@ -31,10 +37,10 @@ def error_answer(told: Any, error: StatusError) -> bytes:
     return data
 
 
-class Answers:
+class StreamResponses:
     """Of one request that was begun. told: its message"""
 
-    def __init__(self, told: Any, model: Model, asking: InferRequest, wanted: GrpcWanted) -> None:
+    def __init__(self, told: Any, model: Model, asking: InferRequest, wanted: GrpcOutputOptions) -> None:
         self._told, self._model, self._asking, self._wanted = told, model, asking, wanted
         self._kinds: Sequence[_Kind] = ()  # of the last response's outputs
         self._front = b""  # of its message: all but its tensors

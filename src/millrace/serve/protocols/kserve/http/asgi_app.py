@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope, Send
 from millrace.model_repository.request.status_code import StatusError
 from millrace.serve.backend import Models
 from millrace.serve.http.api_keys import Keys
-from millrace.serve.http.disconnects import unless_gone
+from millrace.serve.http.disconnects import run_until_disconnect
 from millrace.serve.http.errors import HttpError, Problem
-from millrace.serve.http.http_request import CALL, PIECE_BYTES, Call, header, joined
+from millrace.serve.http.http_request import CALL, PIECE_BYTES, RequestContext, combine_duplicate_headers, header
 from millrace.serve.http.request_bodies import read_body
 from millrace.serve.http.routes import Protocol
 from millrace.serve.protocols.kserve.http.compression import load_too_large, raw_too_large, too_large
-from millrace.serve.protocols.kserve.http.frontend import STATUS, HttpFront, Reply, Request, error_reply
+from millrace.serve.protocols.kserve.http.frontend import STATUS, HttpFrontend, HttpReply, Request, error_reply
 from millrace.serve.protocols.kserve.http.infer_request import HEADER
 from millrace.serve.protocols.kserve.http.infer_response import written_error
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
@@ -49,10 +49,10 @@ class KServe:
         most = repository.flags.http_max_input_size
         self._guard = backend.http_guard
         self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
-        self._front = HttpFront(
+        self._front = HttpFrontend(
             repository,
             lambda: backend.is_ready(models.heartbeat),
-            backend.aside,
+            backend.run_off_loop,
             backend.shared,
             self._guard,
         )  # fmt: skip
@@ -80,7 +80,7 @@ class KServe:
             at += PIECE_BYTES
         await send({"type": "http.response.body", "body": reply.body[at:]})
 
-    async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
+    async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> HttpReply:
         call, came_ns = scope[CALL], time.monotonic_ns()
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
@@ -90,19 +90,21 @@ class KServe:
                     raise
                 return error_reply(400, _too_large(scope, path, self._most_bytes).message)
             call.body_bytes = len(body)
-            headers = joined(scope["headers"], b",")
-            request = Request(scope["method"], path, headers, body, partial(self._bodies.grew, incoming), came_ns)
+            headers = combine_duplicate_headers(scope["headers"], b",")
+            request = Request(
+                scope["method"], path, headers, body, partial(self._bodies.count_decompressed, incoming), came_ns
+            )
             _of_key(request, call)
             try:
                 with self._backend.admitted(path.startswith(_CONTROL)):
-                    return await unless_gone(receive, self._answered(request, send))
+                    return await run_until_disconnect(receive, self._answered(request, send))
             except StatusError as full:  # the front has answers to its own
                 return error_reply(STATUS[full.code], full.message)
             finally:  # the call's end charges them
                 bill = request.bill
                 call.log.prompt_tokens, call.log.generated_tokens = bill.prompt or None, bill.generated or None
 
-    async def _answered(self, request: Request, send: Send) -> Reply:
+    async def _answered(self, request: Request, send: Send) -> HttpReply:
         """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""
         reply = await self._front.answer(request)
         if reply.events is not None:
@@ -116,7 +118,7 @@ class KServe:
         return reply
 
 
-def _of_key(request: Request, call: Call) -> Request:
+def _of_key(request: Request, call: RequestContext) -> Request:
     """Return the request with whose it is."""
     request.tenant, request.owner = call.tenant, "" if call.is_admin else call.tenant
     return request

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from millrace.errors import BusyError
 from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.model_repository.models.model_version import Model, only_response
-from millrace.model_repository.request.infer_request import Bill, InferRequest, InferResponse
+from millrace.model_repository.request.infer_request import InferRequest, InferResponse, TokenUsage
 from millrace.model_repository.request.status_code import StatusError
 from millrace.model_repository.request.tensors import held_bytes
 from millrace.serve.http.api_keys import Grant, Keys
@@ -27,17 +27,17 @@ from millrace.serve.http.errors import BUG, CLIENT_CLOSED, HttpError, problem_of
 from millrace.serve.http.fast_path import Sending
 from millrace.serve.http.http_request import PIECE_BYTES, RequestLog, id_of, log_request
 from millrace.serve.http.request_bodies import FREE_BYTES
-from millrace.serve.http.server_context import LARGE_BODY, Serving
+from millrace.serve.http.server_context import LARGE_BODY, ServerContext
 from millrace.serve.protocols.kserve.http import compression
 from millrace.serve.protocols.kserve.http.frontend import (
-    Reply,
-    addressed,
+    HttpReply,
     error_of,
     error_reply,
     header_length,
     infer_headers,
+    parse_model_path,
 )
-from millrace.serve.protocols.kserve.http.infer_request import HttpWanted, read_infer
+from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions, read_infer
 from millrace.serve.protocols.kserve.http.infer_response import written
 from millrace.serve.protocols.kserve.http.request_template import END, JSON_LENGTH, LENGTH, REQUEST_ID
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
@@ -108,7 +108,7 @@ class HeadCache:
             return None
         said = path.decode("ascii")
         try:
-            name, version, action = addressed(said.split("/")[3:])
+            name, version, action = parse_model_path(said.split("/")[3:])
             n_json = header_length(by_name.get(JSON_LENGTH))
         except StatusError:
             return None
@@ -125,7 +125,7 @@ class HeadCache:
 class Direct:
     """Answers inference requests of one server whose heads are known."""
 
-    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
+    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: ServerContext) -> None:
         self.backend, self.keys, self.serving = backend, keys, serving
         self.heads = HeadCache(backend.bodies.max_bytes)
 
@@ -192,7 +192,7 @@ class DirectAnswer:
         self._dates, self._connection, self._began_ns = dates, connection, time.monotonic_ns()
         self._id = id_of(head.headers.get(REQUEST_ID))
         self._request: InferRequest | None = None
-        self._wanted: HttpWanted | None = None
+        self._wanted: HttpOutputOptions | None = None
         self._response: bytes | None = None
         self._writing: asyncio.Future[None] | None = None
         self._is_begun = self._is_over = False
@@ -209,7 +209,7 @@ class DirectAnswer:
             request, self._wanted = read_infer(
                 body, self._head.n_json, self._model.name, self._model.checker, of_tenant(backend.shared, tenant)
             )
-            request.bill, request.tenant = Bill(), tenant
+            request.bill, request.tenant = TokenUsage(), tenant
             self._request = request
             self._model.submit(request, only_response(self._answered))
         except StatusError as error:
@@ -231,7 +231,7 @@ class DirectAnswer:
 
     async def _written_aside(self, response: InferResponse, n_bytes: int) -> None:
         try:
-            reply = await self._direct.backend.aside(lambda: self._reply(response, None), n_bytes)
+            reply = await self._direct.backend.run_off_loop(lambda: self._reply(response, None), n_bytes)
         except BusyError as busy:
             problem = problem_of(busy, accepting=True)
             reply = error_reply(problem.status, problem.message)
@@ -243,7 +243,7 @@ class DirectAnswer:
         self._end(reply.status)
         await self._connection.send_in_pieces(self, self._head_of(reply), reply.body)
 
-    def _reply(self, response: InferResponse | None, error: StatusError | None) -> Reply:
+    def _reply(self, response: InferResponse | None, error: StatusError | None) -> HttpReply:
         try:
             if response is not None:
                 assert self._request is not None and self._wanted is not None, "it was read"
@@ -252,7 +252,7 @@ class DirectAnswer:
                 if coding != "identity":
                     body = compression.encoded(body, coding)
                     headers.append((b"content-encoding", coding.encode()))
-                return Reply(200, body, headers)
+                return HttpReply(200, body, headers)
         except StatusError as unfit:
             error = unfit
         except Exception as bug:  # as at the edge: one request ends with it, not the server
@@ -262,7 +262,7 @@ class DirectAnswer:
         assert error is not None, "there is a response, or an error"
         return error_of(without_frames(error))
 
-    def _finish(self, reply: Reply) -> None:
+    def _finish(self, reply: HttpReply) -> None:
         self._end(reply.status)
         response = self._head_of(reply) + reply.body
         if self._is_begun:
@@ -270,7 +270,7 @@ class DirectAnswer:
         else:
             self._response = response
 
-    def _head_of(self, reply: Reply) -> bytes:
+    def _head_of(self, reply: HttpReply) -> bytes:
         return b"".join(
             (
                 STATUS_LINE[reply.status],

@@ -24,12 +24,18 @@ from millrace.model_repository.request.tensors import Array
 from millrace.serve.http.api_keys import Keys
 from millrace.serve.http.fast_path import Sending
 from millrace.serve.http.http_request import id_of
-from millrace.serve.http.server_context import Serving
+from millrace.serve.http.server_context import ServerContext
 from millrace.serve.protocols.kserve.http.direct import Direct, DirectAnswer, InferHead, header_lines
 from millrace.serve.protocols.kserve.http.frontend import error_of, infer_headers
-from millrace.serve.protocols.kserve.http.infer_request import HttpWanted, read_infer
+from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions, read_infer
 from millrace.serve.protocols.kserve.http.infer_response import written
-from millrace.serve.protocols.kserve.http.request_template import ID, REQUEST_ID, Filled, Head, head_of
+from millrace.serve.protocols.kserve.http.request_template import (
+    ID,
+    REQUEST_ID,
+    FilledTemplate,
+    RequestTemplate,
+    head_of,
+)
 from millrace.serve.protocols.kserve.repository_backend import RepositoryBackend
 
 MOST_KNOWN = 4  # heads that a connection remembers
@@ -49,7 +55,7 @@ class InputPlace(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Told:
+class _CachedReply:
     """An answer, but for its numbers. front, back: its JSON around the id, which has so many bytes"""
 
     like: Likeness
@@ -60,38 +66,40 @@ class _Told:
 
 
 @dataclass(slots=True)
-class _Known:
+class _CachedRequest:
     """A request that came before: `head`, and all that follows from it."""
 
-    head: Head
-    filled: Filled  # as it last was
+    head: RequestTemplate
+    filled: FilledTemplate  # as it last was
     n_bytes: int  # of its tensors
     told: InferHead
     model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
     tensors: Sequence[InputPlace]
     like: InferRequest  # but for its inputs
-    wanted: HttpWanted
-    last: _Told | None = None  # the last answer
+    wanted: HttpOutputOptions
+    last: _CachedReply | None = None  # the last answer
 
 
-class Quick:
+class HttpFastPath:
     """Of one server."""
 
-    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: Serving) -> None:
+    def __init__(self, backend: RepositoryBackend, keys: Keys, serving: ServerContext) -> None:
         self.repository, self.backend, self.serving = backend.repository, backend, serving
         self.direct = Direct(backend, keys, serving)
 
-    def connection(self) -> "QuickConnection":
-        return QuickConnection(self)
+    def connection(self) -> "ConnectionFastPath":
+        return ConnectionFastPath(self)
 
 
-class QuickConnection:
+class ConnectionFastPath:
     """What one connection remembers."""
 
-    def __init__(self, of: Quick) -> None:
+    def __init__(self, of: HttpFastPath) -> None:
         self._of = of
-        self._known: list[_Known] = []  # the newest first
-        self._head: Head | None = None  # of the last that came the usual way: what comes twice is to be remembered
+        self._known: list[_CachedRequest] = []  # the newest first
+        self._head: RequestTemplate | None = (
+            None  # of the last that came the usual way: what comes twice is to be remembered
+        )
 
     # ------------------------------------------------------------------ what came the usual way
 
@@ -111,7 +119,7 @@ class QuickConnection:
         except StatusError:
             return
         # where nothing is JSON, heads of different lengths are alike
-        if not model.answers_at_once(told.n_body - told.n_json):
+        if not model.can_run_inline(told.n_body - told.n_json):
             return
         head = head_of(packet, told.headers)
         if head is not None and head == self._head:
@@ -119,7 +127,7 @@ class QuickConnection:
             self._known = [found, *self._known][:MOST_KNOWN] if found is not None else self._known
         self._head = head
 
-    def _read(self, told: InferHead, model: Model, packet: bytes, head: Head) -> _Known | None:
+    def _read(self, told: InferHead, model: Model, packet: bytes, head: RequestTemplate) -> _CachedRequest | None:
         body, n_json = packet[told.n_bytes :], told.n_json
         assert n_json is not None, "it has that header"
         n_bytes = len(body) - n_json
@@ -135,16 +143,16 @@ class QuickConnection:
         request.inputs = {}
         filled = head.filled(packet)
         assert filled is not None, "it is its head"
-        return _Known(head, filled, n_bytes, told, ref(model), tensors, request, wanted)
+        return _CachedRequest(head, filled, n_bytes, told, ref(model), tensors, request, wanted)
 
     # ------------------------------------------------------------------ what comes again
 
     def knows(self, head: bytes) -> bool:
-        """As the connection's `Shortcut` has it."""
+        """As the connection's `FastPath` has it."""
         return self._of.direct.heads.knows(head)
 
     def begin(self, packet: bytes, dates: Sequence[Header], connection: Sending) -> DirectAnswer | bytes | None:
-        """As the connection's `Shortcut` has it."""
+        """As the connection's `FastPath` has it."""
         if self._known and (response := self.answer(packet, dates)) is not None:
             return response
         head = self._of.direct.heads.lookup(packet)
@@ -163,12 +171,12 @@ class QuickConnection:
                     continue
                 known.filled, holes = filled, filled.again(packet)
                 assert holes is not None, "it is the same packet"
-            model = ready(self._of.backend, known.told.name, known.told.version, known.model, known.n_bytes)
+            model = fast_path_model(self._of.backend, known.told.name, known.told.version, known.model, known.n_bytes)
             return self._granted(known, model, packet, holes, dates) if model is not None else None
         return None
 
     def _granted(
-        self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+        self, known: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes | None:
         """holes: what is in them"""
         grant = self._of.direct.granted(known.told)
@@ -180,7 +188,7 @@ class QuickConnection:
             grant.end()
 
     def _answer(
-        self, known: _Known, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
+        self, known: _CachedRequest, model: Model, packet: bytes, holes: dict[bytes, bytes], dates: Sequence[Header]
     ) -> bytes:
         began_ns, front = time.monotonic_ns(), known.filled.end
         request_id = id_of(holes.get(REQUEST_ID) or known.told.headers.get(REQUEST_ID))
@@ -191,7 +199,7 @@ class QuickConnection:
                 name: ndarray(shape, dtype, packet[front + at : front + end])
                 for name, dtype, shape, at, end in known.tensors
             }
-            answered = model.infer_at_once(known.like, inputs, began_ns)
+            answered = model.infer_inline(known.like, inputs, began_ns)
             status, (head, body) = 200, _written(known, model, own or b"", *answered)
         except StatusError as error:
             refused = error_of(error)
@@ -203,7 +211,7 @@ class QuickConnection:
         return b"".join((STATUS_LINE[status], header_lines(dates), head, told, body))
 
 
-def ready(
+def fast_path_model(
     backend: RepositoryBackend, name: str, version: int | None, known: "ref[Model]", n_bytes: int
 ) -> Model | None:
     """The model, where that name still means it, and it would answer so many bytes at once."""
@@ -211,7 +219,7 @@ def ready(
         model = backend.repository.get(name, version)
     except StatusError:
         return None
-    return model if model is known() and backend.has_room and model.answers_at_once(n_bytes) else None
+    return model if model is known() and backend.has_room and model.can_run_inline(n_bytes) else None
 
 
 def _places(request: InferRequest, body: bytes, n_json: int) -> list[InputPlace] | None:
@@ -234,14 +242,14 @@ def _address(array: Array) -> int:
 
 
 def _written(
-    known: _Known, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
+    known: _CachedRequest, model: Model, own: bytes, outputs: Mapping[str, Array], parameters: Mapping[str, Parameter]
 ) -> tuple[bytes, bytes]:
     """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew.
 
     own: the id, where that is another one each time
     """
     told = known.last
-    if told is not None and not parameters and len(own) == told.n_id and is_like(told.like, outputs):
+    if told is not None and not parameters and len(own) == told.n_id and matches_signature(told.like, outputs):
         return told.headers, b"".join((told.front, own, told.back, *[array.tobytes() for array in outputs.values()]))
     body, n_json = written(model, known.like, InferResponse(outputs, parameters), known.wanted)
     headers, _ = _with_head(infer_headers(n_json), body)
@@ -250,16 +258,18 @@ def _written(
     if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
         front = b'{"id":"' if own else b""
         assert body.startswith(front + own), body[:80]
-        known.last = _Told(likeness(outputs), len(own), headers, front, body[len(front) + len(own) : n_json])
+        known.last = _CachedReply(
+            tensor_signature(outputs), len(own), headers, front, body[len(front) + len(own) : n_json]
+        )
     return headers, body
 
 
-def likeness(outputs: Mapping[str, Array]) -> Likeness:
+def tensor_signature(outputs: Mapping[str, Array]) -> Likeness:
     """All of them but their numbers."""
     return [(name, array.dtype, array.shape) for name, array in outputs.items()]
 
 
-def is_like(like: Likeness, outputs: Mapping[str, Array]) -> bool:
+def matches_signature(like: Likeness, outputs: Mapping[str, Array]) -> bool:
     """Whether `like` is their likeness."""
     if len(like) != len(outputs):
         return False

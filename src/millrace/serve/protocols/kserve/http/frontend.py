@@ -14,19 +14,19 @@ from millrace.model_repository.config.config_json import config_json
 from millrace.model_repository.execution.tracebacks import without_frames
 from millrace.model_repository.lifecycle.lifecycle import ModelRepository
 from millrace.model_repository.models.model_version import Model
-from millrace.model_repository.request.infer_request import Bill, InferRequest
+from millrace.model_repository.request.infer_request import InferRequest, TokenUsage
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import held_bytes
 from millrace.model_repository.tracing.trace_context import PARENT, STATE, Parent
-from millrace.model_repository.tracing.tracer import Exchange
+from millrace.model_repository.tracing.tracer import TracedExchange
 from millrace.serve.http.http_request import EVENT_STREAM, UNHELD
 from millrace.serve.protocols.kserve import metadata, request_fields, settings_endpoints
 from millrace.serve.protocols.kserve.http import compression
 from millrace.serve.protocols.kserve.http.generate_extension import Aside, Events, generate, read_generate
-from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpWanted, read_infer
+from millrace.serve.protocols.kserve.http.infer_request import HEADER, HttpOutputOptions, read_infer
 from millrace.serve.protocols.kserve.http.infer_response import written, written_error
 from millrace.serve.protocols.kserve.http.server_timing import TIMED, server_timing
-from millrace.serve.protocols.kserve.restricted_apis import OPEN, Guard, named
+from millrace.serve.protocols.kserve.restricted_apis import OPEN, ApiRestrictions, named
 from millrace.serve.protocols.kserve.shared_memory import Regions, allowed, of_tenant
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
@@ -49,32 +49,32 @@ class Request:
     body: bytes
     grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
     came_ns: int = 0  # time.monotonic_ns(), before its body
-    bill: Bill = field(default_factory=Bill)
+    bill: TokenUsage = field(default_factory=TokenUsage)
     tenant: str = ""  # whose API key it came with, where there are several
     owner: str = ""  # whose models it may change; "" for all of them
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpReply:
     status: int
     body: bytes = b""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     events: Events | None = None  # in place of `body`; to be closed
 
 
-def error_reply(status: int, message: str) -> Reply:
-    return Reply(status, written_error(message), [(b"content-type", _JSON)])
+def error_reply(status: int, message: str) -> HttpReply:
+    return HttpReply(status, written_error(message), [(b"content-type", _JSON)])
 
 
-def error_of(error: StatusError) -> Reply:
+def error_of(error: StatusError) -> HttpReply:
     reply = error_reply(STATUS.get(error.code, 400), error.message)
     if error.code is Code.UNSUPPORTED and error.message == "Unsupported compression type":
         reply.headers.append((b"accept-encoding", b"gzip, deflate"))
     return reply
 
 
-def json_reply(answer: object) -> Reply:
-    return Reply(200, msgspec.json.encode(answer), [(b"content-type", _JSON)])
+def json_reply(answer: object) -> HttpReply:
+    return HttpReply(200, msgspec.json.encode(answer), [(b"content-type", _JSON)])
 
 
 class _NoSuchPath(Exception):  # noqa: N818  - it never leaves this file
@@ -85,12 +85,12 @@ class _WrongMethod(Exception):  # noqa: N818
     pass
 
 
-class HttpFront:
+class HttpFrontend:
     """The routes of one repository."""
 
     def __init__(
         self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside, shared: Regions | None = None,
-        guard: Guard = OPEN,
+        guard: ApiRestrictions = OPEN,
     ) -> None:  # fmt: skip
         """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop
 
@@ -100,9 +100,9 @@ class HttpFront:
         self._repository, self._is_ready, self._aside, self._shared = repository, is_ready, aside, shared
         self._most_bytes = repository.flags.http_max_input_size
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: Request) -> HttpReply:
         try:
-            return await self._routed(request)
+            return await self._dispatch(request)
         except StatusError as error:
             return error_of(without_frames(error))
         except _NoSuchPath:
@@ -110,14 +110,14 @@ class HttpFront:
         except _WrongMethod:
             return error_reply(405, "Method Not Allowed")
 
-    async def _routed(self, request: Request) -> Reply:
+    async def _dispatch(self, request: Request) -> HttpReply:
         parts = request.path.split("/")[2:]  # ["", "v2", ...]
         match parts:
             case ["models", "stats"]:
-                _only("GET", request)
+                _require_method("GET", request)
                 return json_reply({"model_stats": metadata.statistics(self._repository)})
             case ["models", name, *_] if name:
-                return await self._of_model(request, *addressed(parts[1:]))
+                return await self._of_model(request, *parse_model_path(parts[1:]))
             case [] | ["health", "live" | "ready"]:
                 return self._of_server(request, parts)
             case ["repository", *rest]:
@@ -125,27 +125,33 @@ class HttpFront:
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
                 return self._of_shared(request, parts[0], rest)
             case ["logging"]:
-                return json_reply(settings_endpoints.log(self._repository.common.log, _change(request), request.owner))
+                return json_reply(
+                    settings_endpoints.log(self._repository.common.log, _settings_update(request), request.owner)
+                )
             case ["trace", "setting"]:
-                return json_reply(settings_endpoints.trace(self._repository, "", _change(request), request.owner))
+                return json_reply(
+                    settings_endpoints.trace(self._repository, "", _settings_update(request), request.owner)
+                )
         raise _NoSuchPath
 
-    def _of_server(self, request: Request, parts: list[str]) -> Reply:
-        _only("GET", request)
+    def _of_server(self, request: Request, parts: list[str]) -> HttpReply:
+        _require_method("GET", request)
         if not parts:
             return json_reply(metadata.server(self._shared is not None))
-        return Reply(200 if parts[1] == "live" or self._is_ready() else 400)
+        return HttpReply(200 if parts[1] == "live" or self._is_ready() else 400)
 
     # ------------------------------------------------------------------ models
 
-    async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> Reply:
+    async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> HttpReply:
         if action and action not in OF_MODEL:
             raise _NoSuchPath
         if action == "trace/setting":
             if version is not None:
                 raise _NoSuchPath
-            return json_reply(settings_endpoints.trace(self._repository, name, _change(request), request.owner))
-        _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
+            return json_reply(
+                settings_endpoints.trace(self._repository, name, _settings_update(request), request.owner)
+            )
+        _require_method("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
         if action == "ready":
             return self._model_ready(name, version)
         if action == "stats":
@@ -160,14 +166,14 @@ class HttpFront:
                 return json_reply(metadata.metadata(model, self._repository.versions(name)))
         return await self._generate(request, model, streamed=action == "generate_stream")
 
-    def _model_ready(self, name: str, version: int | None) -> Reply:
+    def _model_ready(self, name: str, version: int | None) -> HttpReply:
         try:
             is_ready = self._repository.get(name, version).is_ready
         except StatusError:
             is_ready = False
-        return Reply(200) if is_ready else error_reply(400, "Model version not ready")
+        return HttpReply(200) if is_ready else error_reply(400, "Model version not ready")
 
-    async def _infer(self, request: Request, model: Model) -> Reply:
+    async def _infer(self, request: Request, model: Model) -> HttpReply:
         headers = request.headers
         accepts = headers.get(b"accept", b"").split(b";")[0].strip()
         if model.is_decoupled and accepts not in _STREAMS:
@@ -177,7 +183,9 @@ class HttpFront:
         if model.is_decoupled:
             return await self._stream(request, model, asking, wanted, accepts)
         asking.hops = [] if TIMED in headers else None
-        with Exchange(self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)) as call:
+        with TracedExchange(
+            self._repository.common.tracer, asking, "HTTP", request.came_ns, self._parent(request)
+        ) as call:
             response = await model.infer(asking)
             call.answered()
             n_bytes = held_bytes(response.outputs.values())
@@ -187,9 +195,9 @@ class HttpFront:
         if accepted and (coding := compression.chosen(accepted.decode("latin-1"))) != "identity":
             answer = await self._aside(lambda: compression.encoded(answer, coding), len(answer))
             found.append((b"content-encoding", coding.encode()))
-        return Reply(200, answer, found)
+        return HttpReply(200, answer, found)
 
-    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, HttpWanted]:
+    async def _read(self, request: Request, model: Model) -> tuple[InferRequest, HttpOutputOptions]:
         """raises StatusError"""
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
@@ -209,8 +217,8 @@ class HttpFront:
         return asking, wanted
 
     async def _stream(
-        self, request: Request, model: Model, asking: InferRequest, wanted: HttpWanted, accepts: bytes
-    ) -> Reply:
+        self, request: Request, model: Model, asking: InferRequest, wanted: HttpOutputOptions, accepts: bytes
+    ) -> HttpReply:
         """The responses of a decoupled model, as they are ready: each what `/infer` would answer. raises StatusError"""
         if wanted.otherwise or any(wanted.binary.values()):
             raise invalid("a stream of responses is JSON: leave binary_data and binary_data_output out of its outputs")
@@ -219,9 +227,9 @@ class HttpFront:
         events = Events(model, asking, self._aside, write, lines=accepts == _LINES)
         failed = await events.begin()
         headers = [(b"content-type", _STREAMS[accepts]), *UNHELD]
-        return Reply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
+        return HttpReply(STATUS.get(failed, 400) if failed else 200, b"", headers, events)
 
-    async def _generate(self, request: Request, model: Model, *, streamed: bool) -> Reply:
+    async def _generate(self, request: Request, model: Model, *, streamed: bool) -> HttpReply:
         if request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
         inference = await self._aside(lambda: read_generate(request.body, model), len(request.body))
@@ -229,10 +237,10 @@ class HttpFront:
         inference.bill, inference.tenant = request.bill, request.tenant
         self._repository.common.tracer.came(inference, "HTTP", request.came_ns, self._parent(request))
         if not streamed:
-            return Reply(200, await generate(model, inference, self._aside), [(b"content-type", _JSON)])
+            return HttpReply(200, await generate(model, inference, self._aside), [(b"content-type", _JSON)])
         events = Events(model, inference, self._aside)
         failed = await events.begin()
-        return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
+        return HttpReply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
 
     def _parent(self, request: Request) -> Parent | None:
         """Of the trace that its client has begun."""
@@ -255,43 +263,43 @@ class HttpFront:
 
     # ------------------------------------------------------------------ shared memory
 
-    def _of_shared(self, request: Request, kind: str, rest: list[str]) -> Reply:
+    def _of_shared(self, request: Request, kind: str, rest: list[str]) -> HttpReply:
         """[/region/{name}]/{status,register,unregister}"""
         action, region = rest[-1], ""
         if len(rest) == 3 and rest[0] == "region":
             region = _name(rest[1])
         elif len(rest) > 1:
             raise _NoSuchPath
-        _only("GET" if action == "status" else "POST", request)
+        _require_method("GET" if action == "status" else "POST", request)
         regions = allowed(of_tenant(self._shared, request.tenant))
         if kind == "cudasharedmemory":
             if action == "register":
                 request_fields.json_object(request.body)
             found = request_fields.cuda_regions(action, region)
-            return Reply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
+            return HttpReply(200, b"", [(b"content-type", _JSON)]) if found is None else json_reply(found)
         if action == "status":
             return json_reply(regions.status(region))
         if action == "unregister":
             regions.unregister(region)
         else:
             regions.register(region, *_registered(region, request_fields.json_object(request.body)))
-        return Reply(200, b"", [(b"content-type", _JSON)])
+        return HttpReply(200, b"", [(b"content-type", _JSON)])
 
     # ------------------------------------------------------------------ repository
 
-    async def _of_repository(self, request: Request, rest: list[str]) -> Reply:
+    async def _of_repository(self, request: Request, rest: list[str]) -> HttpReply:
         of_one = ""
         if len(rest) in (2, 4) and rest[0]:
             of_one, rest = rest[0], rest[1:]
         match rest:
             case ["index"]:
-                _only("POST", request)
+                _require_method("POST", request)
                 ready = request_fields.json_object(request.body).get("ready", False)
                 if not isinstance(ready, bool):
                     raise StatusError(Code.INTERNAL, "attempt to access JSON non-boolean as boolean")
                 return json_reply(await self._repository.index(ready))
             case ["models", name, "load" | "unload" as action] if name:
-                _only("POST", request)
+                _require_method("POST", request)
                 if of_one:
                     raise StatusError(Code.UNSUPPORTED, request_fields.NO_REPOSITORY_NAME)
                 most = self._most_bytes  # it may bring the model's files
@@ -299,7 +307,7 @@ class HttpFront:
                 return await self._control(_name(name), action, body, request.owner)
         raise _NoSuchPath
 
-    async def _control(self, name: str, action: str, body: dict[str, Any], owner: str) -> Reply:
+    async def _control(self, name: str, action: str, body: dict[str, Any], owner: str) -> HttpReply:
         parameters = body.get("parameters", {})
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
@@ -307,12 +315,12 @@ class HttpFront:
             await self._repository.unload(
                 name, with_members=request_fields.unloads_members(parameters, _wrong), owner=owner
             )
-            return Reply(200, b"", [(b"content-type", _JSON)])
+            return HttpReply(200, b"", [(b"content-type", _JSON)])
         load = request_fields.load_of(name, parameters, _wrong, str)
         if load.dry_run:
             return json_reply(await self._repository.would_load(name, load.config))
         await self._repository.load(name, load.config, load.files, owner=owner)
-        return Reply(200, b"", [(b"content-type", _JSON)])
+        return HttpReply(200, b"", [(b"content-type", _JSON)])
 
 
 _SHARED_ACTIONS = ("status", "register", "unregister")
@@ -334,14 +342,14 @@ def _registered(region: str, body: dict[str, Any]) -> tuple[str, int, int]:
     return key, offset, size
 
 
-def _change(request: Request) -> dict[str, Any] | None:
+def _settings_update(request: Request) -> dict[str, Any] | None:
     """Of settings; None where they are only looked up. raises StatusError"""
     if request.method not in ("GET", "POST"):
         raise _WrongMethod
     return request_fields.json_object(request.body) if request.method == "POST" else None
 
 
-def _only(method: str, request: Request) -> None:
+def _require_method(method: str, request: Request) -> None:
     if request.method != method:
         raise _WrongMethod
 
@@ -350,7 +358,7 @@ def _name(part: str) -> str:
     return unquote(part, errors="replace") if "%" in part else part
 
 
-def addressed(parts: list[str]) -> tuple[str, int | None, str]:
+def parse_model_path(parts: list[str]) -> tuple[str, int | None, str]:
     """A model, its version, and what is asked of it: NAME[/versions/V][/ACTION]. raises StatusError"""
     name, *rest = parts
     version: int | None = None

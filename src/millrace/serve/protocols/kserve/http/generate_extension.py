@@ -13,7 +13,7 @@ import msgspec
 
 from millrace.model_repository.models.model_version import Model
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
-from millrace.model_repository.request.request_validation import Given
+from millrace.model_repository.request.request_validation import RawInput
 from millrace.model_repository.request.response_stream import Responses
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import held_bytes, named_type
@@ -41,7 +41,7 @@ class _Object(tuple[tuple[str, Any], ...]):
 def read_generate(body: bytes, model: Model) -> InferRequest:
     """raises StatusError"""
     told = _decoded(body)
-    request, given = InferRequest({}), list[Given]()
+    request, given = InferRequest({}), list[RawInput]()
     for key, value in told:
         if key == "id" and model.checker.said(key) is None:
             if not isinstance(value, str):
@@ -82,7 +82,7 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
-def _take(key: str, value: Any, request: InferRequest, given: list[Given], model: Model) -> None:
+def _take(key: str, value: Any, request: InferRequest, given: list[RawInput], model: Model) -> None:
     said = model.checker.said(key)
     if said is None:
         if take_parameters(request, {key: value}):  # `binary_data_output`, which is nothing of this protocol's
@@ -92,7 +92,7 @@ def _take(key: str, value: Any, request: InferRequest, given: list[Given], model
         raise invalid(f"{request.named}input '{key}' already exists in request")
     datatype, dims = said
     shape = _shape(key, dims, value)
-    given.append(Given(key, datatype, shape, from_json(key, datatype, value, prod(shape)).reshape(shape)))
+    given.append(RawInput(key, datatype, shape, from_json(key, datatype, value, prod(shape)).reshape(shape)))
 
 
 def _shape(name: str, dims: tuple[int, ...], value: Any) -> tuple[int, ...]:

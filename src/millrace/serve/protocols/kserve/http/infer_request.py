@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from millrace.model_repository.request.infer_request import InferRequest
-from millrace.model_repository.request.request_validation import Checker, Given, Later, check_shape
+from millrace.model_repository.request.request_validation import Later, RawInput, RequestValidator, check_shape
 from millrace.model_repository.request.status_code import Code, StatusError, invalid
 from millrace.model_repository.request.tensors import DTYPES, Array
 from millrace.serve.protocols.kserve.http.json_spans import Cut, Span, found
@@ -80,7 +80,7 @@ _ID, _TRIED = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"((?:[^"\\]|\\.)*)"'), b"an
 
 
 @dataclass(slots=True)
-class HttpWanted:
+class HttpOutputOptions:
     """How outputs are to be written. binary, n_classes, shared: of those that say so; otherwise: of the others
 
     inputs: in shared memory, whose regions stay until the request is over
@@ -94,8 +94,8 @@ class HttpWanted:
 
 
 def read_infer(
-    body: bytes, n_json: int | None, model: str, checker: Checker, shared: TenantRegions | None = None
-) -> tuple[InferRequest, HttpWanted]:
+    body: bytes, n_json: int | None, model: str, checker: RequestValidator, shared: TenantRegions | None = None
+) -> tuple[InferRequest, HttpOutputOptions]:
     """n_json: of the head, None where everything is JSON, 0 where nothing is
 
     shared: None where no client's memory is read. raises StatusError
@@ -105,9 +105,9 @@ def read_infer(
     if n_json == 0:
         request = InferRequest({})
         checker.take(request, [checker.raw(request, memoryview(body))])
-        return request, HttpWanted(otherwise=True)
+        return request, HttpOutputOptions(otherwise=True)
     told, spans = _read(memoryview(body)[:n_json])
-    request, wanted = InferRequest({}, request_id=told.id), HttpWanted()
+    request, wanted = InferRequest({}, request_id=told.id), HttpOutputOptions()
     if told.parameters is not UNSET:
         wanted.otherwise = take_parameters(request, told.parameters)
     behind = memoryview(body)[len(body) if n_json is None else n_json :]
@@ -163,9 +163,9 @@ def _given(
     model: str,
     shared: TenantRegions | None,
     places: list[RegionPlace],
-) -> list[Given]:
+) -> list[RawInput]:
     """behind: the bytes after the JSON, which are those of the binary inputs, in order. places: gets those used"""
-    given, at, shared_bytes = list[Given](), 0, 0
+    given, at, shared_bytes = list[RawInput](), 0, 0
     for told in inputs:
         size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
         _check_source(told, size)
@@ -192,7 +192,7 @@ def _given(
                 what = f"unexpected size for input '{told.name}', expecting {size - len(data)} additional bytes"
                 raise invalid(f"{what} for model '{model}'")
             at += size
-        given.append(Given(told.name, told.datatype, shape, data))
+        given.append(RawInput(told.name, told.datatype, shape, data))
     if at != len(behind):
         raise invalid(f"unexpected additional input data for model '{model}'")
     return given
@@ -243,7 +243,9 @@ def _wrong(key: str, wanted: str) -> StatusError:
     return unparsed(key, not_a(word, word))
 
 
-def _take_outputs(outputs: Sequence[InferOutput], wanted: HttpWanted, shared: TenantRegions | None) -> tuple[str, ...]:
+def _take_outputs(
+    outputs: Sequence[InferOutput], wanted: HttpOutputOptions, shared: TenantRegions | None
+) -> tuple[str, ...]:
     names = output_names(told.name for told in outputs)
     for told in outputs:
         if told.parameters is UNSET:

@@ -11,7 +11,7 @@ from millrace.model_repository.request.concatenation import concatenated
 from millrace.model_repository.request.infer_request import InferRequest, InferResponse
 from millrace.model_repository.request.status_code import invalid
 from millrace.model_repository.request.tensors import BYTES, ONLY_BINARY, WIRE_NAMES, Array, Tensor, named_type, objects
-from millrace.serve.protocols.kserve.http.infer_request import HttpWanted
+from millrace.serve.protocols.kserve.http.infer_request import HttpOutputOptions
 
 _PIECE = 1 << 16  # values
 
@@ -34,7 +34,7 @@ def written_error(message: str) -> bytes:
 
 
 def written(
-    model: Model, request: InferRequest, response: InferResponse, wanted: HttpWanted
+    model: Model, request: InferRequest, response: InferResponse, wanted: HttpOutputOptions
 ) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON where not all of it is. raises StatusError"""
     outputs, raw = list[dict[str, Any]](), list[bytes | memoryview]()

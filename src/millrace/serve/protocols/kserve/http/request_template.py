@@ -26,7 +26,7 @@ _LINES = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledTemplate:
     """One packet's head. end: of it. fixed: what is in no hole for ids, and where; holes: those, and where
 
     Most often the next one is as long, and then so are its lengths: nothing has to be counted to know its tensors.
@@ -53,14 +53,14 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RequestTemplate:
     """pieces: one more than there are holes. n_json: bytes of the JSON's pieces"""
 
     pieces: tuple[bytes, ...]
     holes: tuple[bytes, ...]
     n_json: int
 
-    def filled(self, packet: bytes) -> Filled | None:
+    def filled(self, packet: bytes) -> FilledTemplate | None:
         """None where the head of the packet is another."""
         at, spans = 0, list[tuple[bytes, int, int]]()
         for piece, hole in zip(self.pieces, self.holes, strict=False):
@@ -80,10 +80,10 @@ class Head:
         holes = [span for span in spans if span[0] in (ID, REQUEST_ID)]
         begins, ends = [0, *(stop for _, _, stop in holes)], [*(begin for _, begin, _ in holes), end]
         fixed = [(begin, packet[begin:stop]) for begin, stop in zip(begins, ends, strict=True)]
-        return Filled(len(packet), end, fixed, holes)
+        return FilledTemplate(len(packet), end, fixed, holes)
 
 
-def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> Head | None:
+def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> RequestTemplate | None:
     """Of one request that is all of `packet`, whose headers a parser has read; None: it is none to be remembered."""
     at = packet.find(END) + len(END)
     lengths = [headers.get(name, b"") for name in (JSON_LENGTH, LENGTH)]
@@ -103,5 +103,5 @@ def head_of(packet: bytes, headers: Mapping[bytes, bytes]) -> Head | None:
     begins, ends = [0, *(stop for _, stop, _ in spans)], [*(begin for begin, _, _ in spans), end]
     pieces = tuple(packet[begin:stop] for begin, stop in zip(begins, ends, strict=True))
     n_id = sum(stop - begin for begin, stop, hole in spans if hole == ID)
-    found = Head(pieces, holes, end - at - n_id)
+    found = RequestTemplate(pieces, holes, end - at - n_id)
     return found if found.filled(packet) is not None else None

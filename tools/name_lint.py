@@ -1,0 +1,55 @@
+"""Refuses names that do not say what they stand for, and two public classes of one name.
+
+python -m tools.name_lint [--count]
+
+A participle or pronoun alone (`told`, `asked`, `beside`) names nothing: a class, function, parameter or variable is
+called by the noun of its domain.
+"""
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path("src/millrace")
+WORDS = frozenset(
+    ["told", "asked", "said", "known", "given", "kept", "found", "seen", "held", "made", "taken", "wanted", "written", "whole", "beside", "others", "brought", "drawn", "otherwise", "somebody", "nobody", "whoever"]
+)
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """(line, kind, name) of everything that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, "class" if isinstance(node, ast.ClassDef) else "function", node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, "parameter", node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, "variable", node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, "attribute", node.attr
+
+
+def main() -> None:
+    wrong, classes = list[str](), defaultdict[str, list[str]](list)
+    counts: Counter[str] = Counter()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for line, kind, name in names(tree):
+            if name.strip("_").lower() in WORDS:
+                wrong.append(f"{path}:{line}: {kind} {name}: name it by the noun of its domain")
+                counts.update([kind, path.relative_to(PACKAGE).parts[0]])
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(f"{path}:{node.lineno}")
+    wrong += [f"{places[1]}: class {name} is also {places[0]}" for name, places in classes.items() if len(places) > 1]
+    if "--count" in sys.argv:
+        print(dict(counts), len(wrong))
+        return
+    print("\n".join(wrong))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
